@@ -17,7 +17,7 @@ from vsim.cluster.collectives import Collectives, Finish
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
-from vsim.strategy import Strategy
+from vsim.strategy import Algorithm
 
 Result = TypeVar("Result")
 
@@ -26,20 +26,23 @@ Result = TypeVar("Result")
 class Driven:
     """A run in progress."""
 
-    strategy: Strategy
+    strategy: Algorithm
     cluster: Cluster
     ledger: Ledger
 
     def step(self, gradients: Tensor) -> Tensor:
         """Take a step with stacked `gradients` (R, P); return the weights."""
-        self.cluster.step += 1
+        self.ledger.position.begin(self.cluster.step + 1)
         self.cluster.grads.copy_(gradients)
-        self.strategy.take_step()
+        with torch.no_grad():
+            self.strategy.gradients()
+            self.strategy.optimize()
+            self.strategy.sync()
         return self.cluster.weights.clone()
 
 
 def started(
-    strategy: Strategy, model: nn.Module, num_nodes: int, deterministic: bool = False, max_steps: int = 20
+    strategy: Algorithm, model: nn.Module, num_nodes: int, deterministic: bool = False, max_steps: int = 20
 ) -> Driven:
     """All nodes together, as in the simulator."""
     return _started(
@@ -52,7 +55,7 @@ def started(
 
 
 def _started(
-    strategy: Strategy, replicas: Replicas, collectives: Collectives, deterministic: bool, max_steps: int = 20
+    strategy: Algorithm, replicas: Replicas, collectives: Collectives, deterministic: bool, max_steps: int = 20
 ) -> Driven:
     generator = torch.Generator().manual_seed(5)
     shard_sizes = torch.ones(collectives.num_nodes)
@@ -62,7 +65,7 @@ def _started(
     return run
 
 
-def driven(strategy: Strategy, model: nn.Module, gradients: Tensor, **options: Any) -> Driven:
+def driven(strategy: Algorithm, model: nn.Module, gradients: Tensor, **options: Any) -> Driven:
     """Take a step for each of `gradients` (T, K, P)."""
     run = started(strategy, model, gradients.shape[1], **options)
     for given in gradients:
@@ -159,7 +162,7 @@ def apart(num_nodes: int, work: Callable[[Collectives], Result]) -> list[Result]
     return [results[rank] for rank in range(num_nodes)]
 
 
-def driven_apart(strategy: Strategy, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:
+def driven_apart(strategy: Algorithm, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:
     """As `driven`, with every node held apart."""
 
     def node(collectives: Collectives) -> Driven:

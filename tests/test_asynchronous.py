@@ -559,11 +559,6 @@ def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool
     assert alone_on_clock["a"].history.last("clock_seconds") > 0
 
 
-class PerNode(AsyncDiLoCoStrategy):
-    def step(self) -> None:
-        super().step()
-
-
 class Returning(AsynchronousStrategy):
     """Its server always lets `ready` continue, whichever worker arrives."""
 
@@ -586,7 +581,6 @@ class Broken(TensorDataset):
         (lambda: AsyncDiLoCoStrategy(buffer=2, patience=2), {}, TypeError, "buffer and patience both say"),
         (lambda: AsyncDiLoCoStrategy(staleness="log"), {}, ValueError, "staleness must be one of 'none', 'sqrt'"),
         (lambda: AsyncDiLoCoStrategy(H=1, staleness=lambda s: -1), {}, ValueError, "staleness weight must be"),
-        (lambda: PerNode(), {}, TypeError, r"PerNode defines step\(\), which no asynchronous run calls"),
         (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c must be at most 1/N, 0.25, got 0.5"),
         (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum must be at most the number of nodes, 4"),
         (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay must be below H"),

@@ -258,7 +258,7 @@ def test_nodes_apart_get_the_bits_of_nodes_together(data: st.DataObject, num_nod
 
 def test_a_result_is_of_the_values_of_sending_and_taken_when_due() -> None:
     rows, collectives = rows_of(3, 2), StackedCollectives(Ledger(3))
-    collectives.step = 4
+    collectives.position.step = 4
     late = [
         collectives.start("all_reduce", rows, "mean", delay=2, label="late"),
         collectives.start("all_gather", rows, delay=2),
@@ -270,10 +270,10 @@ def test_a_result_is_of_the_values_of_sending_and_taken_when_due() -> None:
     rows.zero_()
     assert at_once.result()[:, 0].tolist() == [0, 1, 2] and at_once.due == 4
     for step in (5, 7):
-        collectives.step = step
+        collectives.position.step = step
         with pytest.raises(RuntimeError, match=f"due at step 6, and was taken at step {step}; give start.. the delay"):
             late[0].result()
-    collectives.step = 6
+    collectives.position.step = 6
     assert [pending.result().flatten().tolist() for pending in late] == [
         [1, 1],
         [0, 0, 1, 1, 2, 2],

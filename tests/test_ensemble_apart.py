@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
+from vsim.cluster import Cluster
 from vsim.engine import VmapExecutor
 from vsim.engine.proof import Proof
 from vsim.models import MLP
@@ -117,12 +118,12 @@ class DrawsInForward(nn.Module):
 
 
 class DrawsInSetup(FedAvgStrategy):
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
         self.factor = random.random()
 
-    def after_optimizer(self) -> None:
-        super().after_optimizer()
+    def sync(self) -> None:
+        super().sync()
         self.cluster.weights.mul_(1 + 0.01 * self.factor)
 
 
@@ -184,11 +185,11 @@ def test_a_deterministic_model_must_not_draw_globally(draw: Any, name: str, exec
 class Resets(FedAvgStrategy):
     """Resets its optimizer's state at every sync."""
 
-    def after_optimizer(self) -> None:
-        super().after_optimizer()
-        if self.local_step == 2:
+    def sync(self) -> None:
+        super().sync()
+        if self.cluster.completed == 2:
             self.optim.state.clear()  # type: ignore[union-attr]
-        if self.local_step == 4:
+        if self.cluster.completed == 4:
             for state in self.optim.state.values():  # type: ignore[union-attr]
                 state["step"].zero_()
 
@@ -196,8 +197,8 @@ class Resets(FedAvgStrategy):
 class Hooked(FedAvgStrategy):
     """Has its optimizer call something after every step."""
 
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
         self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
 
 
@@ -210,8 +211,8 @@ def test_a_strategy_of_ones_own_may_do_anything_with_its_optimizer(cls: type[Fed
 class MadeOnTheWay(FedAvgStrategy):
     """Makes state on the way, which cannot be restored into a new run."""
 
-    def after_optimizer(self) -> None:
-        super().after_optimizer()
+    def sync(self) -> None:
+        super().sync()
         if not hasattr(self, "stream"):
             self.stream = torch.Generator().manual_seed(3)
         self.cluster.weights.mul_(1 + 0.01 * float(torch.rand(1, generator=self.stream)))
@@ -286,7 +287,7 @@ def test_what_is_refused_is_refused_first_also_one_after_the_other() -> None:
 
 
 class Fails(FedAvgStrategy):
-    def before_optimizer(self) -> None:
+    def gradients(self) -> None:
         raise RuntimeError("at once")
 
 
@@ -357,8 +358,8 @@ def test_what_was_done_is_kept_when_the_data_fail() -> None:
 
 def test_a_state_that_cannot_be_saved_is_said_with_whose_it_is(tmp_path: Path) -> None:
     class Holds(FedAvgStrategy):
-        def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-            super()._init_node(model, rank, num_nodes)
+        def setup(self, cluster: Cluster) -> None:
+            super().setup(cluster)
             self.items = iter([1, 2])
 
     with pytest.raises(vsim.CheckpointError, match=r"^own: strategy\.items is a "):

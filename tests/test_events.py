@@ -221,7 +221,7 @@ def test_a_tensor_without_a_node_dimension() -> None:
 @given(num_nodes=st.integers(1, 64), numbers=st.integers(1, 1000))
 def test_wire_formulas(num_nodes: int, numbers: int) -> None:
     collectives: Collectives = StackedCollectives(Ledger(num_nodes))
-    collectives.step = 7
+    collectives.position.step = 7
     stacked = torch.ones(num_nodes, numbers)
     collectives.all_reduce(stacked, "mean")
     collectives.all_gather(stacked)
@@ -300,7 +300,7 @@ def test_calls_that_join_the_message_before() -> None:
     with collectives.joined():
         collectives.all_reduce(rows, "sum", among=[0, 1], label="joined")
         collectives.start("all_reduce", rows, "sum", among=[0, 1], delay=1, label="due later")
-        collectives.step = 1
+        collectives.position.step = 1
         collectives.all_reduce(rows, "sum", among=[0, 1], label="at another step")
     assert [(event.label, event.joined) for event in ledger if event.joined] == [("joined", True)] * 2
     read = Ledger.from_plain(json.loads(json.dumps(ledger.as_plain())), 3)

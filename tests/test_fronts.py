@@ -29,7 +29,7 @@ def ledger_of(every: int, payload: int, steps: int) -> Ledger:
     ledger = Ledger(2)
     collectives = StackedCollectives(ledger, range(2))
     for step in range(1, steps + 1):
-        collectives.step = step
+        collectives.position.step = step
         if step % every == 0:
             collectives.all_reduce(torch.zeros(2, payload // 4), "mean")
     return ledger

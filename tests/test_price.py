@@ -132,9 +132,9 @@ def test_without_values_the_same_is_sent(row: common.Row) -> None:
 @pytest.mark.filterwarnings("ignore:DCTTopK")
 def test_a_dry_run_takes_one_step_where_all_are_known_to_be_alike() -> None:
     class LessLater(DeMoStrategy):
-        def before_optimizer(self) -> None:
+        def gradients(self) -> None:
             if self.cluster.step != 3:
-                super().before_optimizer()
+                super().gradients()
 
     options: dict[str, Any] = {"model": common.model(), "num_nodes": 4, "max_steps": 5, **ON_A_NETWORK}
     quick, whole = (price(made, **options).ledger for made in (DeMoStrategy(), LessLater()))

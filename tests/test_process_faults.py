@@ -92,14 +92,11 @@ class At(SimpleReduceStrategy):
         super().__init__(**options)
         self.at, self.on, self.act = step, node, act
 
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
-        self.rank = rank
-
-    def step(self) -> None:
-        if self.cluster.step == self.at and self.on in (self.rank, ALL):
-            self.act(self.rank)
-        super().step()
+    def gradients(self) -> None:
+        rank = self.cluster.replicas.first_node
+        if self.cluster.step == self.at and self.on in (rank, ALL):
+            self.act(rank)
+        super().gradients()
 
 
 ALL = -1

@@ -208,10 +208,10 @@ class Mortal(SimpleReduceStrategy):
         here = self.cluster.active[self.cluster.replicas.first_node]
         return (here, self.cluster.step, in_step) == self.fate
 
-    def begin_step(self) -> None:
+    def gradients(self) -> None:
         if self.dies(True):
             die()
-        super().begin_step()
+        super().gradients()
 
     def state_dict(self) -> dict[str, Any]:
         if self.dies(False):

@@ -193,9 +193,9 @@ class Undeclared(FedAvgStrategy):
         super().setup(cluster)
         self.kept = torch.zeros(len(cluster.weights))
 
-    def finish_step(self) -> None:
+    def sync(self) -> None:
         self.kept += self.cluster.weights[:, 0]
-        super().finish_step()
+        super().sync()
 
 
 @pytest.mark.slow
@@ -440,10 +440,10 @@ def test_auto_may_be_the_simulator() -> None:
 class Failing(FedAvgStrategy):
     """Fails on one node's process."""
 
-    def finish_step(self) -> None:
+    def sync(self) -> None:
         if self.cluster.step == 3 and 2 in self.cluster.replicas.nodes:
             raise ArithmeticError("out of luck")
-        super().finish_step()
+        super().sync()
 
 
 @pytest.mark.slow
@@ -484,10 +484,10 @@ def test_simulator_ranges_and_nodes_agree() -> None:
 class Counting(FedAvgStrategy):
     """Wrong where a process holds two nodes."""
 
-    def finish_step(self) -> None:
+    def sync(self) -> None:
         if self.cluster.step == 3 and len(self.cluster.weights) == 2:
             self.cluster.weights.mul_(1.5)
-        super().finish_step()
+        super().sync()
 
 
 @pytest.mark.slow

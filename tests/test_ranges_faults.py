@@ -141,9 +141,9 @@ class Data(Dataset[Any]):
 
 
 class Own(DiLoCoStrategy):
-    def finish_step(self) -> None:
+    def sync(self) -> None:
         fault("strategy")
-        super().finish_step()
+        super().sync()
 
 
 def defaults(**options: Any) -> dict[str, Any]:

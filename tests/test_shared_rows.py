@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from separate import TASKS, Task, small_cnn, small_mlp, vectors
+from test_strategy_base import AverageByHand
 from torch import Tensor, nn
 
 from vsim import Trainer
@@ -14,18 +15,8 @@ from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.replicas import with_gaps
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, DionStrategy, SimpleReduceStrategy, Strategy
-from vsim.strategy.communicate import all_reduce
 
 SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)
-
-
-class AverageByHand(Strategy):
-    """AllReduce with a row for every node."""
-
-    def step(self) -> None:
-        for p in self.model.parameters():
-            all_reduce(p.grad, "mean")
-        super().step()
 
 
 def fit(strategy: Strategy, task: Task = TASKS[0], **options: Any) -> Trainer:
@@ -101,8 +92,8 @@ def test_all_rows_can_be_read_and_not_written() -> None:
 
 def test_a_subclass_has_to_promise_by_itself() -> None:
     class Noisy(SimpleReduceStrategy):
-        def step(self) -> None:
-            super().step()
+        def sync(self) -> None:
+            super().sync()
             self.cluster.replicas.weights[0].add_(1)
 
     assert SimpleReduceStrategy.shares_weights and not Noisy.shares_weights and not DiLoCoStrategy.shares_weights

@@ -82,7 +82,7 @@ def play(module: SparseCommunicator, cluster: Cluster, moves: list[Any]) -> Iter
     """Yield the weights (K, P) after each step, in which the nodes' weights change by one of `moves`."""
     module.setup(cluster)
     for move in moves:
-        cluster.step += 1
+        cluster.collectives.position.begin(cluster.step + 1)
         cluster.weights.add_(torch.tensor(move))
         module.communicate(cluster)
         yield cluster.weights.clone()

@@ -21,7 +21,9 @@ from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.reductions import groups_of
 from vsim.strategy import (
+    Algorithm,
     AloneStrategy,
+    AsyncDiLoCoStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -35,7 +37,7 @@ from vsim.strategy import (
     StreamingDiLoCoStrategy,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast
-from vsim.strategy.node import StackedModel
+from vsim.strategy.per_node import StackedModel
 
 SPEC = OptimSpec("sgd", lr=0.1, momentum=0.9)
 EXECUTORS = ["vmap", "loop"]
@@ -266,6 +268,13 @@ def test_the_stacked_model() -> None:
     fit(Look(inner_optim=SPEC), TASKS[1])
 
 
+@pytest.mark.parametrize("method", ["step", "before_optimizer", "after_optimizer", "_init_node"])
+@pytest.mark.parametrize("base", [DiLoCoStrategy, AsyncDiLoCoStrategy])
+def test_code_for_one_node_has_no_place_in_vsims_own_strategies(base: type[Algorithm], method: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Own defines {method}\(\), .* subclass"):
+        type("Own", (base,), {method: lambda self: None})()
+
+
 # Modules
 
 
@@ -371,9 +380,8 @@ def test_the_runs_own_copy_can_start_another_run() -> None:
 
 
 def test_steps_are_counted() -> None:
-    trainer = fit(SimpleReduceStrategy(inner_optim=SPEC), max_steps=4)
-    strategy = trainer.strategy
-    assert strategy is not None
+    strategy = fit(Strategy([GradientAverage()], inner_optim=SPEC), max_steps=4).strategy
+    assert isinstance(strategy, Strategy)
     assert strategy.local_step == strategy.cluster.step == strategy.cluster.max_steps == 4
     assert strategy.num_nodes == 3 and strategy.lr == 0.1
     assert strategy.cluster.shard_sizes.tolist() == [10, 10, 10]  # 29 examples, padded

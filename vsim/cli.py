@@ -48,9 +48,9 @@ from vsim.strategy import (
     PRESETS,
     RULES,
     STRATEGIES,
+    Algorithm,
     Compressor,
     IndexSelector,
-    Strategy,
     When,
     clip,
     compress,
@@ -605,7 +605,7 @@ def verify(
     return 0 if report.identical else 1
 
 
-def parse_strategy(text: str, lr: float) -> Strategy:
+def parse_strategy(text: str, lr: float) -> Algorithm:
     """Return the strategy that "name:argument=value,…" says.
 
     Args:
@@ -622,7 +622,7 @@ def parse_strategy(text: str, lr: float) -> Strategy:
     return cls(**defaults | given)
 
 
-def strategy_class(text: str, lr: float) -> tuple[type[Strategy], dict[str, Any], dict[str, Any]]:
+def strategy_class(text: str, lr: float) -> tuple[type[Algorithm], dict[str, Any], dict[str, Any]]:
     """Return the class that "name:argument=value,…" says, its arguments by default, and those given."""
     name, _, tail = text.partition(":")
     named = STRATEGIES | PRESETS

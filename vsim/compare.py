@@ -36,7 +36,7 @@ from vsim.records.comparison import ComparedRun, Comparison, no_comparison
 from vsim.records.describe import Conditions, describe_problem
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.records.sweep import Sweep
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
@@ -113,7 +113,7 @@ def compare(
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
     strategies = merged(strategies)
-    odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Strategy)]
+    odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Algorithm)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
     shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together}
@@ -135,8 +135,8 @@ def compare(
 def call_text(function: str, **arguments: Any) -> str:
     """Return the text of a call; arguments that are None are left out.
 
-    >>> call_text("vsim.compare", strategies={"alone": Strategy(lr=0.1)}, num_nodes=4, seeds=None)
-    "vsim.compare(strategies={'alone': Strategy(lr=0.1)}, num_nodes=4)"
+    >>> call_text("vsim.compare", strategies={"alone": Algorithm(lr=0.1)}, num_nodes=4, seeds=None)
+    "vsim.compare(strategies={'alone': Algorithm(lr=0.1)}, num_nodes=4)"
     """
 
     def text(value: Any) -> str:
@@ -154,7 +154,7 @@ _OF_THE_COMPARISON = (
 
 
 def _tuned(
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Algorithm],
     tune: Mapping[str, Sequence[Any]],
     num_nodes: int,
     model: Any,
@@ -203,12 +203,12 @@ def _tuned(
     return sweeps
 
 
-def _with(strategy: Strategy, point: str, values: Mapping[str, Any]) -> Strategy:
+def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorithm:
     """Return a strategy made with the same arguments but for these."""
     return made(type(strategy), point, {**arguments_of(strategy), **values})
 
 
-def _best_of(name: str, strategy: Strategy, sweep: Sweep | None) -> Strategy:
+def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None) -> Algorithm:
     """Return the strategy with its best setting; warn if the best value is the smallest or largest of those tried."""
     if sweep is None:
         return strategy

@@ -13,10 +13,10 @@ import numpy as np
 from vsim.arguments import a_list, reject_unknown
 from vsim.records.describe import describe
 from vsim.records.sweep import Point
-from vsim.strategy.base import Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, StrategyOptions
 
 
-def grid(strategy: Callable[..., Strategy], /, **settings: Any) -> dict[str, Strategy]:
+def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Algorithm]:
     """Return name → strategy for every combination of settings, for `vsim.compare`.
 
     A dict of such dicts, and of single strategies, can be given to `compare` as it stands.
@@ -39,7 +39,7 @@ def grid(strategy: Callable[..., Strategy], /, **settings: Any) -> dict[str, Str
     return {name: made(strategy, name, point.values) for name, point in points(strategy, settings).items()}
 
 
-def points(strategy: Callable[..., Strategy], settings: Mapping[str, Any]) -> dict[str, Point]:
+def points(strategy: Callable[..., Algorithm], settings: Mapping[str, Any]) -> dict[str, Point]:
     """Return name → point for the product of those settings that are lists, the last of them varying fastest."""
     lists = {key: _listed(key, value) for key, value in settings.items()}
     texts = {key: _texts(values) for key, values in lists.items()}
@@ -53,14 +53,14 @@ def points(strategy: Callable[..., Strategy], settings: Mapping[str, Any]) -> di
     return found
 
 
-def made(strategy: Callable[..., Strategy], name: str, values: Mapping[str, Any]) -> Strategy:
+def made(strategy: Callable[..., Algorithm], name: str, values: Mapping[str, Any]) -> Algorithm:
     """Return the strategy with these arguments; what it raises begins with the name of the combination."""
     try:
         result = strategy(**values)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name} is refused: {error}") from error
-    if not isinstance(result, Strategy):
+    if not isinstance(result, Algorithm):
         raise TypeError(f"strategy: expected a class of strategies or a function that returns one, got {result!r}")
     return result
 
@@ -68,7 +68,7 @@ def made(strategy: Callable[..., Strategy], name: str, values: Mapping[str, Any]
 def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     """Raise a TypeError for a setting that is neither an argument of `strategy` nor one of `also`, with the nearest."""
     try:
-        if isinstance(strategy, Strategy):
+        if isinstance(strategy, Algorithm):
             raise TypeError
         parameters = inspect.signature(strategy).parameters.values()
     except (TypeError, ValueError):  # no function, or one without a signature
@@ -81,7 +81,7 @@ def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[st
     reject_unknown(settings, [*valid, *also], getattr(strategy, "__name__", "the strategy"))
 
 
-def settings_of(strategy: Callable[..., Strategy]) -> list[str]:
+def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
     """Return the names of a class's arguments, including the arguments that all strategies take."""
     parameters = inspect.signature(strategy).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

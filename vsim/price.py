@@ -15,12 +15,12 @@ from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
 from vsim.shapes import naming_layers, without_values
-from vsim.strategy import Strategy
+from vsim.strategy import Algorithm
 
 
 @known_keywords
 def price(
-    strategy: Strategy,
+    strategy: Algorithm,
     *,
     parameters: float | None = None,
     layers: int | None = None,
@@ -60,7 +60,7 @@ def price(
 
 @known_keywords
 def required_bandwidth(
-    strategy: Strategy,
+    strategy: Algorithm,
     *,
     parameters: float | None = None,
     layers: int | None = None,
@@ -116,9 +116,9 @@ def _overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -
 
 
 def _dry_run(
-    strategy: Strategy, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute
+    strategy: Algorithm, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute
 ) -> Ledger:
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, Algorithm):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
     with naming_layers(model):
         return strategy.dry_run(model, num_nodes, max_steps, seed, compute.totals(num_nodes))

@@ -12,7 +12,7 @@ from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
 from vsim.records.comparison import no_comparison
 from vsim.records.sweep import Sweep
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.spec import takes_options
 
 # Arguments of a run that may be settings, besides the strategy's.
@@ -25,7 +25,7 @@ def sweep(
     train_dataset: Data,
     val_dataset: Data | None = None,
     *,
-    strategy: Callable[..., Strategy],
+    strategy: Callable[..., Algorithm],
     settings: Mapping[str, Any],
     num_nodes: int | None = None,
     seeds: Sequence[int] | None = None,

@@ -43,7 +43,7 @@ from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.shapes import check_apart
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.entries import for_elsewhere
@@ -119,7 +119,7 @@ class Trainer:
             devices_of_nodes(devices, None, 1)  # an error, if there is one, now
         self.devices = devices
         self.history = History()
-        self.strategy: Strategy | None = None
+        self.strategy: Algorithm | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
         self._last: Run | Checkpoint | None = None  # what resume=True resumes without a save_dir

@@ -24,7 +24,7 @@ from vsim.process.comparison import (
     differences_at,
     only_rounding,
 )
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.trainer import Trainer
 
 _FIT_OPTIONS = (
@@ -102,7 +102,7 @@ def _backend(num_processes: int | None) -> str:
 def verify(
     model: nn.Module,
     train_dataset: Data,
-    strategy: Strategy,
+    strategy: Algorithm,
     num_nodes: int,
     max_steps: int = 50,
     *,
@@ -153,7 +153,7 @@ def verify(
         True
     """
     reject_unknown(fit_options, _FIT_OPTIONS, "verify()")
-    if isinstance(strategy, Strategy) and strategy.is_asynchronous:
+    if isinstance(strategy, Algorithm) and strategy.is_asynchronous:
         raise ValueError(f"{type(strategy).__name__}: asynchronous strategies are simulated only, not in processes")
     whole_number("num_nodes", num_nodes)
     threads = default_threads(num_nodes) if threads is None else whole_number("threads", threads)

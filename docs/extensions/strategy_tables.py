@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import vsim.strategy
-from vsim.strategy import CommunicationModule, Strategy
+from vsim.strategy import Algorithm, CommunicationModule
 
 DOCS = Path(__file__).parents[1]
 FAMILIES = {
@@ -19,10 +19,11 @@ FAMILIES = {
 SOURCE = re.compile(r"(arXiv:|openreview\.net/forum\?id=)([\w.]+\w)")
 
 
-def strategies(family: str) -> list[type[Strategy]]:
+def strategies(family: str) -> list[type[Algorithm]]:
     """The exported strategies that name this family, the oldest source first."""
-    exported = (getattr(vsim.strategy, name) for name in vsim.strategy.__all__)
-    found = [c for c in exported if isinstance(c, type) and issubclass(c, Strategy) and vars(c).get("family") == family]
+    exported = [getattr(vsim.strategy, name) for name in vsim.strategy.__all__]
+    classes = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Algorithm)]
+    found = [cls for cls in classes if vars(cls).get("family") == family]
     return sorted(found, key=lambda cls: (_year(paragraphs(cls)[0]), cls.__name__))
 
 
@@ -53,7 +54,7 @@ def reference(names: list[str]) -> str:
     return "\n".join(["```{eval-rst}", *entries, "```\n"])
 
 
-def row(cls: type[Strategy]) -> list[str]:
+def row(cls: type[Algorithm]) -> list[str]:
     """The cells of a class: its call, what its nodes do, and from its docstring payload, source and deviations."""
     names = [n for n in inspect.signature(cls.__init__).parameters if n not in ("self", "inner_optim", "options")]
     summary, *rest = paragraphs(cls)
@@ -68,7 +69,7 @@ def row(cls: type[Strategy]) -> list[str]:
     ]
 
 
-def paragraphs(cls: type[Strategy]) -> list[str]:
+def paragraphs(cls: type[Algorithm]) -> list[str]:
     """The paragraphs of a docstring, each in one line."""
     return [" ".join(paragraph.split()) for paragraph in (inspect.getdoc(cls) or "").split("\n\n")]
 

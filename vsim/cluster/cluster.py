@@ -34,7 +34,6 @@ class Cluster:
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
-        completed: t, the optimizer steps completed.
         seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
@@ -49,7 +48,6 @@ class Cluster:
     deterministic: bool = False
     compile: bool = False
     plan: Plan | None = None
-    completed: int = 0
     seconds: Seconds | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
     optim: StackedOptimizer = field(init=False)
@@ -58,11 +56,12 @@ class Cluster:
     @property
     def step(self) -> int:
         """The number of the current step, from 1; between two steps, the number of completed steps."""
-        return self.collectives.step
+        return self.collectives.position.step
 
-    @step.setter
-    def step(self, step: int) -> None:
-        self.collectives.step, self.collectives.moment = step, "gradients"
+    @property
+    def completed(self) -> int:
+        """t, the optimizer steps completed."""
+        return self.step - (self.collectives.position.moment != "end")
 
     @property
     def lr(self) -> float:

@@ -61,10 +61,10 @@ class Pending:
         Raises:
             RuntimeError: the current step is not the step `due` in the ledger.
         """
-        if self._collectives.step != self.due:
+        if self._collectives.position.step != self.due:
             raise RuntimeError(
                 f"the result of this collective is due at step {self.due}, and was taken at step "
-                f"{self._collectives.step}; give start() the delay after which it is taken"
+                f"{self._collectives.position.step}; give start() the delay after which it is taken"
             )
         return self.arrived()
 
@@ -93,15 +93,14 @@ class Collectives(ABC):
         active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the R
             nodes held here. ranges: the nodes that each process holds, in the order of the processes.
         ledger: records the calls.
-        step, moment: the step that calls now belong to, and whether they come before its optimizer step ("gradients")
-            or after it ("weights"). The cluster and the strategy set both.
+        position: the step and moment that calls now belong to: the ledger's.
         label: the label of the last call.
     """
 
     def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
         self.ledger, self.nodes, self.ranges = ledger, nodes, [nodes]
         self.attend(range(ledger.num_nodes) if active is None else active)
-        self.step, self.moment = 0, "weights"
+        self.position = ledger.position
         self.label = ""
         self._billed = True
         self._joins = False
@@ -308,11 +307,11 @@ class Collectives(ABC):
         try:
             if callable(collective):
                 result = collective(*kept, **named)
-                return Pending(self, self.step + delay, lambda: result)
+                return Pending(self, self.position.step + delay, lambda: result)
             finish: Finish = getattr(type(self), collective).__wrapped__(self, *kept, **named)
         finally:
             self._delay = 0
-        return Pending(self, self.step + delay, finish)
+        return Pending(self, self.position.step + delay, finish)
 
     @contextmanager
     def unbilled(self) -> Iterator[None]:
@@ -377,8 +376,8 @@ class Collectives(ABC):
                     UserWarning,
                     stacklevel=4,
                 )
-        due = self.step + self._delay
-        event = Event(self.step, due, self.moment, collective, label, payload_bytes, taking_part)
+        step, moment = self.position.step, "weights" if self.position.moment == "end" else self.position.moment
+        event = Event(step, step + self._delay, moment, collective, label, payload_bytes, taking_part)
         if self._joins and len(self.ledger):
             before = self.ledger[-1]._replace(label=label, payload_bytes=payload_bytes, joined=False)
             event = event._replace(joined=before == event)

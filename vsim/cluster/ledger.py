@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,23 @@ if TYPE_CHECKING:
 
 Groups = tuple[Sequence[int], ...]
 BYTES_OF_A_STEP = 256  # least memory of the record of a step
+
+
+@dataclass
+class Position:
+    """Where a run is. The run writes it; what belongs to the run reads it.
+
+    Attributes:
+        step: the number of the current step, from 1; between two steps, the number of completed steps.
+        moment: see `Event`; "end" once the step is completed.
+    """
+
+    step: int = 0
+    moment: str = "end"
+
+    def begin(self, step: int, moment: str = "gradients") -> None:
+        """Go to a step."""
+        self.step, self.moment = step, moment
 
 
 class Event(NamedTuple):
@@ -92,8 +110,9 @@ class Ledger(Sequence[Event]):
 
     Attributes:
         num_nodes: K, or the number of clients in a population.
+        position: where the run is that this is the record of.
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
-        steps: completed steps of the run, including steps without an event.
+        steps: recorded steps of the run, including steps without an event.
         clock: the compute and network that the run's results depend on, as plain data: the compute that decided which
             nodes were late, or the compute and network of an asynchronous run.
         seconds: for every step of an asynchronous run, the time at which it was done, and the compute time of a node
@@ -105,6 +124,7 @@ class Ledger(Sequence[Event]):
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
+        self.position = Position()
         self.attendance: list[Segment] = []
         self.everyone: Groups = (range(num_nodes),)
         # Equal groups are one object, stored and priced once.
@@ -167,8 +187,9 @@ class Ledger(Sequence[Event]):
         return np.full(self.num_nodes, self._alike[1]) + self._own[1]
 
     def continue_from(self, other: Ledger) -> None:
-        """Begin with the record of another ledger."""
-        vars(self).update({name: copy.copy(value) for name, value in vars(other).items()})
+        """Begin with the record of another ledger, at this ledger's own position."""
+        record = {name: copy.copy(value) for name, value in vars(other).items()}
+        vars(self).update(record, position=self.position)
 
     def as_plain(self) -> dict[str, Any]:
         """Return the record as dicts, lists, numbers and text, which JSON can hold.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 
 from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
@@ -167,3 +168,14 @@ class Schedule:
                     f"total_steps={max_steps} in lr_scheduler_kwargs"
                 )
         return schedulers
+
+    def rates(self, optimizer: Optimizer, max_steps: int) -> list[float]:
+        """Return the learning rate of every step of a run, and of the step after the last; `optimizer` is stepped."""
+        schedulers, group = self.build(optimizer, max_steps), optimizer.param_groups[0]
+        rates = [float(group["lr"])]
+        for _ in range(max_steps):
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            rates.append(float(group["lr"]))
+        return rates

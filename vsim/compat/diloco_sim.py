@@ -19,7 +19,7 @@ from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.records.history import History
 from vsim.records.loggers.base import perplexity
-from vsim.strategy import DiLoCoStrategy, SPARTADiLoCoStrategy, Strategy
+from vsim.strategy import Algorithm, DiLoCoStrategy, SPARTADiLoCoStrategy
 from vsim.trainer import Trainer
 
 _OUTER = {"lr": 0.7, "nesterov": True, "momentum": 0.9}
@@ -54,7 +54,7 @@ class DilocoSimulator:
         num_epochs: passes over the data. max_local_step: stop after this many local steps if that is earlier.
         eval_iters: batches of `batch_size` examples that a validation takes.
         ckpt_interval: outer steps between checkpoints, which go to `save_dir`.
-        cosine_anneal, warmup_steps: the schedule of the inner learning rate; see `Strategy`.
+        cosine_anneal, warmup_steps: the schedule of the inner learning rate; see `Algorithm`.
         p_sparta: share of the weights averaged after every `sparta_interval`-th step; 0: none.
         train_loss_hook: called with a `TrainStats` after every step; eval_loss_hook with an `EvalStats` after every
             validation, the one before training included.
@@ -134,7 +134,7 @@ class DilocoSimulator:
         with naming("outer_optimizer_cls, outer_optimizer_kwargs"):
             outer = OptimSpec(outer_optimizer_cls, **outer_kwargs)
         schedule: Any = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal}
-        self.strategy: Strategy
+        self.strategy: Algorithm
         if p_sparta:
             self.strategy = SPARTADiLoCoStrategy(inner, outer, p_sparta, sparta_interval, diloco_interval, **schedule)
         else:

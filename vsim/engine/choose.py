@@ -85,16 +85,13 @@ class AutoExecutor(Executor):
         return "; ".join(filter(None, (self.decision.why, proved, self.chosen.reason)))
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
-        self.step += 1
         for piece, share in minibatches(batch, minibatch_size):
             self.prepare(piece, share)
-        self.chosen.step = self.step - 1
         try:
             return self.chosen.losses_and_grads(batch, minibatch_size)
         except CompileError as error:  # the model's Python keeps changing
             self._choose_simpler(error)
             self._warn(error)
-            self.step -= 1
             return self.losses_and_grads(batch, minibatch_size)
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from vsim_kernels.alignment import aligned, empty_rows, is_aligned
 
+from vsim.cluster.ledger import Position
 from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective, as_given, described_stranger, listed
@@ -34,12 +35,14 @@ class Settings:
         deterministic: repeat to the bit; on the CPU, equal eager PyTorch on every node alone.
         chunk_size: nodes computed at once, for executors that can choose; None: the best number.
         compile: compile the loss and its gradient.
+        position: where the run is.
     """
 
     autocast: bool = False
     deterministic: bool = False
     chunk_size: int | None = None
     compile: bool = False
+    position: Position = field(default_factory=Position, compare=False)
 
 
 class Executor(ABC):
@@ -57,7 +60,6 @@ class Executor(ABC):
         reason: why this executor was chosen, if there was a choice.
         preparing: text for a progress bar, if the next step does other long work first.
         has_given_threads: whether the user chose the number of threads.
-        step: the number of the run's current step, from 1; a resumed run sets it to the completed steps.
         casts: whether autocast is on, also if the model itself turns it on, which the proof finds out.
     """
 
@@ -65,7 +67,6 @@ class Executor(ABC):
     reason: str = ""
     preparing: str = ""
     has_given_threads: bool = False
-    step: int = 0
 
     def __init__(
         self,
@@ -92,7 +93,6 @@ class Executor(ABC):
         With a `minibatch_size`, the batch is cut into pieces of that many examples per node. The gradients of the
         pieces are summed, each weighted by its share of the batch.
         """
-        self.step += 1
         shared = {name: (id(t), version(t)) for name, t in self._shared_tensors().items()}
         total: Tensor | None = None
         for piece, share in minibatches(batch, minibatch_size):

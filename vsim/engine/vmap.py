@@ -163,7 +163,7 @@ class VmapExecutor(Executor):
         """Return the number of nodes, each of which takes this many bytes, that fit into the free memory."""
         weights = self.replicas.weights
         free = available_bytes(weights.device)
-        if self.step <= 1:  # most optimizers make their state afterwards; Adam's takes two matrices
+        if self.settings.position.step <= 1:  # most optimizers make their state afterwards; Adam's takes two matrices
             free -= 2 * weights.nbytes
         return min(self.at_once, nodes_that_fit(free, of_node, weights[0].nbytes))
 

@@ -106,7 +106,7 @@ class ProcessCollectives(Collectives):
 
     def of_processes(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
-        with completing(f"exchanging values at step {self.step}"):
+        with completing(f"exchanging values at step {self.position.step}"):
             dist.all_gather_object(values, value)
         return values
 
@@ -234,7 +234,7 @@ class ProcessCollectives(Collectives):
         """Issue messages, and return a function that waits for them. Both raise a `CollectiveFailure` on errors."""
         label = name if self.label == name else f"{name} of {self.label!r}"
         own = [self.active[node] for node in self.nodes]
-        where = f"{label} at step {self.step} on node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}"
+        where = f"{label} at step {self.position.step} on node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}"
         with completing(where):
             works = call()
 

@@ -27,7 +27,7 @@ from vsim.cluster.optimizers import (
 )
 from vsim.cluster.replicas import Replicas
 from vsim.records.history import OF_THE_MACHINE, History
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.run import Run
 
 # The kinds of values that are compared at a step, in this order.
@@ -296,7 +296,7 @@ def _of_events(
         yield replace(unlike(step, node, "ledger", label, *shown), entries=len(unequal), size=count, index=(i,))
 
 
-def _optimizer_state(strategy: Strategy) -> dict[str, Tensor]:
+def _optimizer_state(strategy: Algorithm) -> dict[str, Tensor]:
     """Return name → tensor; (R, P) or (P,) for state that is shaped like all weights."""
     replicas = strategy.cluster.replicas
     found: dict[str, Tensor] = {}
@@ -317,7 +317,7 @@ def _optimizer_state(strategy: Strategy) -> dict[str, Tensor]:
     return found
 
 
-def _optimizers(strategy: Strategy) -> Iterator[tuple[str, StackedOptimizer]]:
+def _optimizers(strategy: Algorithm) -> Iterator[tuple[str, StackedOptimizer]]:
     """Yield the optimizers among the attributes of a strategy and its modules, each with a prefix for its state."""
     yield "", strategy.optim
     owners = [("", vars(strategy))]

@@ -22,7 +22,7 @@ from vsim.strategy.average import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Strategy
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.compression import (
     FP4,
     QSGD,
@@ -57,6 +57,7 @@ from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.nesterov import DelayedNesterovStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
+from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
 from vsim.strategy.reduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
 from vsim.strategy.selectors import (
@@ -73,7 +74,7 @@ from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
 # Short name → class and the arguments that the command line gives it where the user does not. Some hundred steps are
 # few rounds: DiLoCo's outer rate of 0.7, made for H = 500, swings around the minimum there.
-STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "allreduce": (SimpleReduceStrategy, {}),
     "fedavg": (FedAvgStrategy, {"H": 10}),
     "diloco": (DiLoCoStrategy, {"H": 10, "outer_lr": 0.4}),
@@ -105,7 +106,7 @@ STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 COMPARED = ["allreduce", "fedavg", "diloco", "sparta", "sparta_diloco", "demo", "alone"]
 
 # The same of papers' hyperparameters, as far as the papers name them.
-PRESETS: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "diloco-paper": (
         DiLoCoStrategy,
         {
@@ -127,6 +128,7 @@ __all__ = [
     "QSR",
     "RULES",
     "STRATEGIES",
+    "Algorithm",
     "AloneStrategy",
     "AsyncDiLoCoStrategy",
     "AsynchronousStrategy",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 
 
-class AloneStrategy(Strategy):
+class AloneStrategy(Algorithm):
     """Train every node alone, without communication: the control of a comparison.
 
         θ_k ← optimizer(θ_k, g_k)
@@ -16,7 +16,7 @@ class AloneStrategy(Strategy):
     The global model is that of node 0: the mean of models that never met is not a model that anyone trained.
 
     Args:
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with the first
     client's.

@@ -51,7 +51,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
             math.inf all wait for all, which is DiLoCo, bit for bit if it is deterministic.
         average: how the w(s_k) (φ_k − θ_k) become one; see `vsim.strategy.average`. They arrive one by one, so that
             none is compressed.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights, up and down, of a worker after every H of its steps.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -19,7 +18,7 @@ from vsim.cluster.optim import clip_by_node
 from vsim.cluster.optimizers import JointOptimizers, evaluating, torch_optimizers
 from vsim.network.event_clock import ARRIVAL, RETURN, STEP, VirtualClock
 from vsim.private_torch import mark_stepped
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 
 
 class OwnOptimizers(JointOptimizers):
@@ -28,7 +27,7 @@ class OwnOptimizers(JointOptimizers):
     placement = "rows"
 
 
-class AsynchronousStrategy(Strategy):
+class AsynchronousStrategy(Algorithm):
     """A server with outer weights φ, and workers that train alone between two visits. The base to subclass.
 
         worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ again
@@ -40,9 +39,9 @@ class AsynchronousStrategy(Strategy):
 
     Args:
         H: local steps from pulling to pushing, at least 1.
-        options: see `Strategy`. Every worker has an inner optimizer of its own, which lasts.
+        options: see `Algorithm`. Every worker has an inner optimizer of its own, which lasts.
 
-    Attributes, besides `Strategy`'s:
+    Attributes, besides `Algorithm`'s:
         clock: the workers in virtual time; set before the setup.
         step_workers: set by the training loop; called with the local steps that each worker has to catch up on.
 
@@ -69,8 +68,6 @@ class AsynchronousStrategy(Strategy):
     def __init__(self, H: int, *, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
         self.H = whole_number("H", H)
         super().__init__(inner_optim=inner_optim, **options)
-        if self.is_per_node:
-            raise TypeError(f"{type(self).__name__} defines step(), which no asynchronous run calls: define receive()")
 
     @torch.no_grad()
     def setup(self, cluster: Cluster) -> None:
@@ -90,10 +87,10 @@ class AsynchronousStrategy(Strategy):
         for node in nodes:
             self.clock.step(node)
 
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+    def inner_optimizer(self) -> OwnOptimizers:
         replicas, exact = self.cluster.replicas, self.cluster.deterministic
-        rows = [replicas.rows(node, node + 1) for node in range(num_nodes)]
-        self.optim = OwnOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
+        rows = [replicas.rows(node, node + 1) for node in range(self.cluster.num_nodes)]
+        return OwnOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
 
     # What a strategy says ---------------------------------------------------------------------------------------------
 
@@ -127,7 +124,7 @@ class AsynchronousStrategy(Strategy):
     @torch.no_grad()
     def advance(self) -> None:
         """Take the run's next step: K local steps of all workers together."""
-        clock, self.cluster.collectives.moment = self.clock, "weights"
+        clock, self.cluster.collectives.position.moment = self.clock, "weights"
         end = clock.taken + self.cluster.num_nodes
         while clock.taken < end or not clock.is_between_steps:
             what, node, number = clock.next()
@@ -144,9 +141,7 @@ class AsynchronousStrategy(Strategy):
         self.cluster.collectives.ledger.seconds.append((clock.now, clock.computed_seconds))
         for optimizer in torch_optimizers(self.optim):  # of a worker that has taken no step yet
             mark_stepped(optimizer)
-        for scheduler in chain(*self.schedulers):
-            scheduler.step()
-        self.cluster.completed = self.cluster.step
+        self.sync()
 
     def catch_up(self) -> None:
         """Compute all local steps that are done by now: workers know nothing of each other, so they go together."""

@@ -44,7 +44,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         average: how the φ_k − θ_k become one; see `vsim.strategy.average`. The paper's rda("tokens") keeps lengths
             where directions differ, and weights by tokens²/steps since the fragment was last sent (examples², where
             batches hold no token ids). Messages arrive one by one, so that none is compressed.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: each fragment, up and down, of a learner after every H of its steps.
 

@@ -8,11 +8,11 @@ from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.frozen import ranges
 from vsim.strategy.average import compress
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.compression import DCTTopK
 
 
-class DeMoStrategy(Strategy):
+class DeMoStrategy(Algorithm):
     """Send the largest cosine coefficients of the momentum, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
 
     As the authors' code has it:
@@ -30,7 +30,7 @@ class DeMoStrategy(Strategy):
         compression_chunk: upper limit for the sides of a tile.
         weight_decay: λ, decoupled, at least 0.
         index_bytes: "int64", or "packed" to the bits that an index needs.
-        options: see `Strategy`, but for the inner optimizer: it is the sign step above. lr is
+        options: see `Algorithm`, but for the inner optimizer: it is the sign step above. lr is
             1e-3 by default; max_norm clips every node's gradient before it enters δ_k.
 
     Payload: min(k, h·w) · (8 + 4) bytes for each tile (h, w), every step.
@@ -70,8 +70,8 @@ class DeMoStrategy(Strategy):
     def _repeats(self) -> bool:
         return type(self) is DeMoStrategy and not self.communication_modules
 
-    def before_optimizer(self) -> None:
-        super().before_optimizer()  # clips: what the optimizer sees are signs
+    def gradients(self) -> None:
+        super().gradients()  # clips: what the optimizer sees are signs
         cluster = self.cluster
         if self.weight_decay:
             for frozen, own in ranges(cluster.replicas.layout, lambda name: cluster.frozen.get(name, False)):

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import a_text, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import states_by_node
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 
 # What torch's optimizers call their moments.
@@ -43,7 +43,7 @@ class StateAverage(CommunicationModule):
         torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
 
 
-class DESLOCStrategy(Strategy):
+class DESLOCStrategy(Algorithm):
     """Average weights and the optimizer's moments, each at its period: DES-LOC [Iacob et al. 2025, arXiv:2505.22549].
 
         θ_k, m_k, v_k ← inner optimizer(θ_k, g_k)
@@ -60,7 +60,7 @@ class DESLOCStrategy(Strategy):
         H: steps between averagings of the weights, at least 1. K_x in the paper.
         H_m: of the first moment; default 3 H. K_u in the paper.
         H_v: of the second moment; default 6 H. K_v in the paper.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step, in one message where averagings meet.
     AMSGrad's maximum of the second moments is averaged as they are, for as much again.

@@ -6,7 +6,7 @@ from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
@@ -21,7 +21,7 @@ class DiLoCoCommunicator(OuterStep):
         cluster.weights.copy_(phi)
 
 
-class DiLoCoStrategy(Strategy):
+class DiLoCoStrategy(Algorithm):
     """Train alone for H steps, then step a shared copy with an outer optimizer: DiLoCo [Douillard et al. 2023,
     arXiv:2311.08105].
 
@@ -37,7 +37,7 @@ class DiLoCoStrategy(Strategy):
         outer_lr: the outer learning rate.
         average: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
-        options: see `Strategy`. The paper's inner optimizer is
+        options: see `Algorithm`. The paper's inner optimizer is
             OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
     Payload: all weights every H steps, or what `average` sends in their place.

@@ -15,12 +15,12 @@ from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, rig
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.compression.base import average_message, by_node
 from vsim.strategy.selectors import round_up
 
 
-class DionStrategy(Strategy):
+class DionStrategy(Algorithm):
     """Send low-rank factors of the momentum, step by their orthonormal product: Dion [Ahn et al. 2025,
     arXiv:2504.05295].
 
@@ -41,7 +41,7 @@ class DionStrategy(Strategy):
         mu: μ in [0, 1], what remains in the momentum of that which has been stepped by.
         weight_decay: λ of the matrices, decoupled, at least 0.
         only: names of the matrices, or patterns such as "blocks.*.weight". Default: the hidden ones; see `OptimSpec`.
-        options: see `Strategy`. lr is the rate of the matrices, and of the others unless `inner_optim` has its own:
+        options: see `Algorithm`. lr is the rate of the matrices, and of the others unless `inner_optim` has its own:
             1e-3 by default, 0.02 in the authors' configurations. max_norm clips every node's gradient before M_k.
 
     Payload: 4·r·(n + m) bytes a matrix, 4 bytes of every other parameter, every step. A matrix that this makes no
@@ -101,8 +101,8 @@ class DionStrategy(Strategy):
         self.keep_stacked(momentum=momentum)
         self.keep_shared(basis=basis)
 
-    def before_optimizer(self) -> None:
-        super().before_optimizer()  # clips: what the optimizer sees of the matrices are steps
+    def gradients(self) -> None:
+        super().gradients()  # clips: what the optimizer sees of the matrices are steps
         cluster = self.cluster
         grads = cluster.replicas.views(cluster.replicas.grads)  # name → (R, *shape)
         means = average_message([grads[name] for name in self.averaged], cluster, "gradients")

@@ -15,7 +15,7 @@ from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.extras import extra
 from vsim.strategy.average import clip as limit
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.when import When, interval
 
@@ -116,7 +116,7 @@ def _accounting() -> Any:
     return extra("dp_accounting", "DPFedAvgStrategy", "dp-accounting", "privacy")
 
 
-class DPFedAvgStrategy(Strategy):
+class DPFedAvgStrategy(Algorithm):
     """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963].
 
         θ_k ← optimizer(θ_k, g_k)
@@ -132,7 +132,7 @@ class DPFedAvgStrategy(Strategy):
         clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
         noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
         delta: δ in (0, 1), well below one in the number of clients.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights every H steps.
 

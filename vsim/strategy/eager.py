@@ -11,7 +11,7 @@ from vsim.arguments import true_or_false
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.replicas import matrix
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.outer import outer_spec
 from vsim.strategy.when import When, interval
 
@@ -77,7 +77,7 @@ class EagerDiLoCoCommunicator(CommunicationModule):
             return cluster.collectives.all_reduce(self.outer_weights, "mean")
 
 
-class EagerDiLoCoStrategy(Strategy):
+class EagerDiLoCoStrategy(Algorithm):
     """DiLoCo with the outer gradient a round late, except for a node's own part [Kale et al. 2025, arXiv:2502.12996].
 
         θ_k ← inner optimizer(θ_k, g_k)
@@ -92,7 +92,7 @@ class EagerDiLoCoStrategy(Strategy):
         H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         outer_optim, outer_lr: see `DiLoCoStrategy`; elementwise.
         eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
     """

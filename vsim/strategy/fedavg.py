@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.when import When, interval
 
 
@@ -55,7 +55,7 @@ class AveragingCommunicator(CommunicationModule):
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
 
 
-class FedAvgStrategy(Strategy):
+class FedAvgStrategy(Algorithm):
     """Train alone for H steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
     [Stich 2018, arXiv:1805.09767].
 
@@ -67,7 +67,7 @@ class FedAvgStrategy(Strategy):
             post-local SGD, QSR(…) the quadratic synchronization rule.
         average: how weights become one: "mean", mean("examples"), "median", mean() | clip("median"), …; see
             `vsim.strategy.average`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

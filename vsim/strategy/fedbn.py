@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.fedper import PersonalAverage
 from vsim.strategy.when import When, interval
 
@@ -47,7 +47,7 @@ class LocalNorms(PersonalAverage):
             getattr(self, f"buffer_{i}").copy_(cluster.replicas.buffers[name])
 
 
-class FedBNStrategy(Strategy):
+class FedBNStrategy(Algorithm):
     """FedAvg of all but the normalization layers, which stay with their client: FedBN [Li et al. 2021,
     arXiv:2102.07623].
 
@@ -58,7 +58,7 @@ class FedBNStrategy(Strategy):
     Args:
         H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
         average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: the shared weights every H steps.
 

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.scaffold import share_of_joining
 
 
@@ -48,7 +48,7 @@ class DynamicRegularizer(CommunicationModule):
         return self.outer_weights
 
 
-class FedDynStrategy(Strategy):
+class FedDynStrategy(Algorithm):
     """FedAvg with a linear and a quadratic term that make the clients' minima agree: FedDyn [Acar et al. 2021,
     arXiv:2111.04263].
 
@@ -63,7 +63,7 @@ class FedDynStrategy(Strategy):
     Args:
         H: local steps of a round, at least 1.
         alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
-        options: see `Strategy`. The paper's inner optimizer is SGD, and so is this default.
+        options: see `Algorithm`. The paper's inner optimizer is SGD, and so is this default.
 
     Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
     N·h, as in `ScaffoldStrategy`.

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of, mean
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.when import When, interval
 
 
@@ -52,7 +52,7 @@ class NormalizedAverage(CommunicationModule):
         return self.outer_weights
 
 
-class FedNovaStrategy(Strategy):
+class FedNovaStrategy(Algorithm):
     """FedAvg of each client's move per step, where clients take different numbers of steps: FedNova
     [Wang et al. 2020, arXiv:2007.07481].
 
@@ -64,7 +64,7 @@ class FedNovaStrategy(Strategy):
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
 

@@ -15,7 +15,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
@@ -99,7 +99,7 @@ class ServerStep(OuterStep):
         forget(cluster.optim)
 
 
-class FedOptStrategy(Strategy):
+class FedOptStrategy(Algorithm):
     """FedAvg, after which a server's optimizer steps a shared copy: FedAdam, FedYogi, FedAdagrad, FedAvgM
     [Reddi et al. 2020, arXiv:2003.00295].
 
@@ -115,7 +115,7 @@ class FedOptStrategy(Strategy):
             lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
         server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: see `Strategy`. In the paper the nodes train with SGD.
+        options: see `Algorithm`. In the paper the nodes train with SGD.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from vsim.cluster import Cluster
 from vsim.cluster.optim import matching
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.fragments import Fragment
 from vsim.strategy.when import When, interval
@@ -84,7 +84,7 @@ class PersonalAverage(AveragingCommunicator):
             view.copy_(own)
 
 
-class FedPerStrategy(Strategy):
+class FedPerStrategy(Algorithm):
     """FedAvg of all but the last layer, or other parameters, which stay with their client: FedPer
     [Arivazhagan et al. 2019, arXiv:1912.00818].
 
@@ -97,7 +97,7 @@ class FedPerStrategy(Strategy):
         H: local steps between averagings, at least 1.
         personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
         average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: the shared weights every H steps.
 

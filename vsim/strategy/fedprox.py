@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.when import When, interval
 
@@ -39,7 +39,7 @@ class ProximalTerm(CommunicationModule):
         self.outer_weights.copy_(cluster.weights[0])
 
 
-class FedProxStrategy(Strategy):
+class FedProxStrategy(Algorithm):
     """FedAvg with a penalty on each node's distance from the round's first weights: FedProx [Li et al. 2018,
     arXiv:1812.06127].
 
@@ -51,7 +51,7 @@ class FedProxStrategy(Strategy):
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         mu: μ, at least 0; 0.001 to 1 in the paper.
         average: see `FedAvgStrategy`.
-        options: see `Strategy`. max_norm clips the gradient with the term in it.
+        options: see `Algorithm`. max_norm clips the gradient with the term in it.
 
     Payload: all weights every H steps.
 

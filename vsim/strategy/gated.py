@@ -10,7 +10,7 @@ from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average import Average, AverageLike, edit, positive, tensor_norms, weighted_by_tensor
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
@@ -89,7 +89,7 @@ class EDiTCommunicator(OuterStep):
         return norms.masked_fill(anomalous, torch.inf)
 
 
-class EDiTStrategy(Strategy):
+class EDiTStrategy(Algorithm):
     """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved: EDiT [Cheng et al. 2024,
     arXiv:2412.07210].
 
@@ -109,7 +109,7 @@ class EDiTStrategy(Strategy):
         average: edit(temperature), above 0; `vsim.strategy.average.edit`.
         threshold: above 0. gate_after: syncs of a node before any norm is judged, at least 1.
         clip_norm: the largest 2-norm of Δ, above 0; None for no limit.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights and 4 bytes for each parameter tensor every H steps.
 

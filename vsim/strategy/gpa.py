@@ -7,11 +7,11 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.reduce import GradientAverage
 
 
-class GPAStrategy(Strategy):
+class GPAStrategy(Algorithm):
     """Average gradients at an average of the iterates, DiLoCo's outer step smoothed: generalized primal averaging
     [Defazio et al. 2025, arXiv:2512.17131].
 
@@ -26,7 +26,7 @@ class GPAStrategy(Strategy):
         mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
             the default, 0.9967, to H = 32. 0 is the inner optimizer alone.
         mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, where x is but an average.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all gradients, every step.
 
@@ -60,18 +60,18 @@ class GPAStrategy(Strategy):
         weights = cluster.weights[0]
         self.keep_shared(averaged=weights.clone(), stepped=weights.clone())
 
-    def before_optimizer(self) -> None:
-        super().before_optimizer()
+    def gradients(self) -> None:
+        super().gradients()
         self.cluster.replicas.weights.copy_(self.stepped)  # the gradient of y steps z
 
-    def after_optimizer(self) -> None:
+    def sync(self) -> None:
         weights = self.cluster.replicas.weights
         self.stepped.copy_(weights[0])  # equal on all nodes
         # Of x and y only the distances from z are scaled, so that with μ_x = 0 both are z to the bit.
         distance = (self.averaged - self.stepped).mul_(self.mu_x)
         self.averaged.copy_(self.stepped + distance)
         weights.copy_(self.stepped + distance.mul_(self.mu_y))
-        super().after_optimizer()
+        super().sync()
 
     def global_weights(self) -> Tensor:
         return self.averaged

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.reduce import GradientAverage
@@ -54,7 +54,7 @@ class GroupAverage(CommunicationModule):
         return self.average(rows, cluster, f"{what} in groups of {self.size}", list(groups.values()))
 
 
-class HierarchicalStrategy(Strategy):
+class HierarchicalStrategy(Algorithm):
     """Groups of nodes that meet at periods of their own, such as machines in a DiLoCo worker: hierarchical local SGD
     [Lin et al. 2018, arXiv:1808.07217].
 
@@ -73,7 +73,7 @@ class HierarchicalStrategy(Strategy):
         outer_lr: its learning rate.
         average: how vectors become one: for all levels, or size → average. Only the largest level takes clip() and
             compress(), and rules that need moves.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all gradients or weights at each level, in its groups.
 

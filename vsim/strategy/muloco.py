@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 from vsim.strategy.outer import OuterStep, outer_spec
 from vsim.strategy.when import When
 
@@ -37,7 +37,7 @@ class MuLoCoCommunicator(OuterStep):
         cluster.weights.copy_(phi)
 
 
-class MuLoCoStrategy(Strategy):
+class MuLoCoStrategy(Algorithm):
     """DiLoCo with Muon on the hidden matrices: MuLoCo [Thérien et al. 2025, arXiv:2505.23725].
 
         θ_k ← Muon(θ_k, g_k) on the hidden matrices, AdamW(θ_k, g_k) on all other parameters
@@ -51,7 +51,7 @@ class MuLoCoStrategy(Strategy):
         outer_lr: the outer learning rate.
         average: how the φ − θ_k become one; with fewer bytes compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
-        options: see `Strategy`. The default inner optimizer is OptimSpec("muon",
+        options: see `Algorithm`. The default inner optimizer is OptimSpec("muon",
             adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9, 0.95))), and lr is the rate of both.
             `OptimSpec` says which matrices are hidden, and how to choose others.
 

@@ -33,7 +33,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         outer_lr: ε. momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
             phases take about as long.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights, up and down, of a worker after every H_k of its steps.
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.when import When, interval
 
 
@@ -64,7 +64,7 @@ class PairCommunicator(CommunicationModule):
         self.arriving = cluster.collectives.start("send", *message, delay=delay, label="outer weights")
 
 
-class NoLoCoStrategy(Strategy):
+class NoLoCoStrategy(Algorithm):
     """DiLoCo in random pairs, each node with outer weights of its own: NoLoCo [Kolehmainen et al. 2025,
     arXiv:2506.10911].
 
@@ -80,7 +80,7 @@ class NoLoCoStrategy(Strategy):
         alpha: α, the outer momentum, in [0, 1].
         beta: β, the outer learning rate, above 0.
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
     drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all

@@ -6,7 +6,7 @@ from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 
 
 class GradientAverage(CommunicationModule):
@@ -31,7 +31,7 @@ class GradientAverage(CommunicationModule):
         grads.copy_(self.average(grads, cluster, "gradients"))
 
 
-class SimpleReduceStrategy(Strategy):
+class SimpleReduceStrategy(Algorithm):
     """AllReduce (DDP): average the gradients at every step, so that all nodes stay equal.
 
         g = average(g_1, …, g_K), by default mean_k g_k;  θ_k ← optimizer(θ_k, clip(g))
@@ -39,7 +39,7 @@ class SimpleReduceStrategy(Strategy):
     Args:
         average: how gradients become one: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
             `vsim.strategy.average`. A clip() in it is of each node's gradient, max_norm of what comes out.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all gradients, every step, or what `average` sends in their place.
     """

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 
 
 def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
@@ -17,7 +17,7 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
     They have copied a peer's row of stacked `own` (R, P). N·mean less the rows of staying nodes is what joining and
     absent nodes had; each joining one gets an equal part of it.
     """
-    if cluster.plan is None or not (joining := cluster.plan.joining(cluster.collectives.step)):
+    if cluster.plan is None or not (joining := cluster.plan.joining(cluster.step)):
         return
     joins = torch.tensor([[node in joining] for node in cluster.active])[cluster.replicas.nodes]
     staying = own.masked_fill(joins.to(own.device), 0)
@@ -81,7 +81,7 @@ class ControlVariates(CommunicationModule):
         return self.outer_weights
 
 
-class ScaffoldStrategy(Strategy):
+class ScaffoldStrategy(Algorithm):
     """FedAvg with control variates against the drift of each client's own data: SCAFFOLD, with option II
     [Karimireddy et al. 2019, arXiv:1910.06378].
 
@@ -96,7 +96,7 @@ class ScaffoldStrategy(Strategy):
     Args:
         H: local steps of a round, at least 1.
         server_lr: η_g, above 0.
-        options: see `Strategy`. The inner optimizer is SGD, weight decay allowed; max_norm
+        options: see `Algorithm`. The inner optimizer is SGD, weight decay allowed; max_norm
             clips the corrected gradient.
 
     Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,

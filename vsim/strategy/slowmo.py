@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.when import When, interval
 
 
@@ -45,7 +45,7 @@ class SlowMomentum(CommunicationModule):
         return self.outer_weights
 
 
-class SlowMoStrategy(Strategy):
+class SlowMoStrategy(Algorithm):
     """Train alone for H steps, then step a shared copy with a slow momentum: SlowMo [Wang et al. 2019,
     arXiv:1910.00643].
 
@@ -60,7 +60,7 @@ class SlowMoStrategy(Strategy):
         alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
         beta: β, the slow momentum, in [0, 1].
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

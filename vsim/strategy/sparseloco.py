@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import Average, compress
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
 from vsim.strategy.when import When, interval
 
@@ -42,7 +42,7 @@ class SparseLoCoCommunicator(CommunicationModule):
         return self.outer_weights
 
 
-class SparseLoCoStrategy(Strategy):
+class SparseLoCoStrategy(Algorithm):
     """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
     arXiv:2508.15706].
 
@@ -61,7 +61,7 @@ class SparseLoCoStrategy(Strategy):
         quantization_bits: of a value, 1 to 8; None: values are sent as they are.
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, for n = min(k, h·w) values of
     every tile (h, w), V of all tiles together, with b bits each, it is

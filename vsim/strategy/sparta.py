@@ -14,7 +14,7 @@ from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.strategy.average import AverageLike, mean
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -175,7 +175,7 @@ def _selector(given: IndexSelector | None, rate: float | None, topk: bool) -> In
     return given
 
 
-class SPARTAStrategy(Strategy):
+class SPARTAStrategy(Algorithm):
     """Average a random share p of the weights at every step: SPARTA [Beton et al. 2025,
     openreview.net/forum?id=stFPf3gzq1].
 
@@ -189,7 +189,7 @@ class SPARTAStrategy(Strategy):
         index_selector: what chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
             `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
         async_delay, compression_method, quantization_bits, mask: see `SparseCommunicator`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: 4·p·P bytes a round on average; see `SparseCommunicator` for that of the options.
 
@@ -218,7 +218,7 @@ class SPARTAStrategy(Strategy):
         super().__init__([sparse], inner_optim=inner_optim, **options)
 
 
-class SPARTADiLoCoStrategy(Strategy):
+class SPARTADiLoCoStrategy(Algorithm):
     """SPARTA between the syncs of DiLoCo, each with an interval of its own [Beton et al. 2025,
     openreview.net/forum?id=stFPf3gzq1].
 
@@ -233,7 +233,7 @@ class SPARTADiLoCoStrategy(Strategy):
         p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask: see
             `SPARTAStrategy`.
         H, outer_optim, outer_lr, average: see `DiLoCoStrategy`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """

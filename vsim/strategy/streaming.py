@@ -16,7 +16,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.optimizers import JointOptimizers, evaluating
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim, Strategy, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.fragments import PATTERNS, Fragments, checked_fragments, first_step, fragments_of
 from vsim.strategy.outer import outer_optimizer, outer_spec
 
@@ -113,7 +113,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         return evaluating(JointOptimizers(self.outer_optims), self.outer_weights)
 
 
-class StreamingDiLoCoStrategy(Strategy):
+class StreamingDiLoCoStrategy(Algorithm):
     """DiLoCo, one fragment of the layers at a time, while training continues: Streaming DiLoCo [Douillard et al. 2025,
     arXiv:2501.18512].
 
@@ -137,7 +137,7 @@ class StreamingDiLoCoStrategy(Strategy):
             nodes' weights wait. The nodes' weights are equal either way; the global model differs in between.
         average: how the Δ_k of each fragment become one: "mean", compress(FP4()), as in the paper, …; see
             `vsim.strategy.average`.
-        options: see `Strategy`.
+        options: see `Algorithm`.
 
     Payload: each fragment's weights every H steps, or what `average` sends in their place.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.data.batches import BatchSource, one_in_memory
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.spec import RunSpec
 
 
@@ -84,7 +84,7 @@ def is_vsims(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "vsim"
 
 
-def settings_order(strategy: Strategy) -> tuple[str, ...]:
+def settings_order(strategy: Algorithm) -> tuple[str, ...]:
     """Return a key that puts strategies with equal inner optimizers and schedules next to each other."""
     schedule = vars(strategy.schedule)
-    return repr(strategy.is_per_node), repr(strategy.optim_spec), repr(sorted(schedule.items(), key=repr))
+    return repr(not is_vsims(type(strategy))), repr(strategy.optim_spec), repr(sorted(schedule.items(), key=repr))

@@ -49,7 +49,10 @@ def attend(ensemble: Ensemble, step: int) -> None:
         else:
             stacks = [stack]
         for stack in stacks:
-            renewed = [run for run in stack.runs if run.clients is not None and run.begins_segment(step)]
+            beginning = [run for run in stack.runs if run.begins_segment(step)]
+            for run in beginning:
+                run.ledger.position.begin(step, "start")
+            renewed = [run for run in beginning if run.clients is not None]
             for run in renewed:
                 _begin_round(run, step)
             if renewed:
@@ -57,8 +60,6 @@ def attend(ensemble: Ensemble, step: int) -> None:
                 stack.batches = joint_batches([source(m, step - 1, fetching) for m in stack.runs], step - 1)
     for run in ensemble.training:
         if run.begins_segment(step):
-            collectives = run.cluster.collectives
-            collectives.step, collectives.moment = step, "start"
             if not run.starts and run.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
@@ -95,7 +96,6 @@ def _join(run: Run, step: int) -> None:
     if not joining:
         return
     stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: they hold the copy already
-    stack.step, stack.moment = step, "start"
     stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
     _seed(run, joining, step)
 
@@ -133,14 +133,13 @@ def _end_round(run: Run) -> None:
     model already.
     """
     assert run.clients is not None
-    replicas, strategy, collectives = run.cluster.replicas, run.strategy, run.cluster.collectives
+    replicas, strategy = run.cluster.replicas, run.strategy
     if not run.starts:
         run.objective.check_portable()
         run.clients.leave(run.cluster)
         pushed = _statistics_bytes(run) + (0 if strategy.has_global_model() else _shared_bytes(run))
         if pushed:
             billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: means are computed below
-            billing.step, billing.moment = collectives.step, "weights"
             billing.push(torch.zeros(len(run.cluster.active), 0), label="round", payload_bytes=pushed)
     with strategy.evaluating():
         weights = strategy.global_weights().clone()
@@ -169,11 +168,9 @@ def _begin_round(run: Run, step: int) -> None:
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes
     collectives.attend(nodes)
-    collectives.step, collectives.moment = step, "start"
     pulled = _shared_bytes(run) + _statistics_bytes(run)
     # Only bills, late clients included: the rows already hold the weights.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
-    billing.step, billing.moment = step, "start"
     billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
     forget(strategy.optim)
     assert run.clients is not None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.state import of_clients, owners, placements_of
 from vsim.cluster.store import Store
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 
 
 class Clients:
@@ -31,12 +31,7 @@ class Clients:
         ValueError: another run uses the folder. OSError: the disk is full.
     """
 
-    def __init__(self, strategy: Strategy, cluster: Cluster, store: Store | None = None, claims: bool = True) -> None:
-        if strategy.is_per_node and cluster.plan is not None and cluster.plan.segment(1).steps:
-            raise TypeError(
-                f"{type(strategy).__name__} defines step(), in which it communicates and steps its optimizer; with "
-                "Sample(epochs=…) clients that have done their epochs rest between the two"
-            )
+    def __init__(self, strategy: Algorithm, cluster: Cluster, store: Store | None = None, claims: bool = True) -> None:
         self._owners = list(owners(strategy).values())
         odd = [
             f"{type(o).__name__}.{name}"
@@ -116,7 +111,7 @@ class Clients:
                 value[row] = own
 
 
-def lasting(strategy: Strategy, placement: str) -> list[Tensor]:
+def lasting(strategy: Algorithm, placement: str) -> list[Tensor]:
     """Return the tensors that a strategy and its parts have declared as "stacked" or "shared"."""
     values = [
         getattr(o, name)

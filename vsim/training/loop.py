@@ -125,7 +125,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     started = time.perf_counter()
     device = runs[0].cluster.replicas.weights.device
     for run in runs:
-        run.cluster.step = step
+        run.ledger.position.begin(step)
         run.keep_resting()
         run.lr = run.strategy.lr
     if stack.workers is not None:
@@ -199,25 +199,24 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Let every run communicate and step. Runs whose strategies do not define `step` may share optimizer calls."""
+    """Let every run communicate and step. Some runs may share optimizer calls."""
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
-    plain = [run for run in stepping if not run.strategy.is_per_node]
     for run in stepping:
         clear_gradients(run.cluster)
-    for run in plain:
+    for run in stepping:
         with _own(ensemble, run):
-            run.strategy.begin_step()
-    alone = {run.strategy for run in plain if run.cluster.frozen}
-    alone |= stack.optimizers.step({run.strategy for run in plain if run.trains} - alone)
+            run.strategy.gradients()
+    stepped = stack.optimizers.step({run.strategy for run in stepping if run.trains and not run.cluster.frozen})
     for run in stepping:
         if run.trains:
             with _own(ensemble, run), skipping(run.cluster):
-                if run.strategy in alone:
-                    run.strategy.optim.step()
+                if run.strategy not in stepped:
+                    run.strategy.optimize()
                 run.put_back_resting()
-                (run.strategy.take_step if run.strategy.is_per_node else run.strategy.finish_step)()
+                run.strategy.sync()
                 if run.done != run.cluster.step:
-                    raise TypeError(f"{type(run.strategy).__name__}.step() must end with super().step()")
+                    name = type(run.strategy).__name__
+                    raise TypeError(f"{name}.step() must end with super().step(), or sync() with super().sync()")
 
 
 class _own(AbstractContextManager[None]):

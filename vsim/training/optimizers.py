@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.private_torch import mark_stepped
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.alike import is_vsims
 
 
@@ -28,15 +28,15 @@ class Optimizers:
         strategies: in the order of their rows.
     """
 
-    def __init__(self, strategies: Sequence[Strategy]) -> None:
-        self._together: list[tuple[list[Strategy], _Together]] = []
+    def __init__(self, strategies: Sequence[Algorithm]) -> None:
+        self._together: list[tuple[list[Algorithm], _Together]] = []
         for _, same in groupby(_runs(strategies), key=lambda pair: pair[0]):
             neighbours = [strategy for _, strategy in same]
             if len(neighbours) > 1:
                 self._together.append((neighbours, _Together(neighbours)))
 
-    def step(self, taking: set[Strategy]) -> set[Strategy]:
-        """Step the joint optimizers of strategies in `taking`; return the strategies that must step by themselves."""
+    def step(self, taking: set[Algorithm]) -> set[Algorithm]:
+        """Step the joint optimizers of strategies in `taking`; return the strategies that they step."""
         remaining = []
         for strategies, optimizer in self._together:
             if not (optimizer.agree() and taking.issuperset(strategies)):
@@ -45,13 +45,13 @@ class Optimizers:
                 optimizer.step()
                 remaining.append((strategies, optimizer))
         self._together = remaining
-        return taking.difference(*(strategies for strategies, _ in remaining))
+        return {strategy for strategies, _ in remaining for strategy in strategies}
 
 
 class _Together:
     """Elementwise optimizers of one class over adjacent rows of a matrix, stepped by one optimizer over all rows."""
 
-    def __init__(self, strategies: Sequence[Strategy]) -> None:
+    def __init__(self, strategies: Sequence[Algorithm]) -> None:
         self.parts: list[Optimizer] = [s.optim for s in strategies]  # type: ignore[misc]
         self.parameters = [_parameter(part) for part in self.parts]
         upper = strategies[0]
@@ -119,7 +119,7 @@ class _Together:
                     own[key] = value.clone()  # the number of steps, a tensor that all parts shared
 
 
-def _runs(strategies: Sequence[Strategy]) -> list[tuple[int, Strategy]]:
+def _runs(strategies: Sequence[Algorithm]) -> list[tuple[int, Algorithm]]:
     """Number the strategies so that adjacent strategies that can be stepped together get the same number."""
     numbered, number = [(0, strategies[0])], 0
     for before, strategy in pairwise(strategies):
@@ -128,7 +128,7 @@ def _runs(strategies: Sequence[Strategy]) -> list[tuple[int, Strategy]]:
     return numbered
 
 
-def _can_join(upper: Strategy, lower: Strategy) -> bool:
+def _can_join(upper: Algorithm, lower: Algorithm) -> bool:
     if not (_is_plain(upper) and _is_plain(lower)) or type(upper.optim) is not type(lower.optim):
         return False
     above, below = _parameter(upper.optim), _parameter(lower.optim)  # type: ignore[arg-type]
@@ -142,15 +142,13 @@ def _can_join(upper: Strategy, lower: Strategy) -> bool:
     return options[0] == options[1]
 
 
-def _is_plain(strategy: Strategy) -> bool:
+def _is_plain(strategy: Algorithm) -> bool:
     """Return whether the strategy's optimizer is as its `OptimSpec` builds it, and steps once per training step.
 
     A user's own strategy class may do anything with its optimizer, such as reset the state or add hooks.
     """
     optimizer = strategy.optim
-    if not is_vsims(type(strategy)) or strategy.is_per_node:
-        return False
-    if not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
+    if not is_vsims(type(strategy)) or not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     weights = strategy.cluster.replicas.weights

@@ -229,7 +229,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         )
     last = checkpoint.history.last
     run.starts = checkpoint.forks
-    run.cluster.completed = run.cluster.step = checkpoint.step
+    run.ledger.position.begin(checkpoint.step, "end")
     run.examples = int(last("examples"))
     run.tokens = int(tokens) if (tokens := last("tokens")) == tokens else 0  # NaN: no tokens
     try:

@@ -89,7 +89,6 @@ class FewRows:
             own = self.losses_and_grads(rows, part, minibatch_size)
             losses = losses if len(losses) else own.new_empty(replicas.num_held)
             losses[rows_on(own.device, rows)] = own
-        self.engine.step += 1
         return losses
 
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
@@ -107,7 +106,6 @@ class FewRows:
         executor = self._made[len(rows)]
         few = executor.replicas
         executor.generators[:] = [self.engine.generators[row] for row in rows]  # type: ignore[index]
-        executor.step = self.engine.step
         weights = whole.weights.expand(whole.num_held, -1)[places]
         few.weights.copy_(weights)
         for name, buffer in few.buffers.items():

@@ -31,7 +31,7 @@ from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
 from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, VALIDATED, History
 from vsim.records.progress import Reporter
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt
 from vsim.training.optimizers import Optimizers
@@ -97,7 +97,7 @@ class Run:
     client_data: Sequence[Dataset[Any]] = ()
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
-    strategy: Strategy = field(init=False)
+    strategy: Algorithm = field(init=False)
     streams: list[torch.Generator] = field(init=False)
     objective: Objective = field(init=False)
     interrupt: Interrupt = field(init=False)

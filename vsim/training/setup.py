@@ -47,7 +47,7 @@ from vsim.records.describe import settings_of
 from vsim.records.history import COLUMNS, History
 from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 from vsim.training.alike import batch_shapes, same_model, settings_order
 from vsim.training.asynchronous import Workers
 from vsim.training.clients import Clients
@@ -262,7 +262,7 @@ def _stacked(
     # On an accelerator a deterministic run takes all nodes at once: pieces that follow from free memory do not repeat.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
-    settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile)
+    settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
     first = 0
     for run, replicas in zip(runs, rows.parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
@@ -280,7 +280,6 @@ def _stacked(
             run.spec = replace(run.spec, start=None)  # a checkpoint holds memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
-    engine.step = runs[0].done
     fetching: dict[Hashable, DataStates | None] = {}
     batches = joint_batches([source(run, runs[0].done, fetching) for run in runs], runs[0].done)
     minibatch_size = runs[0].minibatch_size or spec.minibatch_size
@@ -308,6 +307,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     spec = run.spec
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
+    run.collectives.position.begin(0, "end")  # the ledger may be of runs that start again
     cluster = Cluster(
         replicas,
         run.collectives,
@@ -345,7 +345,7 @@ def _place(run: Run, replicas: Replicas) -> None:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=0 in run.nodes)
 
 
-def _warn_of_what_comes_late(strategy: Strategy, run: Run) -> None:
+def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
     name = type(strategy).__name__
     first_steps = [(f"{name}: {type(module).__name__}", module.first_step) for module in strategy.communication_modules]
     if isinstance(strategy, AsynchronousStrategy):

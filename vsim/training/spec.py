@@ -35,7 +35,7 @@ from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
 from vsim.records.progress import Hook
-from vsim.strategy.base import Strategy
+from vsim.strategy.base import Algorithm
 
 Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
@@ -71,7 +71,7 @@ class RunSpec:
     start: Checkpoint | None = None
     saving: Saving | None = None
     _: KW_ONLY
-    strategy: Strategy
+    strategy: Algorithm
     num_nodes: int
     num_epochs: int = 1
     max_steps: int | None = None
@@ -117,7 +117,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         """Check the options, and replace them by their checked values. Checking these again changes nothing."""
-        if not isinstance(self.strategy, Strategy):
+        if not isinstance(self.strategy, Algorithm):
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
         if not hasattr(self.strategy, "communication_modules"):
             raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")

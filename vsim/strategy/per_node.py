@@ -1,0 +1,376 @@
+"""Strategies with code that is written as if for one node, and runs for all nodes.
+
+gradients ─► modules' communicate_gradients ─► clip ─► optimizer ─► modules' communicate ─► schedule ─► t + 1
+            └────────── before_optimizer ──────────┘              └───── after_optimizer ─────┘
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import FrameType, MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from vsim.cluster import Cluster
+from vsim.cluster.muon import StackedMuon
+from vsim.cluster.optim import ELEMENTWISE
+from vsim.cluster.optimizers import StackedOptimizer, stepped_tensors, torch_optimizers
+from vsim.cluster.replicas import Columns, Replicas
+from vsim.strategy.base import Algorithm
+from vsim.strategy.communicate import communicating_through
+
+# What only arranges values: the result may have no node dimension in front, and mixes nothing.
+_ARRANGES = (
+    *("getitem", "select", "unbind", "split", "tensor_split", "chunk", "narrow", "index_select", "gather", "stack"),
+    *("unsqueeze", "squeeze", "expand", "expand_as", "repeat", "tile", "roll", "flip", "einsum"),
+    *("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "t", "T", "mT", "H", "mH"),
+)
+
+
+class Strategy(Algorithm):
+    """An inner optimizer, communication modules, and code of your own. The base to subclass.
+
+    A subclass may extend `before_optimizer` or `after_optimizer`, or `step` with code written as if for one node, which
+    must end with `super().step()`; see docs/own-strategy.md.
+
+    Args:
+        communication_modules, inner_optim, options: see `Algorithm`.
+
+    Attributes during a run:
+        model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
+        optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ("_stepped",)
+    uncalled = ()
+
+    def setup(self, cluster: Cluster) -> None:
+        if self.defines_step and cluster.plan is not None and cluster.plan.segment(1).steps:
+            raise TypeError(
+                f"{type(self).__name__} defines step(), in which it communicates and steps its optimizer; with "
+                "Sample(epochs=…) clients that have done their epochs rest between the two"
+            )
+        super().setup(cluster)
+
+    def inner_optimizer(self) -> StackedOptimizer:
+        self.model = StackedModel(self.cluster.replicas)
+        self._init_node(self.model, self.cluster.replicas.first_node, self.cluster.num_nodes)
+        for optimizer in torch_optimizers(self.optim):
+            name = type(optimizer).__name__
+            if optimizer is self.optim and type(optimizer) not in (*ELEMENTWISE, StackedMuon):
+                raise TypeError(
+                    f"{name} may mix the elements of a tensor, so over stacked parameters it would mix nodes; "
+                    f"build it with OptimSpec(torch.optim.{name}, …).build(self.model), one for each node"
+                )
+            for group in optimizer.param_groups:
+                if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
+                    raise TypeError(
+                        f"a fused {name} takes tensors for contiguous, and stacked parameters are not; build it with "
+                        f"OptimSpec(torch.optim.{name}, fused=True, …).build(self.model), one for each node"
+                    )
+        self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
+        return self.optim
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        """Prepare the nodes; a subclass may extend this, and may set `self.optim`.
+
+        Args:
+            model: the stacked model, also `self.model`.
+            rank: the number of the first node held here: 0 in the simulator, where all nodes are held together.
+            num_nodes: K.
+        """
+        self.optim = super().inner_optimizer()
+
+    def _setup_scheduler(self) -> None:
+        """Nothing: the schedule is built when `_init_node` is done. Strategies written for EXO Gym call this there."""
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return self.cluster.num_nodes
+
+    @property
+    def local_step(self) -> int:
+        """Completed steps: 0 during the first."""
+        return self.cluster.completed
+
+    @property
+    def defines_step(self) -> bool:
+        """Whether a subclass defines `step`, which may step the optimizer itself."""
+        return type(self).step is not Strategy.step
+
+    # What a subclass extends -----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""
+        self.before_optimizer()
+        if self.cluster.collectives.position.moment == "gradients":  # a subclass may have stepped
+            super().optimize()
+        self.after_optimizer()
+
+    def before_optimizer(self) -> None:
+        """Communicate the gradients, then clip them; if a subclass defines `step`, clip before the optimizer steps."""
+        self.model.write_back()
+        if self.defines_step:
+            self.communicate_gradients()
+        else:
+            super().gradients()
+
+    def after_optimizer(self) -> None:
+        """Communicate the weights, move on in the schedule, and count the step."""
+        if self.cluster.collectives.position.moment == "end":
+            raise TypeError(f"{type(self).__name__}: step {self.cluster.step} is counted twice; call super() once")
+        super().sync()
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> None:
+        if not self.defines_step:
+            with self._as_one_node("before_optimizer"):
+                self.before_optimizer()
+
+    def optimize(self) -> None:
+        if not self.defines_step:
+            super().optimize()
+            return
+        for parameter, grad in self._stepped:
+            if parameter.grad is None:  # after self.optim.zero_grad() in the last step
+                parameter.grad = grad
+        matrix = self.cluster.replicas.weights.data_ptr()  # which one torch optimizer may step as a whole
+        is_whole = isinstance(self.optim, Optimizer) and [p.data_ptr() for p, _ in self._stepped] == [matrix]
+        if is_whole and not isinstance(self.optim.state, StateByParameter):  # type: ignore[union-attr]
+            self.optim.state = StateByParameter(self.optim.state, self.optim, self.model)  # type: ignore[union-attr, arg-type]
+
+        def prepare(*_: Any) -> None:
+            self.model.write_back()
+            self.clip()
+
+        def note(*_: Any) -> None:
+            self.cluster.collectives.position.moment = "weights"  # of what is communicated from here on
+
+        optimizers = torch_optimizers(self.optim)
+        with ExitStack() as hooks, self._as_one_node("step"):
+            hooks.callback(optimizers[0].register_step_pre_hook(prepare).remove)
+            hooks.callback(optimizers[-1].register_step_post_hook(note).remove)
+            self.step()
+
+    def sync(self) -> None:
+        if not self.defines_step:
+            with self._as_one_node("after_optimizer"):
+                self.after_optimizer()
+
+    @contextmanager
+    def _as_one_node(self, method: str) -> Iterator[None]:
+        """Make a context for a subclass's method: it communicates, assigns tensors, and must not mix nodes.
+
+        The same code runs at every step, so that nodes are watched in the first only. Nodes that share weights have no
+        stacked parameters.
+        """
+        replicas, is_own = self.cluster.replicas, getattr(type(self), method) is not getattr(Strategy, method)
+        shared = len(replicas.weights) != len(replicas.grads)
+        watched = is_own and not shared and not self.cluster.compile and self.cluster.completed == 0
+        mode = NoMixing([*self.model.parameters()], method) if watched else nullcontext()
+        with communicating_through(self.cluster.collectives), mode:
+            yield
+        self.model.write_back()
+
+
+class CommunicateOptimizeStrategy(Strategy):
+    """Any communication modules in order around one inner optimizer; see `Algorithm` for the arguments."""
+
+
+class StackedModel(nn.Module):
+    """The user's model with stacked parameters (K, *shape), which are views of the node matrix, as are their `.grad`.
+
+    Elementwise code that is written for one node (`p.grad.div_(2)`, `p.mul_(0.9)`, `p.grad = sign(p.grad)`) runs
+    for all nodes at once. Trainable parameters only: the frozen ones are shared and never change.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._stacked: dict[str, nn.Parameter] | None = None
+        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, stacked parameter (K, *shape)), in the order of the user's model."""
+        for name, parameter in self._parameters_by_name().items():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def __deepcopy__(self, memo: object) -> StackedModel:
+        """A copy with its own memory: the snapshot that strategies keep of the weights."""
+        own = self._replicas
+        buffers = copy.deepcopy(own.buffers)
+        return StackedModel(replace(own, weights=own.weights.clone(), grads=own.grads.clone(), buffers=buffers))
+
+    @property
+    def columns(self) -> Sequence[Columns]:
+        """The columns of every parameter in the node matrix."""
+        return self._replicas.layout
+
+    @property
+    def of_one_node(self) -> nn.Module:
+        """The user's model, whose own tensors are not used."""
+        return self._replicas.module
+
+    def write_back(self) -> None:
+        """Copy assigned tensors (`p.grad = …`, `p.data = …`) into the matrix, which all other code reads."""
+        for parameter, weights, grads in self._views:
+            if parameter.data_ptr() != weights.data_ptr():
+                weights.copy_(parameter)
+                parameter.data = weights
+            if parameter.grad is None:
+                grads.zero_()
+            elif parameter.grad.data_ptr() != grads.data_ptr() or parameter.grad.shape != grads.shape:
+                grads.copy_(parameter.grad)
+            else:
+                continue
+            parameter.grad = grads
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        if self._stacked is None:  # on first use: strategies that work on the matrix never need them
+            self._stacked = {}
+            weights = self._replicas.views(self._replicas.weights)
+            grads = self._replicas.views(self._replicas.grads)
+            for name, view in weights.items():
+                parameter = nn.Parameter(view)
+                parameter.grad = grads[name]
+                parameter.is_stacked = True  # type: ignore[attr-defined]
+                self._stacked[name] = parameter
+                self._views.append((parameter, view, grads[name]))
+        return self._stacked
+
+
+class StateByParameter(defaultdict[Any, Any]):
+    """The state of an optimizer that steps all nodes as one matrix, also by the stacked parameters of the model.
+
+    Args:
+        state: the optimizer's own. optimizer: its only parameter is the matrix (R, pitch).
+        model: whose parameters views are asked for.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], optimizer: Optimizer, model: StackedModel) -> None:
+        super().__init__(dict, state)
+        (self._matrix,) = optimizer.param_groups[0]["params"]
+        self._columns: dict[Any, Columns] = dict(zip(model.parameters(), model.columns, strict=True))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter: tensors (K, *shape) that share the optimizer's memory."""
+        columns = self._columns.get(key)
+        if columns is None:
+            return super().get(key, default)
+        own = super().get(self._matrix)
+        if not own:
+            return default
+        shape, of_matrix = self._matrix.shape, slice(columns.start, columns.stop)
+        return MappingProxyType(
+            {
+                name: value[:, of_matrix].unflatten(1, columns.shape or (1,)).view(len(value), *columns.shape)
+                if isinstance(value, Tensor) and value.shape == shape
+                else value
+                for name, value in own.items()
+            }
+        )
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._matrix if key in self._columns else key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.get(key, MappingProxyType({})) if key in self._columns else super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in self._columns:
+            raise TypeError("optim.state takes no state of your own here: keep it in an attribute of the strategy")
+        super().__setitem__(key, value)
+
+
+class NoMixing(TorchFunctionMode):
+    """Raises a ValueError, within its context, where an operation on stacked tensors gives one result for all nodes.
+
+    It follows stacked tensors from parameters and their gradients through operations: `p.grad.abs().max()` is found.
+    What functions under `torch.vmap` do with one node's tensors is theirs, and so is what is indexed (`p.grad[0]`).
+    Collectives and optimizers are not looked at.
+
+    Args:
+        parameters: stacked (K, *shape). method: whose code it is, for the error.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], method: str) -> None:
+        super().__init__()
+        self._method = method
+        self._num_rows = len(parameters[0]) if parameters else 1
+        self._stacked = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._num_rows == 1 or not self._any_stacked((args, kwargs)) or not _is_called_by_user():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        name = (func.__self__.__name__ if name == "__get__" else name).strip("_")
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if name == "view":  # a row of a stacked tensor is not next to the one before
+                raise ValueError(_message(name, self._method)) from error
+            raise
+        index = args[1] if name == "getitem" else None
+        by_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 1
+        for tensor in _tensors(result):
+            if name.startswith("new_") or (name in _ARRANGES and not by_mask):
+                self._stacked.pop(id(tensor), None)
+            elif tensor.dim() == 0 or len(tensor) != self._num_rows:
+                raise ValueError(_message(name, self._method))
+            else:
+                self._stacked[id(tensor)] = weakref.ref(tensor)
+        return result
+
+    def _any_stacked(self, arguments: Any) -> bool:
+        return any((known := self._stacked.get(id(t))) is not None and known() is t for t in _tensors(arguments))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_called_by_user() -> bool:
+    """Whether the operation that is now under way was called by a strategy: not by vsim, nor by an optimizer."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("vsim.", "vsim_kernels.", "torch.optim.")):
+            return False
+        if not module.startswith("torch."):
+            return True
+        frame = frame.f_back
+    return True
+
+
+def _message(name: str, method: str) -> str:
+    if name == "foreach_norm":
+        return (
+            "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, for their gradients are "
+            "stacked; give the strategy max_norm=, which clips every node's gradient by its own"
+        )
+    return (
+        f"{name}() in {method}() mixes the nodes: parameters and gradients are stacked, (K, *shape), and its result is "
+        "one for all nodes. Write a function of one node's tensor and call torch.vmap(function)(p.grad); or begin with "
+        "p.grad.flatten(1), (K, n), and give dim=1. A value that nodes have in common takes all_reduce()"
+    )
