@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import Stateful, owners, placements_of
@@ -22,15 +23,14 @@ Contents = dict[tuple[str, str], Any]
 class _Pickler(pickle.Pickler):
     """Pickles tensors by digest, views of known tensors and known objects by name, and generators by state."""
 
-    def __init__(self, file: io.BytesIO, known: Mapping[int, str], memory: Mapping[int, str]) -> None:
-        super().__init__(file)
-        self._known, self._memory = known, memory
+    known: Mapping[int, str]  # id → name
+    memory: Mapping[int, str]  # address → name
 
     def persistent_id(self, value: Any) -> Any:
-        if id(value) in self._known:
-            return self._known[id(value)]
+        if id(value) in self.known:
+            return self.known[id(value)]
         if isinstance(value, Tensor):
-            name = self._memory.get(value.untyped_storage().data_ptr(), "") if value.numel() else ""
+            name = self.memory.get(value.untyped_storage().data_ptr(), "") if value.numel() else ""
             own = (value.storage_offset(), value.stride()) if name else hashlib.sha256(_bytes(value)).digest()
             return "tensor", str(value.dtype), tuple(value.shape), name, own
         for kind, (state_of, _) in GENERATORS.items():
@@ -44,16 +44,19 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
     """Return (part, attribute) → what is compared, for the attributes that a strategy and its parts do not declare.
 
     Args:
-        known: objects that belong to the run, such as the cluster. memory: tensors whose views are no state.
+        known: objects that belong to the run, such as the cluster.
+        memory: tensors whose views are no state, and neither are those of declared tensors.
     """
     parts = owners(strategy)
+    declared = [(f"{p}.{name}", getattr(own, name)) for p, own in parts.items() for name in placements_of(own)]
     names = {id(own): f"known {i}" for i, own in enumerate(known)} | {id(own): name for name, own in parts.items()}
-    of_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in memory.items()}
+    tensors = [*memory.items(), *((name, t) for name, own in declared for t in tree_leaves(own))]
+    of_memory = {t.untyped_storage().data_ptr(): name for name, t in tensors if isinstance(t, Tensor)}
     found: Contents = {}
     for part, owner in parts.items():
-        declared = {*placements_of(owner), *owner.derived, *_HIDDEN}
+        no_state = {*placements_of(owner), *owner.derived, *_HIDDEN}
         for name, value in vars(owner).items():
-            if name not in declared:
+            if name not in no_state:
                 found[part, name] = _compared(value, names, of_memory)
     return found
 
@@ -77,7 +80,9 @@ def _compared(value: Any, known: Mapping[int, str], memory: Mapping[int, str]) -
         return None  # moves on unseen: counts as changed
     with suppress(Exception):
         file = io.BytesIO()
-        _Pickler(file, known, memory).dump(value)
+        pickler = _Pickler(file)
+        pickler.known, pickler.memory = known, memory
+        pickler.dump(value)
         return file.getvalue()
     return value
 

@@ -126,7 +126,8 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     device = runs[0].cluster.replicas.weights.device
     for run in runs:
         run.ledger.position.begin(step)
-        run.keep_resting()
+        if run.plan is not None:
+            run.keep_resting()
         run.lr = run.strategy.lr
     if stack.workers is not None:
         (run,) = runs
@@ -272,7 +273,8 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
-                _of_clients(stack, [run], 1)  # raises before training if a client cannot be measured
+                if run.client_data:
+                    _of_clients(stack, [run], 1)  # raises before training if a client cannot be measured
             run.starts = False
 
 

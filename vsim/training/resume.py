@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.folder import checkpoint_path, prune
@@ -67,8 +66,6 @@ def _undeclared(run: Run) -> Contents:
     replicas = cluster.replicas
     known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
     memory = {"weights": replicas.weights, "gradients": replicas.grads, **replicas.buffers}
-    declared = [getattr(owner, attribute) for _, owner, attribute, _ in _declared(run)]
-    memory |= {str(i): t for i, t in enumerate(tree_leaves(declared)) if isinstance(t, Tensor)}
     return contents_of(strategy, (*known, getattr(strategy, "model", None), strategy.optim), memory)
 
 
