@@ -157,15 +157,19 @@ def test_names_that_cannot_be_folders_are_told_before_training(name: str, tmp_pa
     assert not steps
 
 
-def test_a_comparison_falls_back_to_the_checkpoints_before_a_damaged_one(tmp_path: Path) -> None:
+def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_path: Path) -> None:
     straight = compared(max_steps=8)
-    compared(save_dir=tmp_path, checkpoint_interval=2)
+    compared(save_dir=tmp_path, checkpoint_interval=2, resume="auto")  # there is nothing yet
     damaged = tmp_path / "FedAvg" / "step-00000004.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match=r"FedAvg.step-00000004\.safetensors is .* torn.*; all runs resume"):
-        resumed = compared(save_dir=tmp_path, resume=True, max_steps=8)
+    steps: list[tuple[str, int]] = []
+    callback = [lambda run: steps.append((run.spec.label, run.done))]
+    with pytest.warns(UserWarning, match=r"step-00000004\.safetensors is .* torn.*; using step-00000002\.safetensors"):
+        resumed = compared(save_dir=tmp_path, resume="auto", max_steps=8, callbacks=callback)
     for name, run in straight.items():
         assert (run.history.node_losses == resumed[name].history.node_losses).all()
+    alone, together = [("FedAvg", 3), ("FedAvg", 4)], [(name, step) for step in range(5, 9) for name in straight]
+    assert steps[:2] == alone and sorted(steps[2:]) == sorted(together)
     for path in (tmp_path / "DiLoCo").glob("step-*"):
         path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"DiLoCo/step-00000008\.safetensors is empty"):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, a_list, brief, encodable, naming, one_of, true_or_false, whole_number
+from vsim.arguments import a_function, a_list, brief, encodable, given, naming, one_of, true_or_false, whole_number
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data
 from vsim.engine.objective import LossFunction
@@ -91,8 +91,8 @@ def compare(
             For more steps, resume it from its `save_dir`.
         save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
             `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
-        resume: resume the comparison in `save_dir` from the last step at which all of its runs were saved, bitwise
-            equal to one that was never stopped.
+        resume: resume the comparison in `save_dir`, each run from its newest checkpoint, bitwise equal to one that was
+            never stopped; "auto": if there is one, else start it.
         network, compute: what hours are derived from, see `vsim.timeline`; kept in the comparison, whose tables then
             show hours and utilization. They can be given afterwards, too; but asynchronous strategies train by
             them.
@@ -277,10 +277,12 @@ def train_entries(
             priced[1].steps(everyone)
     save_dir, resume = options.pop("save_dir", None), options.pop("resume", False)
     checkpoint_interval = options.pop("checkpoint_interval", None)
-    if not isinstance(resume, bool):
-        raise TypeError(f"resume must be True or False, the comparison in save_dir is what resumes; got {resume!r}")
+    if not isinstance(resume, bool) and resume != "auto":
+        raise TypeError(
+            f'resume must be True, False or "auto", the comparison in save_dir is what resumes; got {given(resume)}'
+        )
     if resume and save_dir is None:
-        raise ValueError("resume=True needs save_dir, the folder of the comparison")
+        raise ValueError(f"resume={resume!r} needs save_dir, the folder of the comparison")
     if checkpoint_interval is not None:
         whole_number("checkpoint_interval", checkpoint_interval)
         if save_dir is None:

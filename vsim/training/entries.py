@@ -10,18 +10,19 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vsim.arguments import naming, whole_number
-from vsim.checkpoint.files import Checkpoint, load_checkpoint
-from vsim.checkpoint.folder import Saving, checkpoint_path, checkpoints_in, folder_at, held, step_of
+from vsim.checkpoint.files import load_checkpoint
+from vsim.checkpoint.folder import Saving, checkpoints_in, folder_at, held
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
@@ -159,7 +160,7 @@ class Entries:
         rungs: pairs (step, number of names that continue); all other names stop after that step, see `vsim.sweep`.
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
-        resume: whether to resume from that folder.
+        resume: whether to resume from that folder; "auto": if it holds a comparison.
         processes: which process this is of those that compute the comparison.
         tell: called as tell(number of an entry, its `StepReport`, `Begun`, `Ended` or `Outcome`).
         interrupt: the request to stop after a step.
@@ -174,7 +175,7 @@ class Entries:
     progress: bool | str = True
     title: str = ""
     folder: Path | None = None
-    resume: bool = False
+    resume: bool | str = False
     processes: Processes = field(default_factory=Processes)
     tell: Callable[[int, Any], None] = lambda number, message: None
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -194,7 +195,7 @@ class Entries:
             if self.processes.is_first:
                 holding.enter_context(held(self.folder, self._folders()))
                 self._check_folder()
-            self.processes.agreed(None)  # wait for the first process's check
+            self.resume = self.processes.agreed(self.resume)  # when the first process has checked the folder
             (train or self.train_here)()
 
     def train_here(self) -> None:
@@ -401,17 +402,17 @@ class Entries:
             self.tell(self.entries.index(entry), ended)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs that a rung stops: their names are not among the best."""
-        step = max((run.done for run in ensemble.training), default=0)
+        """Return the runs that a rung stops when all have reached it: their names are not among the best."""
+        step = min((run.done for run in ensemble.unfinished), default=0)
         keep = dict(self.rungs).get(step)
         if keep is None:
             return []
-        pairs = list(zip(ensemble.runs, running, strict=True))
         scores: dict[str, list[float]] = {}
-        for run, entry in pairs:
+        for run, entry in zip(ensemble.runs, running, strict=True):
             if not run.stopped:
-                scores.setdefault(entry.name, []).append(_score(entry) if run.trains else float("inf"))
+                scores.setdefault(entry.name, []).append(_score(entry, step) if run.trains else float("inf"))
         best = self.processes.agreed(sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep])
+        pairs = zip(ensemble.runs, running, strict=True)
         return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in best]
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -443,6 +444,7 @@ class Entries:
             return
         about = {"runs": [entry.spec.label for entry in self.entries], "rungs": [list(r) for r in self.rungs]}
         path = self.folder / "race.json"
+        self.resume = path.exists() if self.resume == "auto" else self.resume
         if not self.resume:
             if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
                 raise CheckpointError(
@@ -479,61 +481,29 @@ class Entries:
         return (entry.folder for entry in self.entries if entry.folder is not None)
 
     def _resumed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Restore entries to the last step at which all of them were saved; return the entries left to train."""
+        """Restore each entry to its own newest checkpoint that can be read; return the entries left to train."""
         if self.folder is None or not self.resume:
             return list(entries)
-        ends = {entry: read_end(entry) for entry in entries}
-        saved = {r: {step_of(path) for path in checkpoints_in(r.folder)} for r in entries if r.folder is not None}
-        steps = sorted(set().union(*saved.values()), reverse=True)
-        shared = [step for step in steps if all(step in saved[r] or ended_by(ends[r], step) for r in entries)]
-        common, starts = self._starts(shared, ends)
-        self.processes.agreed(None)  # all have read the folders
-        running = []
+        running, outdated = [], []
         for entry in entries:
             assert entry.folder is not None
-            for path in checkpoints_in(entry.folder) if self.processes.is_first else ():
-                if step_of(path) > common:
-                    path.unlink()
-            end = ends[entry] if ended_by(ends[entry], common) else None
-            if common and end is not None and not end["finished"]:
+            end = read_end(entry)
+            if end is not None and not end["finished"]:
                 take_end(entry, end)
                 continue
-            if self.processes.is_first and (not common or end is None):
-                (entry.folder / "end.json").unlink(missing_ok=True)
-            if common:
-                entry.finished_at = end["step"] if end is not None and end["early"] else None
-                starts[entry].fill(entry.history)
-                entry.spec = replace(entry.spec, start=starts[entry])
             running.append(entry)
+            start = load_checkpoint(entry.folder) if checkpoints_in(entry.folder) else None
+            if start is not None:
+                start.fill(entry.history)
+                entry.spec = replace(entry.spec, start=start)
+            if end is None or start is None or end["step"] != start.step:
+                outdated.append(entry.folder / "end.json")
+            elif end["early"]:
+                entry.finished_at = start.step
+        self.processes.agreed(None)  # all have read the folders
+        for path in outdated if self.processes.is_first else ():
+            path.unlink(missing_ok=True)
         return running
-
-    def _starts(
-        self, steps: Sequence[int], ends: Mapping[Entry, dict[str, Any] | None]
-    ) -> tuple[int, dict[Entry, Checkpoint]]:
-        """Return the first of `steps` whose checkpoints can all be read, and these checkpoints; step 0 without `steps`.
-
-        Raises:
-            CheckpointError: at every step a checkpoint is damaged.
-        """
-        problem: CheckpointError | None = None
-        for step in steps:
-            try:
-                starts = {}
-                for entry, end in ends.items():
-                    ended = end if ended_by(end, step) else None
-                    assert entry.folder is not None
-                    if ended is None or ended["finished"]:
-                        at = step if ended is None else ended["step"]
-                        starts[entry] = load_checkpoint(checkpoint_path(entry.folder, at))
-            except CheckpointError as error:
-                problem = problem or error
-                continue
-            if problem is not None:
-                warnings.warn(f"{problem}; all runs resume from step {step} instead", UserWarning, stacklevel=2)
-            return step, starts
-        if problem is not None:
-            raise problem
-        return 0, {}
 
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:
@@ -566,12 +536,14 @@ def matrix_bytes(spec: RunSpec) -> float:
     return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
 
 
-def _score(entry: Entry) -> float:
-    """Return the last validation loss or, without validation, the mean training loss of the last tenth of steps."""
-    loss = entry.history.last("global_loss")
-    if loss == loss:
-        return loss
-    (losses,) = entry.history.measured("train_loss")
+def _score(entry: Entry, step: int) -> float:
+    """Return the last validation loss up to a step, or else the mean training loss of the last tenth of steps."""
+    known = entry.history["step"] <= step
+    validated = entry.history["global_loss"][known]
+    if len(validated := validated[~np.isnan(validated)]):
+        return float(validated[-1])
+    losses = entry.history["train_loss"][known]
+    losses = losses[~np.isnan(losses)]
     return float(losses[-max(1, len(losses) // 10) :].mean())
 
 
@@ -653,11 +625,6 @@ def read_end(entry: Entry) -> dict[str, Any] | None:
             f"{path} is of the run {history.strategy!r}, not of {entry.spec.label!r}; remove it to train this run again"
         )
     return end if of_this_length else None
-
-
-def ended_by(end: dict[str, Any] | None, step: int) -> bool:
-    """Return whether a run had ended when the others were at a step."""
-    return end is not None and end["step"] <= step
 
 
 def take_end(entry: Entry, end: dict[str, Any]) -> None:

@@ -89,12 +89,15 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
             attend(ensemble, step)
+        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # others resumed from a later step
         stops = False
         for stack in ensemble.stacks:
-            stops |= _take_step(ensemble, stack, step)
-        _report(ensemble, step)
+            if taking.intersection(stack.runs):
+                stops |= _take_step(ensemble, stack, step)
+        reached = [run for run in ensemble.training if run in taking and run.done == step]
+        _report(ensemble, reached, step)
         stops |= ensemble.is_alone and ensemble.interrupt.requested
-        reached = [run for run in ensemble.training if run.done == step]
+        reached = [run for run in reached if run.trains]
         saved = True
         for run in reached:
             run.trial_steps -= 1
@@ -120,8 +123,6 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
 def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     """Take step number `step` with the runs of a stack; return whether any process wants the run to stop."""
     runs = [run for run in stack.runs if run.is_running]
-    if not runs:
-        return False
     started = time.perf_counter()
     device = runs[0].cluster.replicas.weights.device
     for run in runs:
@@ -278,8 +279,7 @@ def _report_start(ensemble: Ensemble) -> None:
             run.starts = False
 
 
-def _report(ensemble: Ensemble, step: int) -> None:
-    runs = [run for run in ensemble.training if run.done == step]
+def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
     if not runs:
         return
     found = _measurements(ensemble, runs)
@@ -288,7 +288,7 @@ def _report(ensemble: Ensemble, step: int) -> None:
         name, reason = stack.executor.name, stack.executor.reason
         ended: dict[Run, StepReport] = {}
         for run in stack.runs:
-            if not run.trains or run.done != step:
+            if run not in runs or not run.trains:
                 continue
             with _own(ensemble, run):
                 ledger, losses = run.ledger, run.node_losses
