@@ -512,7 +512,7 @@ def test_a_run_resumes_in_the_middle_of_everything(row: str, tmp_path: Path) -> 
     whole = outcome(run(made(row), **options))
     run(made(row), **{**options, "max_steps": 7}, save_dir=tmp_path)
     assert outcome(run(made(row), **options, save_dir=tmp_path, resume=True)) == whole
-    with pytest.raises(ValueError, match=r"compute\['node_seconds'\].* was|compute was"):
+    with pytest.raises(ValueError, match=r"compute\.node_seconds was"):
         run(made(row), **options, compute=2.0, resume=load_checkpoint(tmp_path, 7))
     fork = run(made(row), **options, resume=load_checkpoint(tmp_path, 7).fork())
     assert ran(fork).clock.taken == 4 * 7 and fork.history["step"][0] == 7

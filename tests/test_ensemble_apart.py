@@ -360,9 +360,9 @@ def test_a_state_that_cannot_be_saved_is_said_with_whose_it_is(tmp_path: Path) -
     class Holds(FedAvgStrategy):
         def setup(self, cluster: Cluster) -> None:
             super().setup(cluster)
-            self.items = iter([1, 2])
+            self.keep_shared(items=iter([1, 2]))
 
-    with pytest.raises(vsim.CheckpointError, match=r"^own: strategy\.items is a "):
+    with pytest.raises(vsim.CheckpointError, match=r"^own: Holds\.items is a "):
         compare({**plain(), "own": Holds(H=2)}, save_dir=tmp_path / "race")
 
 

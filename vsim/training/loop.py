@@ -103,7 +103,8 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
             run.trial_steps -= 1
             with _own(ensemble, run):
                 if run.trial_steps == 1 and run.is_to_be_moved:
-                    resume.check_declared(run)
+                    with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
+                        resume.check_declared(run)
                 saved &= resume.save_if_due(run, stops)
         _tell_ends(ensemble, reached)
         if ensemble.watch is not None:
