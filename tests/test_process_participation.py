@@ -21,6 +21,7 @@ from torch.utils.data import Subset
 
 import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.process import NodeFailure
 from vsim.records.history import COLUMNS, OF_THE_MACHINE
@@ -197,6 +198,20 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Read:
+    """Calls a function when its state is read."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def state_dict(self) -> dict[str, Any]:
+        self.call()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Mortal(SimpleReduceStrategy):
     """Dies on one node, in a step or as its state is read, to be passed on."""
 
@@ -213,10 +228,9 @@ class Mortal(SimpleReduceStrategy):
             die()
         super().gradients()
 
-    def state_dict(self) -> dict[str, Any]:
-        if self.dies(False):
-            die()
-        return super().state_dict()
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.keep_shared(read=Read(lambda: die() if self.dies(False) else None))
 
 
 class Fragile(Noisy):
