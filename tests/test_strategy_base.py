@@ -532,12 +532,13 @@ def test_nothing_acts_before_it_says(strategy: Strategy, first: int) -> None:
     assert same[:first].all() and not same[first]  # the loss of a step is that of the weights before it
 
 
-def test_stacked_state_has_a_row_for_each_node() -> None:
+@pytest.mark.parametrize(("way", "row"), [("stacked", 0), ("shared", slice(None))])
+def test_stacked_state_has_a_row_for_each_node_and_shared_state_has_not(way: str, row: Any) -> None:
     class Momentum(CommunicationModule):
         def setup(self, cluster: Cluster) -> None:
-            self.keep_stacked(momentum=torch.zeros_like(cluster.weights[0]))
+            getattr(self, f"keep_{way}")(momentum=torch.zeros_like(cluster.weights[row]))
 
-    with pytest.raises(ValueError, match=r"Momentum: keep_stacked\(momentum=…\) takes a row for each of the 2 nodes"):
+    with pytest.raises(ValueError, match=rf"Momentum: keep_{way}\(momentum=…\) .* for the 2 nodes"):
         Trainer(small_mlp(), vectors()).fit(
             strategy=CommunicateOptimizeStrategy([Momentum()]), num_nodes=2, max_steps=1, progress=False
         )

@@ -74,14 +74,21 @@ def placements_of(value: Any) -> dict[str, str]:
     return declared
 
 
-def check_rows(value: Any, num_held: int) -> None:
-    """Raise a ValueError if a tensor that is declared as stacked does not have a row for each node."""
+def check_rows(value: Any, weights: Tensor) -> None:
+    """Raise a ValueError if a declared tensor has not a row for each node where it should, or has where it should not.
+
+    Args:
+        weights: stacked (R, P).
+    """
     for name, placement in placements_of(value).items():
-        tensor = vars(value).get(name)
-        if placement == "stacked" and isinstance(tensor, Tensor) and len(tensor) != num_held:
+        tensor, rows = vars(value).get(name), len(weights)
+        if not isinstance(tensor, Tensor):
+            continue
+        right = len(tensor) == rows if placement == "stacked" else rows == 1 or tensor.shape != weights.shape
+        if not right:
             raise ValueError(
-                f"{type(value).__name__}: keep_stacked({name}=…) takes a row for each of the {num_held} nodes here, "
-                f"got a tensor {list(tensor.shape)}; keep_shared takes what is equal on all nodes"
+                f"{type(value).__name__}: keep_{placement}({name}=…) got a tensor {list(tensor.shape)} for the {rows} "
+                "nodes here; keep_stacked takes a row for each node, and keep_shared what is equal on all nodes"
             )
 
 

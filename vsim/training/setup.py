@@ -327,7 +327,7 @@ def _place(run: Run, replicas: Replicas) -> None:
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
     strategy.setup(cluster)
     for own in (strategy, *strategy.communication_modules):
-        check_rows(own, cluster.replicas.num_held)
+        check_rows(own, cluster.weights)
     measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
