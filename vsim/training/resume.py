@@ -77,7 +77,8 @@ def check_declared(run: Run) -> None:
         raise CheckpointError(
             f"{listed([f'{part}.{name}' for part, name in found])} changed since the setup and is not declared, so "
             "that no checkpoint would hold it, and no node would take it along. Where it is made, write "
-            f"{'; '.join(lines)}: keep_stacked for what has a row for each node, keep_shared for what is equal on all"
+            f"{'; '.join(lines)}: keep_stacked for what has a row for each node, keep_shared for what is equal on all. "
+            "What follows from other attributes, or is no state, is named in derived"
         )
 
 
