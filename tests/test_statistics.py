@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy import stats
 
 import vsim
-from vsim.records.statistics import crossing, holm, paired, power, ranking, seeds_needed
+from vsim.records.statistics import contenders, crossing, differences, holm, paired, power, ranking, seeds_needed
 
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
 
@@ -52,7 +53,9 @@ def test_differences_are_those_of_scipy_by_hand() -> None:
     tests = {name: stats.ttest_rel(own, ONE) for name, own in (("two", TWO), ("three", THREE))}
     least, most = sorted(float(test.pvalue) for test in tests.values())
     for name, test in tests.items():
-        row, interval = frame.loc[name], test.confidence_interval(0.9)
+        row = frame.loc[name]
+        number = 2 if test.pvalue == least else max(1, 2 * least / most)  # of tests that this one stands for
+        interval = test.confidence_interval(1 - 0.1 / number)
         assert row["difference"] == pytest.approx(np.mean({"two": TWO, "three": THREE}[name]) - np.mean(ONE))
         assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
         assert row["p"] == pytest.approx(2 * least if test.pvalue == least else max(2 * least, most))  # Holm
@@ -128,7 +131,84 @@ def test_the_seeds_that_it_takes_reach_the_power() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_never_lowers_a_p_and_keeps_their_order(p: list[float]) -> None:
-    adjusted: Any = holm(p)
+    adjusted, tests = holm(p)
     assert all(own <= new <= 1 for own, new in zip(p, adjusted, strict=True))
     assert [adjusted[i] for i in np.argsort(p, kind="stable")] == sorted(adjusted)
+    np.testing.assert_allclose(np.minimum(1, tests * p), adjusted)
     assert min(adjusted) == pytest.approx(min(1, len(p) * min(p)))
+
+
+VALUES = st.lists(st.lists(st.floats(0, 4), min_size=4, max_size=4), min_size=2, max_size=6)
+
+
+@given(VALUES, st.sampled_from([0.5, 0.9, 0.95]), st.booleans())
+def test_interval_p_and_seeds_say_the_same(drawn: list[list[float]], level: float, chosen: bool) -> None:
+    values = {f"r{i}": dict(enumerate(own)) for i, own in enumerate(drawn)}
+    for row in differences(values, "r0", level, chosen):
+        if abs(row["p"] - (1 - level)) < 1e-9:
+            continue  # on the edge
+        assert (row["low"] <= 0 <= row["high"]) == (row["p"] > 1 - level)
+        assert row["seeds_needed"] == math.inf or isinstance(row["seeds_needed"], int)
+        assert row["p"] <= 1 - level or row["seeds_needed"] > row["seeds"]
+
+
+def told(values: NDArray[np.float64]) -> bool:
+    """Whether any strategy of (seeds, strategies) is told from the best."""
+    found = ranking({str(i): dict(enumerate(own.tolist())) for i, own in enumerate(values.T)})
+    return len(found.best) + len(found.undecided) < values.shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategies", "seeds"), [(3, 5), (8, 5), (17, 5), (8, 10)])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_the_best_that_the_data_chose_is_told_from_equals_in_5_percent(
+    strategies: int, seeds: int, spread: float
+) -> None:
+    """Of 1000 comparisons of strategies that do not differ, a third of them with another spread over the seeds."""
+    rng, noise = np.random.default_rng(strategies + seeds), np.ones(strategies)
+    noise[-(strategies // 3) :] = spread
+    draws = rng.normal(size=(1000, seeds, 1)) + noise * rng.normal(size=(1000, seeds, strategies))
+    assert np.mean([told(own) for own in draws]) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+
+
+def test_a_best_that_the_data_chose_is_tested_among_all_pairs() -> None:
+    rng = np.random.default_rng(5)
+    runs = {f"r{i}": list(rng.normal(i, 0.3, 5)) for i in range(4)}
+    made = comparison(**runs)
+    assert made.best() == "r0"
+    chosen, given = (made.differences(to=to).set_index("strategy") for to in (made.best(), str(made.best())))
+    names = list(runs)
+    raw = [stats.ttest_rel(runs[a], runs[b]).pvalue for i, a in enumerate(names) for b in names[i + 1 :]]
+    np.testing.assert_allclose(chosen["p"], holm(raw)[0][:3])
+    np.testing.assert_allclose(given["p"], holm(raw[:3])[0])
+    assert made.differences().set_index("strategy").equals(chosen)
+    assert made.best().p == pytest.approx(chosen.loc["r1", "p"])
+    assert (chosen["p"] >= given["p"]).all() and (chosen["high"] - chosen["low"] >= given["high"] - given["low"]).all()
+    marked = {line.split()[0] for line in made.table(columns=["validation loss"]).splitlines() if line.endswith("†")}
+    assert marked == set(chosen.index[chosen["p"] > 0.05])
+
+
+SEEDS = st.dictionaries(st.integers(0, 4), st.floats(0, 9) | st.just(math.nan), max_size=5)
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=5))
+def test_who_can_be_the_best_by_a_search(drawn: list[dict[int, float]]) -> None:
+    """A run without a result is worse than any other; the rest is compared over the seeds that all of it has."""
+    values = {f"r{i}": own for i, own in enumerate(drawn)}
+    found = contenders(values)
+    sound = [name for name, own in values.items() if own and not any(map(math.isnan, own.values()))]
+    assert sorted(found) == sound and list(found.values()) == sorted(found.values())
+    common = [seed for seed in range(5) if all(seed in values[name] for name in sound)]
+    for name, mean in found.items():
+        own = [values[name][seed] for seed in common or values[name]]
+        assert min(own) - 1e-12 <= mean <= max(own) + 1e-12 and mean == pytest.approx(sum(own) / len(own))
+    ranked = ranking(values)
+    assert set(ranked.best) <= set(sound) and (not sound or ranked.best)
+    for name in ranked.undecided:  # also with a seed that diverged
+        assert name in sound or sum(map(math.isfinite, values[name].values())) > 1
+    if sound:
+        for row in differences(values, sound[0]):
+            both = [
+                s for s, own in values[str(row["strategy"])].items() if math.isfinite(own) and s in values[sound[0]]
+            ]
+            assert row["seeds"] == len(both)

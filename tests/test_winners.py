@@ -108,7 +108,7 @@ def three() -> vsim.Comparison:
     for seed in (0, 1):
         made._add("AllReduce", run(40, 10, 1e6, seed))
         made._add("local", run(40, 30, 0, seed))
-        made._add("sometimes", run(40, 5 if seed else None, 0, seed))
+        made._add("sometimes", run(100, 5 if seed else None, 0, seed))  # 52.5 s in the mean, if it were next
     made._add("lost", run(40, None, 1e3))
     return made
 
@@ -195,6 +195,86 @@ def test_strategies_that_seeds_cannot_tell_apart_are_tied_by_hand() -> None:
             made._add("a", curve([2.0] * step + [1.0] * 20, 1, seed))
             made._add("b", curve([2.0] * (step + offset) + [1.0] * 20, 1, seed))
         assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[first]]
+
+
+def test_of_many_strategies_more_seeds_are_needed() -> None:
+    """b takes 3, 4 and 5 steps more than a: t is 6.9, and p 0.02, or 0.06 where these are two of three strategies."""
+    for others, first in ((0, ("a",)), (1, ("a", "b"))):
+        made = vsim.Comparison(1)
+        for seed, (step, offset) in enumerate(zip([10, 12, 14], [3, 4, 5], strict=True)):
+            made._add("a", curve([2.0] * step + [1.0] * 60, 1, seed))
+            made._add("b", curve([2.0] * (step + offset) + [1.0] * 60, 1, seed))
+            for i in range(others):
+                made._add(f"c{i}", curve([2.0] * (step + 40) + [1.0] * 60, 1, seed))
+        assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[first]]
+
+
+def test_a_seed_that_does_not_reach_the_loss_leaves_open_who_is_first() -> None:
+    """fast takes 10 s with four seeds of five; the fifth ended after 30 s: at least 14 s in the mean."""
+    for slow, first in ((20, ("fast", "slow")), (13, ("slow",))):
+        made = vsim.Comparison(1)
+        for seed in range(5):
+            made._add("slow", curve([2.0] * slow + [1.0] * 20, 1, seed))
+            made._add("fast", curve([2.0] * 10 + [1.0] * 21 if seed else [2.0] * 31, 1, seed))
+        found = made.winners(1.0, [1e6], [0.1], 1.0)
+        assert found.first == [[first]] and found.never == {"fast": "4 of 5 runs"} and found.left_open == 0
+        cheapest = made.cheapest(1.0)
+        assert cheapest == "slow" and cheapest.tied == ("fast",)  # neither sends anything
+        made.runs("fast")[0].failure, made.runs("fast")[0].diverged_at = "non-finite loss", 30
+        assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[("slow",)]]  # it would not have got there
+        assert not made[["fast"]].winners(1.0, [1e6], [0.1], 1.0).first[0][0]
+
+
+def test_seeds_that_not_all_have_decide_nothing() -> None:
+    """With seed 0, which both have, a takes 10 steps and b 12; b has seeds in which it is faster."""
+    made = vsim.Comparison(1)
+    made._add("a", curve([2.0] * 10 + [1.0] * 20, 1, 0))
+    for seed, step in enumerate([12, 2, 2]):
+        made._add("b", curve([2.0] * step + [1.0] * 20, 1, seed, payload=1e3))
+    assert made.winners(1.0, [1e9], [0], 1.0).first == [[("a",)]]
+    assert made.best() == "a" and made.best().runner_up == "b"
+
+
+def test_where_a_loss_is_reached_and_stays() -> None:
+    """Of two curves around one line, the noisier one is at the loss first, and stays there last."""
+    rng, made = np.random.default_rng(0), vsim.Comparison(1)
+    line = 2.0 - 0.02 * np.arange(81)
+    for seed in range(4):
+        for name, noise in (("calm", 0.01), ("noisy", 0.15)):
+            made._add(name, curve((line + rng.normal(0, noise, 81)).tolist(), 1, seed, payload=1e3))
+    first, stays = (made.winners(1.0, [1e6], [0.0], 1.0, stays=stays) for stays in (False, True))
+    assert first.first == [[("noisy",)]] and stays.first == [[("calm",)]]
+    assert (made.cheapest(1.0), made.cheapest(1.0, stays=True)) == ("noisy", "calm")
+    for name, own in made.steps_to(1.0, stays=True).items():
+        for run, step in zip(made.runs(name), own, strict=True):
+            losses = run.history["global_loss"]
+            assert (losses[int(step) :] <= 1.0).all() and losses[int(step) - 1] > 1.0
+    (row,) = made[["noisy"]].rows(1.0, stays=True)
+    assert row["steps to 1"] == np.mean(made.steps_to(1.0, stays=True)["noisy"])
+    assert f"{row['steps to 1']:.0f} ±" in made.table(loss=1.0, stays=True)
+    assert made.winners(1.0, [1e6], [0.0], 1.0).remarks == []
+    for run in made.runs("calm") + made.runs("noisy"):
+        run.history.amend({"val_examples": 10, "val_total": 100})
+    for said in (made.table(loss=1.0), made.winners(1.0, [1e6], [0.0], 1.0).table()):
+        assert "\nvalidated on a sample: noise" in said
+    for said in (made.table(loss=1.0, stays=True), made.winners(1.0, [1e6], [0.0], 1.0, stays=True).table()):
+        assert "noise" not in said
+
+
+def test_one_seed_is_as_sure_as_its_validation() -> None:
+    """b is at the loss in step 20, and within 1.96 standard errors of 0.1 of it from step 16; a is there in step 17."""
+    for error, first in ((0.1, ("a", "b")), (0.02, ("a",)), (math.nan, ("a",))):
+        made = vsim.Comparison(1)
+        made._add("a", curve([2.0] * 17 + [1.0] * 20, 1))
+        made._add("b", curve([2.0 - 0.05 * step for step in range(40)], 1))
+        made.runs("b")[0].history.amend({"global_loss_se": error})
+        found = made.winners(1.0, [1e6], [0.1], 1.0)
+        assert found.first == [[first]] and found.left_open == 0
+        (said,) = found.remarks
+        assert (
+            said == f"one seed: {'no intervals' if math.isnan(error) else 'ties by the standard errors of validation'}"
+        )
+        assert said in found.table() and said in found.plot().texts[0].get_text().replace("\n", " ")
 
 
 def test_a_map_shows_itself_with_ties_and_leader_lines() -> None:

@@ -25,13 +25,24 @@ from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
 from vsim.records.describe import Conditions, Provenance, provenance
-from vsim.records.fronts import COSTS, Best, Front, amount, best_of, dominating, loss_within
+from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
 from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
-from vsim.records.statistics import Crossing, differences, interval, ranking
+from vsim.records.statistics import (
+    NEVER,
+    Crossing,
+    Difference,
+    Ranking,
+    contenders,
+    differences,
+    interval,
+    pairwise_p,
+    ranking,
+    shared_seeds,
+)
 from vsim.records.tables import Marks, text_table
-from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners, ascending
+from vsim.records.winners import BANDWIDTHS, LATENCIES, Race, Winners, ascending
 from vsim.shapes import naming_layers, without_values
 
 if TYPE_CHECKING:
@@ -364,31 +375,56 @@ class Comparison(Mapping[str, ComparedRun]):
     ) -> Best:
         """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-        The name is displayed as a sentence that names the runner-up, and says whether seeds tell the two apart.
+        The name is displayed as a sentence that names the runner-up, and says whether seeds tell the two apart. A
+        strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for runs
+        that are missing.
 
         Args:
             within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
                 the last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default:
-                the final loss; runs that diverged, failed or were stopped early count only if no other run is left. If
+                the final loss; runs that were stopped early count only if none got to its end. If
                 runs ended before a budget was used up, the sentence says how many steps would use it up. Keys: "wire"
                 and "payload" bytes per node (for cohorts, per client on average), "time", "cost" in dollars, "step",
                 "examples", "tokens".
             network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
         Raises:
-            ValueError: all runs diverged or failed, no run has a loss within the budget, or a budget has another key.
+            ValueError: every strategy has a run that diverged or failed, or has no loss within the budget; or a budget
+                has another key.
             TypeError: "time" or "cost" without network and compute, or network and compute without them.
         """
         if within is not None:
             return self._best_within(within, network, compute)
         if network is not None or compute is not None:
             raise TypeError("network and compute have no effect without a budget of time or cost in within=")
-        names = sorted(self, key=self._rank)
-        if not names or self._rank(names[0])[0] == 2:
+        among = self._candidates()
+        if not among:
+            names = sorted(self, key=self._rank)
             raise ValueError("no run got to its end" + (f"; {names[0]}: {self._note(names[0])}" if names else ""))
-        comparable = [name for name in names if self._rank(name)[:2] == self._rank(names[0])[:2]]
-        losses = self._by_seed(self._loss)
-        return best_of({name: losses[name] for name in comparable})
+        return best_of(self._by_seed(self._loss), among)
+
+    def _candidates(self) -> list[str]:
+        """Return the strategies of which one is the best: that ended or, if none did, that took the most steps."""
+        ranks = {name: self._rank(name)[:2] for name in self}
+        return [name for name, own in ranks.items() if own == min(ranks.values()) and own[0] < 2]
+
+    def _ranking(self) -> tuple[Ranking, list[str]]:
+        """Return which final losses are the best or not told from them, and text on how they were compared."""
+        losses, among = self._by_seed(self._loss), self._candidates()
+        found, remarks = ranking(losses, among), []
+        values = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
+        if sum(number > 0 for number in values.values()) > 1 and found.best and not found.tested:
+            seeds = "one seed" if max(map(len, losses.values())) == 1 else "fewer than two common seeds"
+            remarks.append(f"{seeds}: no interval says whether losses differ")
+        if len({frozenset(losses[name]) for name in among}) > 1:
+            shared = shared_seeds(losses[name] for name in among)
+            over = f"the seeds that all have, {', '.join(map(str, shared))}" if shared else "its own, as none is common"
+            remarks.append(f"seeds differ: a strategy is the best by its mean over {over}")
+        partly = {name: own for name, own in values.items() if 0 < own < len(losses[name])}
+        if partly:
+            named = _named([f"{name} ({own} of {len(losses[name])})" for name, own in partly.items()])
+            remarks.append(f"mean of the runs with a result, which cannot be the best: {named}")
+        return found, remarks
 
     def _best_within(self, within: Mapping[str, Any], network: AnyNetwork, compute: AnyCompute) -> Best:
         if not isinstance(within, Mapping) or not within:
@@ -407,7 +443,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
         said = " and ".join(f"{value} ({of})" for of, value in within.items())
         losses = self._by_seed(lambda run: loss_within(run.history.column(self._loss_column), costs[run]))
-        return best_of(losses, said, self._uses(costs))
+        return best_of(losses, None, said, self._uses(costs))
 
     def _uses(self, costs: Mapping[ComparedRun, Sequence[tuple[Floats, float]]]) -> dict[str, Use]:
         """Return name → how much of their budgets the strategy's sound runs used."""
@@ -425,7 +461,8 @@ class Comparison(Mapping[str, ComparedRun]):
             network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
         Returns:
-            A `Front`: a frame, and a figure. Runs that diverged have no loss, and are not on the front.
+            A `Front`: a frame, and a figure. A strategy with a run that diverged or failed is not on the front; the
+            others are compared over the seeds that all of them have.
 
         Raises:
             ValueError: there is no such cost. TypeError: "time" or "cost" without network and compute.
@@ -437,35 +474,60 @@ class Comparison(Mapping[str, ComparedRun]):
             raise TypeError(f"network and compute have no effect on {cost!r}; 'time' and 'cost' follow from them")
         priced = self._must_be_priced(network, compute) if cost in ("time", "cost") else None
         rows: list[dict[str, Any]] = []
+        losses = self._by_seed(self._loss)
+        means = contenders(losses)
+        shared = shared_seeds(losses[name] for name in means)
         for name in self._ordered():
             runs = _sound(self._runs[name])
-            losses = [self._loss(run) for run in runs]
-            cost_of_run = statistics.fmean(last(self._spent(run, cost, priced)) for run in runs) / kind.unit
-            if len(runs) > 1:
-                low, high = interval(losses)
-            else:
-                error = 1.96 * runs[0].history.last("global_loss_se") if self._validated else math.nan
-                low, high = losses[0] - error, losses[0] + error
+            if name in means:
+                runs = [run for run in runs if run.seed in (shared or losses[name])]
+            low, high = self._loss_interval(runs)
             row = {
                 "strategy": name,
-                kind.column: cost_of_run,
-                "loss": statistics.fmean(losses),
+                kind.column: statistics.fmean(last(self._spent(run, cost, priced)) for run in runs) / kind.unit,
+                "loss": statistics.fmean(map(self._loss, runs)),
                 "low": low,
                 "high": high,
             }
             steps = statistics.fmean(run.ledger.steps for run in runs)
-            rows.append({**row, "seeds": len(runs), "front": False, "dominated_by": "", "steps": steps})
-        sound = [row for row in rows if math.isfinite(row["loss"])]
+            row |= {"seeds": len(runs), "front": False, "dominated_by": "", "tied": False, "steps": steps}
+            rows.append(row)
+        sound = [row for row in rows if row["strategy"] in means]
         by = dominating([row[kind.column] for row in sound], [row["loss"] for row in sound])
-        for row, place in zip(sound, by, strict=True):
-            row |= {"front": place is None, "dominated_by": "" if place is None else sound[place]["strategy"]}
+        ties = self._ties()
+        for row, places in zip(sound, by, strict=True):
+            better = [str(sound[place]["strategy"]) for place in places]
+            row |= {"front": not better, "dominated_by": better[0] if better else ""}
+            row["tied"] = bool(better) and ties[str(row["strategy"])].issuperset(better)
         dearest = max(row[kind.column] for row in rows)
         for row in rows:
             row["equal_steps"] = row["steps"] * dearest / row[kind.column] if row[kind.column] else math.inf
         per = "client" if self._of_clients else "node"
         return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title, per)
 
-    def steps_to(self, loss: float, of: str = "step") -> dict[str, list[float]]:
+    def _loss_interval(self, runs: Sequence[ComparedRun]) -> tuple[float, float]:
+        """Return the 95 % interval of the mean loss: by Student's t or, of one run, by its standard error."""
+        losses = [self._loss(run) for run in runs]
+        if len(losses) > 1:
+            return interval(losses)
+        error = 1.96 * runs[0].history.last("global_loss_se") if self._validated else math.nan
+        return losses[0] - error, losses[0] + error
+
+    def _ties(self) -> dict[str, set[str]]:
+        """Return name → the strategies from whose final loss its own cannot be told.
+
+        By all pairs of seeds; of two strategies of one seed, if the lower loss is in the interval of the higher one.
+        """
+        losses = self._by_seed(self._loss)
+        names, open_ = list(losses), pairwise_p(losses) > 0.05
+        ties = {name: {names[i] for i in np.flatnonzero(own)} for name, own in zip(names, open_, strict=True)}
+        alone = {name: self._runs[name][0] for name, own in losses.items() if len(own) == 1}
+        for name, run in alone.items():
+            low, _ = self._loss_interval([run])
+            ties[name] |= {other for other, own in alone.items() if low <= self._loss(own) <= self._loss(run)}
+        return ties
+
+    def steps_to(self, loss: float, of: str = "step", *, stays: bool = False) -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
         Between measurements the last value holds. Without validation, the training loss is used.
@@ -474,40 +536,68 @@ class Comparison(Mapping[str, ComparedRun]):
             loss: the target.
             of: another column of `History` to return at that step, such as "wire_bytes". Bytes are those until a node
                 has the model: a mean that no node has costs one more all-reduce.
+            stays: whether the loss counts as reached only where no later measurement is above it. Otherwise the first
+                measurement counts, which noise makes early: of two equal curves, the noisier one seems to be faster.
         """
         ways = {f"{way}_bytes": way for way in ("wire", "payload")}
         if a_text("of", of) in ways:
-            return self._until(loss, lambda run: self._spent(run, ways[of]))
+            return {
+                name: [until(run.history, at, self._spent(run, ways[of])) for run, at in own]
+                for name, own in self._crossings(loss, stays).items()
+            }
         return {
-            name: [run.history.at_step(own.step, of) for run, own in zip(self.runs(name), found, strict=True)]
-            for name, found in self._crossings(loss).items()
+            name: [run.history.at_step(at.step, of) for run, at in own]
+            for name, own in self._crossings(loss, stays).items()
         }
 
-    def _until(self, loss: float, costs: Callable[[ComparedRun], Floats]) -> dict[str, list[float]]:
-        """Return name → for each seed, the cost of reaching a loss, NaN if it is not reached."""
+    def _crossings(
+        self, loss: float, stays: bool, begun: bool = False
+    ) -> dict[str, list[tuple[ComparedRun, Crossing]]]:
+        """Return name → for each seed, or for those that have `_begun`, the run, and where it reaches the loss."""
         return {
-            name: [until(run.history, at, costs(run)) for run, at in zip(self.runs(name), found, strict=True)]
-            for name, found in self._crossings(loss).items()
+            name: [(run, self._crossing(run, loss, stays)) for run in (_begun(runs) if begun else runs)]
+            for name, runs in self._runs.items()
         }
 
-    def _crossings(self, loss: float) -> dict[str, list[Crossing]]:
-        """Return name → for each seed, where the loss is reached."""
-        column = self._loss_column
-        return {name: [own.crossing(loss, column) for own in histories] for name, histories in self.histories.items()}
+    def _crossing(self, run: ComparedRun, loss: float, stays: bool) -> Crossing:
+        at = run.history.crossing(loss, self._loss_column, stays)
+        return NEVER if stays and run.failed else at
+
+    def _racers(self, loss: float, stays: bool) -> dict[str, list[tuple[ComparedRun, Crossing, float]]]:
+        """Return name → for each seed the run, where it reaches the loss, and the first step at which it might.
+
+        Noise may hide that a run is at the loss already. With one seed, it might be there where its loss is within
+        1.96 standard errors. A run of several that ended before the loss might have reached it next; NaN for a run that
+        failed. Only if some strategy reaches the loss with all seeds, and without those that do with none.
+        """
+        found = {}
+        for name, own in self._crossings(loss, stays, begun=True).items():
+            if any(not math.isnan(at.step) for _, at in own):
+                found[name] = [(run, at, self._might(run, at, loss, stays, len(own) == 1)) for run, at in own]
+        return found if any(all(not math.isnan(at.step) for _, at, _ in own) for own in found.values()) else {}
+
+    def _might(self, run: ComparedRun, at: Crossing, loss: float, stays: bool, alone: bool) -> float:
+        if math.isnan(at.step):
+            return math.nan if run.failed else run.history.last("step")
+        error = run.history.last("global_loss_se") if alone and self._validated else math.nan
+        return at.step if math.isnan(error) else self._crossing(run, loss + 1.96 * error, stays).step
 
     def differences(self, to: str | None = None, of: str = "global_loss", level: float = 0.95) -> pd.DataFrame:
         """Return how strategies differ from one of them in a column's last value, paired by seed.
 
         Args:
-            to: the strategy to compare with; default: the best.
-            of: a column of `History`, whose last value is compared. A run that diverged has no value.
-            level: the confidence level of the intervals, in (0, 1).
+            to: the strategy to compare with, chosen before you saw the results; default: the best, which the results
+                choose. Any two might then have been compared, so that p is adjusted for all pairs of strategies. The
+                same holds for `to=comparison.best()`.
+            of: a column of `History`, whose last value is compared. A run that diverged or failed has no value.
+            level: the confidence level of all tests together, in (0, 1).
 
         Returns:
             A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
-            the mean of `to`, over common seeds. low, high: the interval of the difference, by Student's t. p: of the
-            paired t-test, adjusted by Holm over all strategies. seeds_needed: the number of seeds that find such a
-            difference with a chance of 80 %, infinite if there is none. With one seed there are no intervals and no p.
+            the mean of `to`, over the seeds with which both have a value. p: of the paired t-test, adjusted by Holm.
+            low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
+            excludes 0 exactly if p ≤ 1 - level. seeds_needed: the number of seeds that find such a difference at that
+            level with a chance of 80 %, infinite if there is none. With one seed there are no intervals and no p.
 
         Raises:
             ValueError: there is no such strategy or column.
@@ -516,69 +606,79 @@ class Comparison(Mapping[str, ComparedRun]):
 
         to = self.best() if to is None else one_of("to", to, self)
         one_of("of", of, dict.fromkeys(column for history in self._all_histories() for column in history.columns))
-        return pandas.DataFrame(differences(self._by_seed(lambda run: run.history.last(of)), to, level))
+        rows = differences(self._by_seed(lambda run: run.history.last(of)), to, level, chosen=isinstance(to, Best))
+        frame = pandas.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
+        needed = [row["seeds_needed"] for row in rows]
+        if not all(map(math.isfinite, needed)):
+            frame["seeds_needed"] = pandas.Series(needed, dtype=object)  # so that the others stay integers
+        return frame
 
     def _by_seed(self, value: Callable[[ComparedRun], float]) -> dict[str, dict[int, float]]:
-        """Return name → seed → a value of the run, NaN if it diverged; without runs that took no step, see `_begun`."""
+        """Return name → seed → a value of the run, NaN if it failed; without runs that took no step, see `_begun`."""
         return {
-            name: {run.seed: math.nan if run.diverged_at is not None else value(run) for run in _begun(runs)}
+            name: {
+                run.seed: math.nan if run.failed or run.diverged_at is not None else value(run) for run in _begun(runs)
+            }
             for name, runs in self._runs.items()
         }
 
     def cheapest(
-        self, loss: float, hours: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
-    ) -> str:
+        self,
+        loss: float,
+        hours: float | None = None,
+        network: AnyNetwork = None,
+        compute: AnyCompute = None,
+        *,
+        stays: bool = False,
+    ) -> Cheapest:
         """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
-        Of equal strategies, return the first in alphabetical order. A warning names strategies that validation cannot
-        tell apart from it, and those that did not reach the loss but ended before `hours` were over.
+        The name is displayed as a sentence that names strategies tied with it, see `Race`; without `hours`, also those
+        that reach the loss with some seeds only. Of equal strategies, return the first in alphabetical order. A warning
+        names strategies that validation cannot tell apart from it, and those that did not reach the loss but ended
+        before `hours` were over.
 
         Args:
             loss: the target, which every seed must reach. hours: the limit on this network; default: no limit.
             network, compute: see `vsim.timeline`; default: the comparison's.
+            stays: see `steps_to`.
 
         Raises:
             ValueError: no strategy reaches the loss. TypeError: hours need network and compute.
         """
         loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
-        rows = dict(zip(self._ordered(), self.rows(loss, *(priced or ())), strict=True))
-        took = {name: rows[name][f"wire MB to {loss:g}"] for name in sorted(rows) if name not in self._never(loss)}
-        within, ended = [name for name in took if hours is None or rows[name][f"hours to {loss:g}"] <= hours], ""
+        racers, ended = self._racers(loss, stays), ""
+        whole = {name: own for name, own in racers.items() if not any(math.isnan(at.step) for _, at, _ in own)}
+        within, took = whole, dict[str, float]()
         if hours is not None:
-            left = {run: [(self._spent(run, "time", priced), 3600 * hours)] for run in self._all_runs()}
-            ended = unused({name: own for name, own in self._uses(left).items() if name not in took})
+            clocks = {run: self._spent(run, "time", priced) / 3600 for run in self._all_runs()}
+            took = contenders(
+                {n: {run.seed: until(run.history, at, clocks[run]) for run, at, _ in own} for n, own in whole.items()}
+            )
+            within = {name: own for name, own in whole.items() if took[name] <= hours}
+            uses = self._uses({run: [(own, hours)] for run, own in clocks.items()})
+            ended = unused({name: own for name, own in uses.items() if name not in whole})
             ended = f"not all runs had {hours:g} hours to reach loss {loss:g}: {ended}" if ended else ""
         if not within:
-            times = {name: rows[name].get(f"hours to {loss:g}", 0.0) for name in took}
-            fastest = min(times, key=times.__getitem__, default=None)
-            hint = "" if fastest is None else f"; the first is {fastest}, in {times[fastest]:.3g} hours"
+            hint = "".join(f"; the first is {name}, in {own:.3g} hours" for name, own in list(took.items())[:1])
             hint += f"; {ended}" if ended else ""
             raise ValueError(f"no run reaches loss {loss:g}{'' if hours is None else f' within {hours:g} hours'}{hint}")
         if ended:
             warnings.warn(ended, stacklevel=2)
-        best = min(within, key=took.__getitem__)
-        first = {
-            name: statistics.fmean(
-                self._least_bytes(run, at) / 1e6 for run, at in zip(self.runs(name), found, strict=True)
-            )
-            for name, found in self._crossings(loss).items()
-            if name in within
-        }
-        others = [name for name in within if took[name] > took[best] and first[name] <= took[best]]
-        if others:
+        racers = racers if hours is None else within
+        race = Race({n: {one[0].seed: self._megabytes(*one) for one in own} for n, own in racers.items()})
+        names, place = list(race.means), int(race.first)
+        best = Cheapest(names[place])
+        best.loss, best.megabytes = loss, float(race.means[best][0])
+        best.tied = tuple(name for name, ahead in zip(names, race.ahead, strict=True) if ahead and name != best)
+        if others := [name for name, left_open in zip(names, race.left_open, strict=True) if left_open]:
             warnings.warn(
-                f"validation is too coarse to tell {best}, which takes {took[best]:.3g} MB to loss {loss:g}, from "
+                f"validation is too coarse to tell {best}, which takes {best.megabytes:.3g} MB to loss {loss:g}, from "
                 f"{', '.join(others)}; a smaller val_interval would settle it",
                 stacklevel=2,
             )
         return best
-
-    def _least_bytes(self, run: ComparedRun, at: Crossing) -> float:
-        """Return the bytes on the wire that a crossing took at least, whatever was not measured."""
-        if at.first == at.step:
-            return until(run.history, at, self._spent(run, "wire"))
-        return float(run.history.bytes_per_node("wire")[np.searchsorted(run.history["step"], at.first)])
 
     def winners(
         self,
@@ -588,10 +688,11 @@ class Comparison(Mapping[str, ComparedRun]):
         compute: AnyCompute = None,
         *,
         collective: str = "ring",
+        stays: bool = False,
     ) -> Winners:
         """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
 
-        Tied strategies are all named; see `Winners`. A warning says if validation leaves more than a tenth of the map
+        Tied strategies are all named; see `Race`. A warning says if validation leaves more than a tenth of the map
         open, which a smaller `val_interval` would settle.
 
         Args:
@@ -600,21 +701,22 @@ class Comparison(Mapping[str, ComparedRun]):
             latencies: in seconds or as text; default: 0.1 ms to 1 s.
             compute: see `vsim.timeline`; default: the comparison's.
             collective: the algorithm of collectives, see `Network`.
+            stays: see `steps_to`.
         """
         bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
         grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
-        own, never = Compute.of(self.compute if compute is None else compute), self._never(loss)
+        own, never = Compute.of(self.compute if compute is None else compute), self._never(loss, stays)
         networks = Network.grid(grid[0], grid[1], collective=collective)
         times = {
             name: {
-                run.seed: self._seconds_until(run, at, networks, grid, own).reshape(2, len(delays), len(bits))
-                for run, at in zip(self.runs(name), found, strict=True)
+                run.seed: self._seconds_until(run, at, might, networks, grid, own).reshape(3, len(delays), len(bits))
+                for run, at, might in racers
             }
-            for name, found in self._crossings(loss).items()
-            if name not in never
+            for name, racers in self._racers(loss, stays).items()
         }
-        winners = Winners(loss, bits, delays, times, never, self._looks(), self._sized)
+        note = f"{', to stay' if stays else ''}{self._sized}"
+        winners = Winners(loss, bits, delays, times, never, self._looks(), note, self._doubts(stays))
         if winners.left_open > 0.1:
             warnings.warn(
                 f"validation is too rare to tell which strategy is first to loss {loss:g} on {winners.left_open:.0%} "
@@ -623,18 +725,50 @@ class Comparison(Mapping[str, ComparedRun]):
             )
         return winners
 
+    def _doubts(self, stays: bool) -> list[str]:
+        """Return what to say of when a loss is reached: if one seed only, and noise."""
+        said = []
+        if all(len(runs) == 1 for runs in self._runs.values()):
+            known = any(not math.isnan(history.last("global_loss_se")) for history in self._all_histories())
+            said.append(f"one seed: {'ties by the standard errors of validation' if known else 'no intervals'}")
+        return [*said, *self._noisy(stays)]
+
+    def _noisy(self, stays: bool) -> list[str]:
+        """Return a note if losses of a sample may be reached early by noise."""
+        sampled = bool(self._sampled()) and not stays
+        return ["validated on a sample: noise lets a curve reach a loss early; see stays=True"] if sampled else []
+
     def _seconds_until(
-        self, run: ComparedRun, at: Crossing, networks: Network, grid: tuple[Floats, Floats, str], compute: Compute
+        self,
+        run: ComparedRun,
+        at: Crossing,
+        might: float,
+        networks: Network,
+        grid: tuple[Floats, Floats, str],
+        compute: Compute,
     ) -> Floats:
-        """Return (2, N) the seconds until a crossing on N networks, and those that it took at least."""
+        """Return (3, N) the costs of a `Race` of a run in seconds on N networks."""
+        last_step = run.history.last("step")
         known = at.step if math.isnan(at.formed) else at.formed
-        seconds, of_formed, first = seconds_on(
-            run.ledger, *grid, compute, [int(step) for step in (at.step, known, at.first)]
-        ).T
+        steps = [int(last_step if math.isnan(step) else step) for step in (at.step, known, at.first, might)]
+        reached, of_formed, first, least = seconds_on(run.ledger, *grid, compute, steps).T
+        if math.isnan(at.step):
+            never = np.full_like(reached, math.inf)
+            return np.stack([never, never, never if math.isnan(might) else least])
         if at.step != at.formed:  # no node has the model
-            seconds = seconds + forming_seconds(run.history, networks, self.allreduce_bytes)[:, 0]
-        reached = seconds if math.isnan(at.formed) else np.minimum(seconds, of_formed)
-        return np.stack([reached, reached if at.first == at.step else first])
+            reached = reached + forming_seconds(run.history, networks, self.allreduce_bytes)[:, 0]
+        if not math.isnan(at.formed):
+            reached = np.minimum(reached, of_formed)
+        return np.stack([reached, reached if at.first == at.step else first, reached if might == at.step else least])
+
+    def _megabytes(self, run: ComparedRun, at: Crossing, might: float) -> Floats:
+        """Return (3,) the costs of a `Race` of a run in MB on the wire."""
+        sent = run.history.bytes_per_node("wire") / 1e6
+        if math.isnan(at.step):
+            return np.array([math.inf, math.inf, math.inf if math.isnan(might) else sent[-1]])
+        reached = until(run.history, at, self._spent(run, "wire")) / 1e6
+        first, least = sent[np.searchsorted(run.history["step"], [at.first, might])]
+        return np.array([reached, reached if at.first == at.step else first, reached if might == at.step else least])
 
     def at(
         self,
@@ -686,13 +820,13 @@ class Comparison(Mapping[str, ComparedRun]):
             other._runs[name] = [replace(run, history=run.history.with_ledger(ledger)) for run in runs]
         return other
 
-    def _never(self, loss: float) -> dict[str, str]:
+    def _never(self, loss: float, stays: bool = False) -> dict[str, str]:
         """Return name → text for each strategy with a seed that does not reach the loss."""
         said = {}
-        for name, steps in self._crossings(loss).items():
-            reach = sum(not math.isnan(at.step) for at in steps)
-            if reach < len(steps):
-                said[name] = f"{reach} of {len(steps)} runs" if reach else "never"
+        for name, own in self._crossings(loss, stays, begun=True).items():
+            reach = sum(not math.isnan(at.step) for _, at in own)
+            if reach < len(own):
+                said[name] = f"{reach} of {len(own)} runs" if reach else "never"
         return said
 
     def _priced(self, network: AnyNetwork, compute: AnyCompute) -> Priced:
@@ -707,7 +841,7 @@ class Comparison(Mapping[str, ComparedRun]):
         return self._priced(network, compute) or (Network.of(None), Compute.of(None))  # which raises
 
     def rows(
-        self, loss: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None
+        self, loss: float | None = None, network: AnyNetwork = None, compute: AnyCompute = None, *, stays: bool = False
     ) -> list[dict[str, Any]]:
         """Return one dict per strategy: the columns of the table as numbers.
 
@@ -725,13 +859,14 @@ class Comparison(Mapping[str, ComparedRun]):
             loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
             network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
                 hours to `loss`; see `vsim.timeline`; default: the comparison's.
+            stays: see `steps_to`.
         """
         rows, priced = [], self._priced(network, compute)
         of_clients = self._of_clients
         on_clients = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = [self._numbers(run, loss, priced, of_clients, on_clients) for run in _sound(runs)]
+            numbers = [self._numbers(run, loss, stays, priced, of_clients, on_clients) for run in _sound(runs)]
             row: dict[str, Any] = {**self._titles(name)}
             for column in numbers[0]:
                 values = [own[column] for own in numbers]
@@ -752,6 +887,7 @@ class Comparison(Mapping[str, ComparedRun]):
         loss: float | None = None,
         network: AnyNetwork = None,
         compute: AnyCompute = None,
+        stays: bool = False,
     ) -> str:
         """Return the results as a text table.
 
@@ -761,15 +897,17 @@ class Comparison(Mapping[str, ComparedRun]):
             digits: digits after the point, for all columns or by column.
             loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
             network, compute: add hours; see `rows`.
+            stays: see `steps_to`.
 
-        A † marks losses that do not differ significantly from the best: their p in `differences` is above 0.05. LaTeX
-        sets the best in bold. With one seed, a line below says that there is no interval.
+        A † marks losses that do not differ significantly from the best: their p in `differences()` is above 0.05. LaTeX
+        sets the best in bold. Lines below say if one seed allows no test, if seeds differ, and which strategies have
+        runs without a result.
 
         Raises:
             ValueError: there is no such column.
         """
-        diverged, rows = self._diverged(), self.rows(loss, network, compute)
-        never = {} if loss is None else self._never(loss)
+        diverged, rows = self._diverged(), self.rows(loss, network, compute, stays=stays)
+        never = {} if loss is None else self._never(loss, stays)
         for name, row in zip(self._ordered(), rows, strict=True):
             if name in diverged:
                 row[self._loss_title] = diverged[name]
@@ -782,14 +920,12 @@ class Comparison(Mapping[str, ComparedRun]):
         marks: Marks | None = None
         has_loss = columns is None or (isinstance(columns, list | tuple) and self._loss_title in columns)
         if len(self) > 1 and has_loss:
-            losses = self._by_seed(self._loss)
-            found = ranking({name: losses[name] for name in self if name not in diverged})
+            found, remarks = self._ranking()
             places = {name: i for i, name in enumerate(self._ordered())}
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
-            one = all(len(own) == 1 for own in self._runs.values())
-            untested = "one seed" if one else "fewer than two common seeds"
-            marks = Marks(self._loss_title, best, others, found.tested, untested)
-        return text_table(rows, format, titles, columns, digits, marks, self._unformed() if has_loss else [])
+            marks = Marks(self._loss_title, best, others, remarks)
+        notes = [*(self._unformed() if has_loss else []), *(self._noisy(stays) if loss is not None else [])]
+        return text_table(rows, format, titles, columns, digits, marks, notes)
 
     def _unformed(self) -> list[str]:
         """Return a note on final losses of models that no node has, if there are any."""
@@ -801,10 +937,8 @@ class Comparison(Mapping[str, ComparedRun]):
             return []
         bytes_of = max(forming_bytes(h, "wire", self.allreduce_bytes) for name in names for h in sound[name])
         each = "client" if self._of_clients else "node"
-        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} others" if len(names) > _NAMED else "")
-        return [
-            f"{shown}: the loss is of the mean of {each}s that differ; to form it takes {_size(bytes_of)}/{each} more"
-        ]
+        how = f"the loss is of the mean of {each}s that differ; to form it takes {_size(bytes_of)}/{each} more"
+        return [f"{_named(names)}: {how}"]
 
     def plot(
         self,
@@ -910,11 +1044,18 @@ class Comparison(Mapping[str, ComparedRun]):
         return list(self._runs)
 
     def _numbers(
-        self, run: ComparedRun, target: float | None, priced: Priced, of_clients: bool, on_clients: frozenset[str]
+        self,
+        run: ComparedRun,
+        target: float | None,
+        stays: bool,
+        priced: Priced,
+        of_clients: bool,
+        on_clients: frozenset[str],
     ) -> dict[str, float]:
         """Return the columns of the table for one run, in their order.
 
         Args:
+            target, stays: a loss to reach, see `steps_to`.
             of_clients: whether cohorts trained. on_clients: what was measured on each client's data, in any run.
         """
         history, numbers = run.history, {}
@@ -941,7 +1082,7 @@ class Comparison(Mapping[str, ComparedRun]):
         if self._validated:
             numbers["validation seconds"] = history.last("validation_seconds")
         if target is not None:
-            at = history.crossing(target, self._loss_column)
+            at = self._crossing(run, target, stays)
             numbers |= {f"steps to {target:g}": at.step}
             numbers |= {f"wire MB to {target:g}": until(history, at, self._spent(run, "wire")) / 1e6}
         if priced is not None:
@@ -1068,6 +1209,11 @@ def _size(num_bytes: float) -> str:
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.3g} GB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return names as text, only the first of many."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} others" if len(names) > _NAMED else "")
 
 
 def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:

@@ -6,7 +6,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from vsim.figures.style import literal, styled
 from vsim.network.links import seconds
 from vsim.records.plots import LEGEND, Looks
 from vsim.records.spent import Use, unused
-from vsim.records.statistics import differences
+from vsim.records.statistics import contenders, pairwise_p
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,8 +86,8 @@ class Best(str):
     Attributes:
         loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
-        p: of the paired t-test between the two, adjusted by Holm over all strategies; NaN with fewer than two common
-            seeds.
+        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, as the data chose the
+            two; NaN with fewer than two common seeds.
         uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without one.
     """
 
@@ -125,29 +125,49 @@ class Best(str):
         return f"{told}, p = {self.p:.2g}"
 
 
+class Cheapest(str):
+    """The name of the strategy that reaches a loss with the fewest bytes, displayed as a sentence that names ties.
+
+    Attributes:
+        loss: the target. megabytes: on the wire until then, averaged over the seeds.
+        tied: strategies that cannot be told from it, by the seeds or because validation is too rare.
+    """
+
+    loss: float
+    megabytes: float
+    tied: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        tied = f"; not told from {', '.join(self.tied)}" if self.tied else ""
+        return f"{self}: {self.megabytes:.3g} MB to loss {self.loss:g}{tied}"
+
+
 def best_of(
-    values: Mapping[str, Mapping[int, float]], within: str = "", uses: Mapping[str, Use] = MappingProxyType({})
+    values: Mapping[str, Mapping[int, float]],
+    among: Iterable[str] | None = None,
+    within: str = "",
+    uses: Mapping[str, Use] = MappingProxyType({}),
 ) -> Best:
     """Return the strategy with the lowest mean value.
 
     Args:
-        values: strategy → seed → value, NaN for a run without a value. within: the budget, as text. uses: see `Best`.
+        values: strategy → seed → value, NaN for a run without a value. among: the strategies of which one may be the
+            best; default: all `contenders`. within: the budget, as text. uses: see `Best`.
 
     Raises:
-        ValueError: no strategy has a value.
+        ValueError: no strategy has a value with all seeds.
     """
-    means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
-    means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+    means = contenders(values if among is None else {name: values[name] for name in among})
     if not means:
-        raise ValueError(f"no run has a loss{f' within {within}' if within else ''}")
-    first, *others = sorted(means, key=means.__getitem__)
+        raise ValueError(f"no strategy has a loss{f' within {within}' if within else ''} with all its seeds")
+    first, *others = means
     best = Best(first)
     best.loss, best.within, best.uses = means[first], within, uses
     best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
     if others:
         best.runner_up, best.runner_up_loss = others[0], means[others[0]]
-        rows = differences({name: values[name] for name in means}, first)
-        best.p = next(float(row["p"]) for row in rows if row["strategy"] == others[0])
+        names = list(values)
+        best.p = float(pairwise_p(values)[names.index(first), names.index(others[0])])
     return best
 
 
@@ -174,8 +194,9 @@ class Front:
     Attributes:
         cost: "wire", "payload", "time" or "cost".
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
-            t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, steps,
-            and equal_steps: the steps that would cost as much as the dearest run, in proportion.
+            t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, tied
+            (dominated only by strategies from whose loss its own cannot be told), steps, and equal_steps: the steps
+            that would cost as much as the dearest run, in proportion.
         looks: of the strategies, by name. loss: which loss is shown. per: whether bytes are per node or per client.
     """
 
@@ -192,7 +213,7 @@ class Front:
         return list(on_front.sort_values([COSTS[self.cost].column, "strategy"])["strategy"])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw all runs with their intervals, dominated ones faint, and a line through the front.
+        """Draw all runs with their intervals, dominated ones faint, and a line through the front; † marks ties.
 
         Args:
             ax: default: the axes of a new figure as wide as a column.
@@ -210,7 +231,7 @@ class Front:
         front = known[known["front"]].sort_values(kind.column)
         ax.plot(front[kind.column], front["loss"], drawstyle="steps-post", color="0.6", linewidth=1.0, zorder=1)
         for row in known.to_dict("records"):
-            look, alpha = self.looks.by_name[row["strategy"]], 1.0 if row["front"] else 0.3
+            look, alpha = self.looks.by_name[row["strategy"]], 1.0 if row["front"] else 0.6 if row["tied"] else 0.3
             spread = [[row["loss"] - row["low"]], [row["high"] - row["loss"]]]
             ax.errorbar(
                 row[kind.column],
@@ -222,7 +243,7 @@ class Front:
                 capsize=2,
                 alpha=alpha,
                 linestyle="none",
-                label=literal(row["strategy"]),
+                label=literal(row["strategy"] + (" †" if row["tied"] else "")),
             )
         ax.set(xlabel=kind.label.replace("per node", f"per {self.per}"), ylabel=self.loss)
         styled(ax)
@@ -249,18 +270,14 @@ class Front:
 _NAMED = 12  # strategies that a legend names
 
 
-def dominating(costs: Sequence[float], losses: Sequence[float]) -> list[int | None]:
-    """Return for each run the index of the best run that dominates it, or None.
+def dominating(costs: Sequence[float], losses: Sequence[float]) -> list[list[int]]:
+    """Return for each run the indices of the runs that dominate it, the best first.
 
     >>> dominating([1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.5, 2.0])
-    [None, None, 1, 1]
+    [[], [], [1], [1]]
     """
-    found: list[int | None] = []
-    for cost, loss in zip(costs, losses, strict=True):
-        better = [
-            (other_loss, other_cost, i)
-            for i, (other_cost, other_loss) in enumerate(zip(costs, losses, strict=True))
-            if other_cost <= cost and other_loss <= loss and (other_cost < cost or other_loss < loss)
-        ]
-        found.append(min(better)[2] if better else None)
-    return found
+    places = sorted(range(len(costs)), key=lambda i: (losses[i], costs[i], i))
+    return [
+        [i for i in places if costs[i] <= cost and losses[i] <= loss and (costs[i], losses[i]) != (cost, loss)]
+        for cost, loss in zip(costs, losses, strict=True)
+    ]

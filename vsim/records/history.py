@@ -264,7 +264,7 @@ class History:
             return ""
         return f"{used:,.0f}" if used == total or math.isnan(total) else f"{used:,.0f} of {total:,.0f}"
 
-    def crossing(self, loss: float, of: str) -> Crossing:
+    def crossing(self, loss: float, of: str, stays: bool = False) -> Crossing:
         """Return the steps at which column `of` reaches a loss; between measurements the last value holds.
 
         >>> history = History()
@@ -274,7 +274,7 @@ class History:
         """
         known = ~np.isnan(self[of])
         formed = self.formed[known] if of == "global_loss" else None
-        return crossing(self["step"][known], self[of][known], real_number("loss", loss), formed)
+        return crossing(self["step"][known], self[of][known], real_number("loss", loss), formed, stays)
 
     @property
     def formed(self) -> NDArray[np.bool_]:

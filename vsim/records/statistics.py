@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +38,9 @@ class Crossing(NamedTuple):
 NEVER = Crossing(math.nan, math.nan, math.nan)
 
 
-def crossing(steps: ArrayLike, losses: ArrayLike, target: float, formed: ArrayLike | None = None) -> Crossing:
+def crossing(
+    steps: ArrayLike, losses: ArrayLike, target: float, formed: ArrayLike | None = None, stays: bool = False
+) -> Crossing:
     """Return where a curve reaches a loss.
 
     >>> crossing([0, 20, 40, 60], [3.0, 2.0, 1.0, 1.5], 1.75, formed=[True, True, False, True])
@@ -45,9 +49,12 @@ def crossing(steps: ArrayLike, losses: ArrayLike, target: float, formed: ArrayLi
     Args:
         steps: (M,) whole numbers, ascending. losses: (M,) measured at these steps. target: the loss to reach.
         formed: (M,) whether the measured model exists; default: all do.
+        stays: whether a measurement counts only if no later one is above the loss.
     """
     at, measured = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     low = measured <= target
+    if stays:
+        low = np.logical_and.accumulate(low[::-1])[::-1]
     reached = np.flatnonzero(low)
     if not len(reached):
         return NEVER
@@ -94,20 +101,26 @@ def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
     return found.low, found.high
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p: ArrayLike) -> tuple[Floats, Floats]:
     """Adjust p-values of several tests, so that the chance of any false discovery stays below the level [Holm 1979].
 
-    >>> holm([0.01, 0.04, 0.03])
+    >>> holm([0.01, 0.04, 0.03])[0].tolist()
     [0.03, 0.06, 0.06]
 
     NaN stands for a test that was impossible; it stays NaN, and does not count as a test.
+
+    Returns:
+        (n,) the adjusted p-values, and (n,) the number of tests that each stands for: p times this number, at most 1,
+        is the adjusted p.
     """
-    adjusted, largest = [math.nan] * len(p), 0.0
-    tested = sorted((value, i) for i, value in enumerate(p) if not math.isnan(value))
-    for rank, (value, i) in enumerate(tested):
-        largest = max(largest, min(1.0, (len(tested) - rank) * value))
-        adjusted[i] = largest
-    return adjusted
+    own = np.asarray(p, dtype=np.float64)
+    order = np.argsort(own, kind="stable")[: int(np.isfinite(own).sum())]  # NaN is last
+    count = np.arange(len(order), 0, -1.0)
+    largest = np.maximum.accumulate(count * own[order])
+    adjusted, tests = np.full((2, len(own)), math.nan)
+    adjusted[order] = np.minimum(1, largest)
+    tests[order] = np.divide(largest, own[order], out=count, where=own[order] > 0)
+    return adjusted, tests
 
 
 def power(effect: float, seeds: int, level: float = 0.95) -> float:
@@ -120,7 +133,7 @@ def power(effect: float, seeds: int, level: float = 0.95) -> float:
 
 
 def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
-    """Return how many seeds find a difference like this one with a chance of 80 %, at least 2.
+    """Return how many seeds find a difference like this one with a chance of 80 %: an integer, at least 2.
 
     NaN for fewer than two pairs; infinite for equal pairs, or if a million seeds would not suffice.
     """
@@ -131,7 +144,7 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
     if not mean:
         return math.inf
     if deviation <= 1e-12 * mean:
-        return 2.0
+        return 2
     from scipy import stats
 
     effect = mean / deviation
@@ -142,40 +155,101 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
     seeds = max(2, math.ceil(normal))
     while power(effect, seeds, level) < POWER:
         seeds += 1
-    return float(seeds)
+    return seeds
+
+
+def _paired_p(values: Sequence[Mapping[int, float]], pairs: NDArray[np.int64]) -> Floats:
+    """Return (m,) the p of `paired` for pairs (m, 2) of places in `values`."""
+    seeds = sorted(set().union(*values))
+    table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values])
+    apart = table[pairs[:, 0]] - table[pairs[:, 1]]
+    n, found = np.isfinite(apart).sum(1), np.full(len(pairs), math.nan)
+    tested = n > 1
+    if not tested.any():
+        return found
+    from scipy import stats
+
+    known, n = np.ma.masked_invalid(apart[tested]), n[tested]
+    mean, error = known.mean(1).data, known.std(1, ddof=1).data / np.sqrt(n)
+    alike = error <= 1e-12 * abs(mean)
+    p = 2 * stats.t.sf(abs(mean) / np.where(alike, 1, error), n - 1)
+    found[tested] = np.where(alike, mean == 0, p)
+    return found
+
+
+def pairwise_p(values: Mapping[str, Mapping[int, float]]) -> Floats:
+    """Return (n, n) p of the paired t-test of any two strategies, by Holm over all pairs; see `differences`."""
+    pairs = _pairs(len(values))
+    found = np.full((len(values), len(values)), math.nan)
+    found[tuple(pairs.T)] = found[tuple(pairs.T[::-1])] = holm(_paired_p(list(values.values()), pairs))[0]
+    return found
+
+
+def _pairs(n: int) -> NDArray[np.int64]:
+    """Return (n · (n - 1) / 2, 2) the pairs of n places."""
+    return np.stack(np.triu_indices(n, 1), 1)
 
 
 def differences(
-    values: Mapping[str, Mapping[int, float]], to: str, level: float = 0.95
-) -> list[dict[str, float | str]]:
-    """Compare strategies with one of them, paired by seed.
+    values: Mapping[str, Mapping[int, float]], to: str, level: float = 0.95, chosen: bool = False
+) -> list[dict[str, Any]]:
+    """Compare strategies with one of them, paired by the seeds with which both have a finite value.
 
     Args:
-        values: strategy → seed → value. to: the strategy to compare with. level: of the intervals, in (0, 1).
+        values: strategy → seed → value. to: the strategy to compare with. level: of all tests together, in (0, 1).
+        chosen: whether these values chose `to`. Any two strategies might then have been compared, and all pairs count
+            as tests; otherwise, only the pairs with `to` do.
 
     Returns:
         One dict for each other strategy: `strategy, difference` (its mean minus the mean of `to`, over common seeds),
-        `low, high` (the interval of this difference alone), `p` (by Holm over all strategies), `seeds` (common ones)
-        and `seeds_needed`.
+        `p` (by Holm over all tests), `low, high` (the interval at the level of this test, which excludes 0 exactly if
+        p ≤ 1 - level), `seeds` (common ones) and `seeds_needed` (at the level of this test).
     """
     level = real_number("level", level, above=0, below=1)
-    rows: list[dict[str, float | str]] = []
-    for name, own in values.items():
-        if name != to:
-            pairs = [own[seed] - values[to][seed] for seed in own if seed in values[to]]
-            pairs = [pair for pair in pairs if not math.isnan(pair)]
-            found = paired(pairs, level)._asdict()
-            rows.append({"strategy": name, **found, "seeds": len(pairs), "seeds_needed": seeds_needed(pairs, level)})
-    for row, p in zip(rows, holm([float(row["p"]) for row in rows]), strict=True):
-        row["p"] = p
+    names = list(values)
+    place, pairs = names.index(to), _pairs(len(names))
+    pairs = pairs if chosen else pairs[(pairs == place).any(1)]
+    adjusted, tests = holm(_paired_p(list(values.values()), pairs))
+    rows = []
+    for pair, p, number in zip(pairs, adjusted.tolist(), tests.tolist(), strict=True):
+        if place not in pair:
+            continue
+        name = names[int(pair.sum()) - place]
+        apart = [own - values[to].get(seed, math.nan) for seed, own in values[name].items()]
+        apart = [one for one in apart if math.isfinite(one)]
+        own_level = level if math.isnan(number) else 1 - (1 - level) / number
+        row = {"strategy": name, **paired(apart, own_level)._asdict(), "p": p, "seeds": len(apart)}
+        rows.append({**row, "seeds_needed": seeds_needed(apart, own_level)})
     return rows
+
+
+def contenders(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Return the strategies that can be the best, the best first, and the mean value that decides.
+
+    The one rule for runs that are missing: a run without a finite value, because it diverged or failed, is worse than
+    any other, so that its strategy is not a contender. Contenders are compared over the seeds that all of them have
+    or, if they share none, each over its own.
+
+    >>> contenders({"a": {0: 1.0, 1: 3.0}, "b": {0: 1.5}, "c": {0: 0.5, 1: math.nan}})
+    {'a': 1.0, 'b': 1.5}
+    """
+    sound = {name: own for name, own in sorted(values.items()) if own and not _lacks_some(own)}
+    shared = shared_seeds(sound.values())
+    means = {name: fmean(own[seed] for seed in shared or own) for name, own in sound.items()}
+    return dict(sorted(means.items(), key=itemgetter(1)))  # of equal ones the first by name
+
+
+def shared_seeds(values: Iterable[Mapping[int, Any]]) -> list[int]:
+    """Return the seeds that all have of these values by seed."""
+    seeds = [set(own) for own in values]
+    return sorted(set.intersection(*seeds)) if seeds else []
 
 
 class Ranking(NamedTuple):
     """The best names of a table (equal to the last bit), and the names that do not differ significantly from them.
 
     Attributes:
-        tested: whether there was anything to test, two seeds at least.
+        tested: whether there was anything to test, two common seeds at least.
     """
 
     best: tuple[str, ...]
@@ -183,16 +257,32 @@ class Ranking(NamedTuple):
     tested: bool
 
 
-def ranking(values: Mapping[str, Mapping[int, float]], level: float = 0.95) -> Ranking:
-    """Return the strategies with the lowest mean value, and strategies that do not differ significantly from them."""
-    means = {name: float(np.mean(list(own.values()))) for name, own in sorted(values.items()) if own}
-    means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+def ranking(
+    values: Mapping[str, Mapping[int, float]], among: Iterable[str] | None = None, level: float = 0.95
+) -> Ranking:
+    """Return the strategies with the lowest mean value, and strategies that do not differ significantly from them.
+
+    A strategy that lacks a value for some seeds is undecided if the others leave it open.
+
+    Args:
+        values: strategy → seed → value, NaN for a run without one.
+        among: the strategies of which one may be the best; default: all `contenders`.
+    """
+    means = contenders(values if among is None else {name: values[name] for name in among})
     if not means:
         return Ranking((), (), False)
-    first = min(means, key=means.__getitem__)  # of equal ones the first by name, whatever the order of the dict
-    best = tuple(name for name in means if values[name] == values[first])
-    rows = differences({name: values[name] for name in means}, first, level)
-    others = [row for row in rows if row["strategy"] not in best]
-    tested = any(not math.isnan(float(row["p"])) for row in others)
-    undecided = tuple(str(row["strategy"]) for row in others if not float(row["p"]) <= 1 - level)
-    return Ranking(best, undecided if tested else (), tested)
+    first, names = next(iter(means)), list(values)
+    best = tuple(name for name in sorted(means) if values[name] == values[first])
+    p = dict(zip(names, pairwise_p(values)[names.index(first)].tolist(), strict=True))
+    undecided = []
+    for name, own in values.items():
+        apart = [own[seed] - values[first][seed] for seed in shared_seeds([own, values[first]])]
+        told = p[name] <= 1 - level and np.nanmean(apart) > 0
+        if name not in best and not told and (name in means or (not math.isnan(p[name]) and _lacks_some(own))):
+            undecided.append(name)
+    tested = any(not math.isnan(one) for one in p.values())
+    return Ranking(best, tuple(undecided) if tested else (), tested)
+
+
+def _lacks_some(own: Mapping[int, float]) -> bool:
+    return not all(map(math.isfinite, own.values()))

@@ -27,20 +27,20 @@ ON_DEMAND = (
     *(*_CLIENT_LOSSES, *_CLIENT_ACCURACIES),
 )
 _PAGE = 100  # characters
+UNDECIDED = "not told from the best by these seeds (p > 0.05, paired t-tests, Holm over all pairs)"
 
 
 class Marks(NamedTuple):
     """The marks of a column: the best rows, and the rows that do not differ significantly from the best.
 
     Attributes:
-        tested: whether there were enough seeds for a test. untested: if not, a text on the seeds that there were.
+        remarks: lines below the table on how rows were compared.
     """
 
     column: str
     best: AbstractSet[int]
     undecided: AbstractSet[int]
-    tested: bool
-    untested: str = "one seed"
+    remarks: Sequence[str] = ()
 
 
 def text_table(
@@ -61,8 +61,8 @@ def text_table(
         columns: the other columns to show, in this order; default: all but payload, perplexity and seconds of
             validation. Notes stand below a text table that would be wider than a page with them.
         digits: after the point, for all columns or by column; default by column.
-        marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and a line below
-            that explains the †.
+        marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and lines below
+            that explain the † and how rows were compared.
         notes: lines below the table.
 
     Raises:
@@ -90,7 +90,7 @@ def text_table(
         below += [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
         cells, shown = [row[:-1] for row in cells], shown[:-1]
     if marks is None:
-        return _with_notes(aligned(cells, shown, format, len(titles)), below, format)
+        return with_notes(aligned(cells, shown, format, len(titles)), below, format)
     latex, place = format.startswith("latex"), shown.index(marks.column)
     for i, row in enumerate(cells):
         if i in marks.undecided:
@@ -101,13 +101,11 @@ def text_table(
     for mark, command in ((_DAGGER, r"$^{\dagger}$"), (_BOLD, r"\textbf{"), (_END, "}")):
         table = table.replace(mark, command)
     if marks.undecided:
-        below.append("† not told from the best by these seeds (p > 0.05, paired t-test, Holm)")
-    elif not marks.tested:
-        below.append(f"{marks.untested}: no interval says whether losses differ")
-    return _with_notes(table, below, format)
+        below.append(f"† {UNDECIDED}")
+    return with_notes(table, [*below, *marks.remarks], format)
 
 
-def _with_notes(table: str, notes: Sequence[str], format: str) -> str:
+def with_notes(table: str, notes: Sequence[str], format: str) -> str:
     """Return a table with lines of text below it."""
     if "html" in format:
         return "\n".join([table, *(f"<p>{html.escape(note)}</p>" for note in notes)])

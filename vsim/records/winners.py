@@ -20,7 +20,8 @@ from vsim.figures.style import STYLE, literal, sized
 from vsim.network.links import delay, rate
 from vsim.network.timeline import duration
 from vsim.records.plots import Looks
-from vsim.records.tables import aligned
+from vsim.records.statistics import shared_seeds
+from vsim.records.tables import aligned, with_notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,20 +50,95 @@ class Stretch(NamedTuple):
     seconds: tuple[float, float]
 
 
+@dataclass(frozen=True)
+class Race:
+    """Who reaches a loss for the least cost, in cells such as networks, and who is tied with the first of a cell.
+
+    A strategy is first by its mean over the seeds that all strategies have which reach the loss with all seeds. Another
+    is tied with it
+
+    - if its earliest possible cost, as far as validation was too rare to tell, is at most the first's,
+    - if its lowest possible cost, as far as noise can tell, is at most the first's, or
+    - if 0 is in the interval of the paired difference between the two, by Bonferroni over all pairs of strategies, as
+      the data chose the first: the chance that strategies which do not differ are told apart is at most 5 %.
+
+    Attributes:
+        costs: name → seed → (3, …) of cells: the cost until the loss is measured, infinite if it is not; the least that
+            it can have cost, whatever was not measured; and the least that it may cost but for noise: of a run that
+            ended before it reached the loss, what the run cost.
+    """
+
+    costs: Mapping[str, Mapping[int, Floats]]
+
+    @cached_property
+    def means(self) -> dict[str, Floats]:
+        """Name → (3, …), the means over the seeds that decide, in alphabetical order."""
+        reach = {name for name, own in self.costs.items() if all(np.isfinite(cost[0]).all() for cost in own.values())}
+        shared = shared_seeds(self.costs[name] for name in reach)
+        return {
+            name: np.mean([own[seed] for seed in (shared if name in reach and shared else own)], axis=0)
+            for name, own in sorted(self.costs.items())
+        }
+
+    @cached_property
+    def first(self) -> NDArray[np.int64]:
+        """(…) the place in `means` of the first."""
+        return np.argmin([own[0] for own in self.means.values()], axis=0)
+
+    @cached_property
+    def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return (M, …) whether a strategy is tied with the first there, by noise and by validation."""
+        names = list(self.means)
+        by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)
+        for i, j in np.ndindex(len(names), len(names)):
+            here = self.first == i
+            if i == j or not here.any():
+                continue
+            latest, (_, earliest, least) = self.means[names[i]][0, here] * _EQUAL, self.means[names[j]][:, here]
+            one, other = self.costs[names[i]], self.costs[names[j]]
+            apart = [other[seed][0, here] - one[seed][0, here] for seed in shared_seeds([one, other])]
+            by_validation[j, here] = earliest <= latest
+            by_noise[j, here] = (least <= latest) | _seeds_cannot_tell(apart, math.comb(len(names), 2))
+        return by_noise, by_validation
+
+    @property
+    def ahead(self) -> NDArray[np.bool_]:
+        """(M, …) whether a strategy is the first, or tied with it."""
+        places = np.arange(len(self.means)).reshape(-1, *[1] * self.first.ndim)
+        return np.logical_or(*self._tied) | (self.first == places)
+
+    @property
+    def left_open(self) -> NDArray[np.bool_]:
+        """(M, …) whether validation alone ties a strategy with the first."""
+        by_noise, by_validation = self._tied
+        mean = np.array([own[0] for own in self.means.values()])
+        return by_validation & ~by_noise & (mean > mean.min(0) * _EQUAL)
+
+
+def _seeds_cannot_tell(apart: Sequence[Floats], tests: int) -> NDArray[np.bool_] | bool:
+    """Return whether 0 is in the interval of paired differences (n, cells), which are at least 0 in the mean."""
+    if len(apart) < 2 or not np.isfinite(apart).all():
+        return False
+    from scipy import stats
+
+    own = np.array(apart)
+    error = own.std(0, ddof=1) / math.sqrt(len(own))
+    return np.asarray(own.mean(0) <= stats.t.isf(0.025 / tests, len(own) - 1) * error)
+
+
 @dataclass(frozen=True, repr=False)
 class Winners:
     """The strategy that reaches a loss first, on every network of a grid. A notebook shows it as a map.
 
-    Two strategies are tied if validation is too coarse to say which of them is first, or if the paired 95 % interval of
-    the difference between their means over the seeds contains 0.
+    Only strategies that reach the loss with all seeds are first. Others are tied with the first if validation is too
+    coarse to say which of them is first, or if the seeds leave it open; see `Race`.
 
     Attributes:
         loss: the target.
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
-        times: name → seed → (2, L, B): seconds until the strategy was measured at the loss, and the earliest time at
-            which it can have reached it. Only strategies that reach the loss with all seeds.
-        never: name → text about a strategy that does not reach the loss.
-        looks: of the strategies, by name. note: added to the title.
+        times: name → seed → (3, L, B) seconds; see `Race`. Empty if no strategy reaches the loss with all seeds.
+        never: name → text about a strategy that does not reach the loss with all seeds.
+        looks: of the strategies, by name. note: added to the title. remarks: sentences below map and table.
     """
 
     loss: float
@@ -72,53 +148,31 @@ class Winners:
     never: Mapping[str, str]
     looks: Looks
     note: str = ""
+    remarks: Sequence[str] = ()
+
+    @cached_property
+    def _race(self) -> Race:
+        return Race(self.times)
 
     @cached_property
     def seconds(self) -> dict[str, Floats]:
-        """Name → (L, B), the mean over the seeds, in alphabetical order."""
-        return {name: np.mean([own[0] for own in self.times[name].values()], axis=0) for name in sorted(self.times)}
-
-    @cached_property
-    def _first(self) -> NDArray[np.int64]:
-        """(L, B) the place in `seconds` of the fastest."""
-        return np.argmin(list(self.seconds.values()), axis=0)
-
-    @cached_property
-    def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return (M, L, B) whether a strategy is tied with the fastest there, by the seeds and by validation."""
-        names = list(self.seconds)
-        by_seeds, by_validation = np.zeros((2, len(names), *self._first.shape), dtype=bool)
-        for i, j in np.ndindex(len(names), len(names)):
-            here = self._first == i
-            if i == j or not here.any():
-                continue
-            one, other = ({s: own[:, here] for s, own in self.times[names[k]].items()} for k in (i, j))
-            latest, earliest = (np.mean([t[way] for t in own.values()], axis=0) for own, way in ((one, 0), (other, 1)))
-            by_validation[j, here] = earliest <= latest * _EQUAL
-            by_seeds[j, here] = _seeds_cannot_tell([other[seed][0] - one[seed][0] for seed in one if seed in other])
-        return by_seeds, by_validation
+        """Name → (L, B), the mean over the seeds, in alphabetical order; infinite if some seed does not get there."""
+        return {name: own[0] for name, own in self._race.means.items()}
 
     @cached_property
     def first(self) -> list[list[tuple[str, ...]]]:
         """(L, B): the name of the first, or the names of all that are tied with it; () if none reaches the loss."""
-        names = list(self.seconds)
-        if not names:
+        if not self.times:
             return [[()] * len(self.bandwidths) for _ in self.latencies]
-        ahead = np.logical_or(*self._tied) | (self._first == np.arange(len(names))[:, None, None])
         return [
-            [tuple(name for name, own in zip(names, cell, strict=True) if own) for cell in row]
-            for row in np.moveaxis(ahead, 0, -1).tolist()
+            [tuple(name for name, own in zip(self.seconds, cell, strict=True) if own) for cell in row]
+            for row in np.moveaxis(self._race.ahead, 0, -1).tolist()
         ]
 
     @property
     def left_open(self) -> float:
         """The share of the map in which validation alone ties strategies, which a smaller val_interval settles."""
-        if not self.seconds:
-            return 0.0
-        by_seeds, by_validation = self._tied
-        mean = np.array(list(self.seconds.values()))
-        apart = mean - mean.min(0) > (_EQUAL - 1) * mean
-        return float((by_validation & ~by_seeds & apart).any(0).mean())
+        return float(self._race.left_open.any(0).mean()) if self.times else 0.0
 
     def stretches(self) -> list[Stretch]:
         """Return, for every latency, the first strategy from each bandwidth to the next change.
@@ -158,7 +212,7 @@ class Winners:
         ]
         rows += [["", "", name, said] for name, said in self.never.items()]
         header = ["latency", "bandwidth", "first", f"time to loss {self.loss:g}"]
-        return aligned(rows, header, format)
+        return with_notes(aligned(rows, header, format), self.remarks, format)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the map: a colour for each strategy that is first somewhere; hatched in both colours where two are tied.
@@ -184,7 +238,7 @@ class Winners:
         sized(ax)
         title = f"first to loss {self.loss:g}" if shown else f"no strategy reaches {self.loss:g}"
         ax.set_title(literal(f"{title}{self.note}"), fontsize=8, loc="left")
-        self._say_never(ax)
+        self._say_below(ax)
         _label(ax, bits, milliseconds, {names: index == i for i, names in enumerate(shown)})
         return ax
 
@@ -209,13 +263,13 @@ class Winners:
         if not own.all():
             ax.contour(x, y, level, levels=[0.5], colors="white", linewidths=1.0)
 
-    def _say_never(self, ax: Axes) -> None:
-        if self.never:
-            names = [f"{name} ({what})" for name, what in self.never.items()]
-            more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-            said = literal(f"not reached by {', '.join(names[:_NAMED])}{more}")
+    def _say_below(self, ax: Axes) -> None:
+        names = [f"{name} ({what})" for name, what in self.never.items()]
+        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        never = [textwrap.fill(literal(f"not reached by {', '.join(names[:_NAMED])}{more}"), 55)] if names else []
+        if said := [*never, *(textwrap.fill(literal(one), 42) for one in self.remarks)]:
             below: Any = {"xytext": (0, -32), "xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
-            ax.annotate(textwrap.fill(said, 55), (0, 0), fontsize=7, color="0.4", **below)
+            ax.annotate("\n".join(said), (0, 0), fontsize=7, color="0.4", **below)
 
     def _repr_html_(self) -> str:
         from matplotlib import pyplot
@@ -230,17 +284,6 @@ class Winners:
 
     def __repr__(self) -> str:
         return self.table()
-
-
-def _seeds_cannot_tell(differences: Sequence[Floats]) -> NDArray[np.bool_] | bool:
-    """Return whether 0 is in the 95 % interval of paired differences (n, cells), which are at least 0 in the mean."""
-    if len(differences) < 2:
-        return False
-    from scipy import stats
-
-    own = np.array(differences)
-    mean, error = own.mean(0), own.std(0, ddof=1) / math.sqrt(len(own))
-    return np.asarray(mean <= stats.t.ppf(0.975, len(own) - 1) * error)
 
 
 def _range(stretch: Stretch, bandwidths: Floats) -> str:

@@ -21,8 +21,8 @@ from vsim.records.cache import Cache
 from vsim.records.history import History
 from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.spent import forming_bytes
-from vsim.records.statistics import ranking
-from vsim.records.tables import ON_DEMAND
+from vsim.records.statistics import contenders, shared_seeds
+from vsim.records.tables import ON_DEMAND, UNDECIDED
 
 # A `Comparison` and its runs, whose module uses this one.
 Comparison: TypeAlias = Any
@@ -115,8 +115,10 @@ class _Page:
         unpriced = copy.copy(comparison)
         unpriced.network = unpriced.compute = None
         rows = dict(zip(comparison._ordered(), unpriced.rows(), strict=True))
-        losses, diverged = comparison._by_seed(comparison._loss), comparison._diverged()
-        found = ranking({name: losses[name] for name in comparison if name not in diverged})
+        (found, remarks), diverged, ties = comparison._ranking(), comparison._diverged(), comparison._ties()
+        losses, places = comparison._by_seed(comparison._loss), {name: i for i, name in enumerate(rows)}
+        ranked = contenders(losses)
+        shared = shared_seeds(losses[name] for name in ranked)
         looks = comparison._looks()
         runs = []
         for name, row in rows.items():
@@ -127,10 +129,19 @@ class _Page:
                     **_look(looks.by_name[name]),
                     "row": {key: _plain(value) for key, value in row.items()},
                     "mark": "best" if name in found.best else "tied" if name in found.undecided else "",
+                    "ranked": name in ranked,
+                    "ties": sorted(places[other] for other in ties.get(name, ())),
                     "diverged": diverged.get(name, ""),
                     "note": comparison._note(name),
                     "labels": comparison._titles(name),
-                    "seeds": [self._seed(run, own) for run in own],
+                    "seeds": [
+                        self._seed(run, own)
+                        | {
+                            "begun": run.seed in losses[name],
+                            "ranked": run.seed in (shared or losses[name]) if name in ranked else not run.failed,
+                        }
+                        for run in own
+                    ],
                     "nodes": self._node_losses(own[0].history),
                     "timeline": self._timeline(own[0].history),
                 }
@@ -147,8 +158,8 @@ class _Page:
             "table": [key for key in table if key not in ON_DEMAND],
             "more": [key for key in table if key in ON_DEMAND],
             "lossTitle": comparison._loss_title,
-            "tested": found.tested,
-            "remarks": comparison._unformed(),
+            "undecided": UNDECIDED,
+            "remarks": [*remarks, *comparison._unformed()],
             "runs": runs,
             "ledgers": self.ledgers,
             "network": _network(self.network),
@@ -161,7 +172,8 @@ class _Page:
             "nodes": comparison.num_nodes,
             "clients": comparison._of_clients,
             "weights": comparison.allreduce_bytes,
-            "quantiles": _quantiles(seeds),
+            "quantiles": _quantiles(seeds, len(runs)),
+            "doubts": comparison._doubts(stays=False),
             "varied": getattr(comparison, "varied", []),
             "values": self._values(),
             "key": {title: [{"text": text, **_look(look)} for text, look in own] for title, own in looks.key.items()},
@@ -213,6 +225,9 @@ class _Page:
         return {
             "seed": run.seed,
             "sound": not run.failure or all(other.failure for other in others),
+            "failed": run.failed,
+            "loss": _plain(self.comparison._loss(run)),
+            "error": _plain(history.last("global_loss_se")) if loss == "global_loss" else None,
             "note": run.note,
             "ledger": self._ledger(history, steps),
             "formed": [] if formed.all() else formed.tolist(),
@@ -401,10 +416,11 @@ def _network(network: Network) -> dict[str, Any]:
     }
 
 
-def _quantiles(seeds: int) -> dict[str, float]:
-    """Number of seeds → the factor of the standard error in a 95 % interval."""
-    if seeds < 2:
+def _quantiles(seeds: int, runs: int) -> dict[str, list[float]]:
+    """Number of seeds → of 2, 3, … runs, the factor of the standard error in the interval of one of all their pairs."""
+    if seeds < 2 or runs < 2:
         return {}
     from scipy import stats
 
-    return {str(n): float(stats.t.ppf(0.975, n - 1)) for n in range(2, seeds + 1)}
+    tests = np.array([math.comb(n, 2) for n in range(2, runs + 1)])
+    return {str(n): _rounded(stats.t.isf(0.025 / tests, n - 1)) for n in range(2, seeds + 1)}  # type: ignore[misc]

@@ -113,7 +113,8 @@
     if (i < 0) return null;
     return { step: steps[i], first: i ? steps[i - 1] + 1 : steps[0], results: formed < 0 || formed === i ? [i] : [i, formed] };
   };
-  const crossings = (run) => run.seeds.map((seed) => crossing(seed, state.target));
+  const begun = (run) => run.seeds.filter((seed) => seed.begun);
+  const crossings = (run) => begun(run).map((seed) => crossing(seed, state.target));
   /** What is said of a run of which not all seeds reach the target; "" if they do. */
   const never = (found) => {
     const reach = found.filter(Boolean).length;
@@ -129,18 +130,18 @@
     });
     const results = sound(run).map((seed, s) => { // of the last loss
       const more = forming(seed, seed.formed.length - 1), hours = rows[s].hours + formingTime(more, place()) / 3600;
-      return { hours, dollars: rows[s].hours ? (rows[s].dollars * hours) / rows[s].hours : 0, wire: rows[s].wire + (more ? (state.size * more.wire) / 1e6 : 0) };
-    });
+      return { ranked: seed.ranked, hours, dollars: rows[s].hours ? (rows[s].dollars * hours) / rows[s].hours : 0, wire: rows[s].wire + (more ? (state.size * more.wire) / 1e6 : 0) };
+    }).filter((own) => own.ranked);
     const found = {};
     for (const key of ["hours", "utilization", "dollars", "wire"]) {
       const own = rows.map((row) => row[key]);
       found[key] = [mean(own), deviation(own)];
     }
     found.result = Object.fromEntries(Object.keys(COSTS).map((key) => [key, mean(results.map((own) => own[key]))]));
-    const at = crossings(run), said = never(at), reached = run.seeds.filter((seed) => seed.sound && at[run.seeds.indexOf(seed)]);
+    const at = crossings(run), said = never(at), reached = begun(run).filter((seed, s) => seed.sound && at[s]);
     const to = (value) => {
       if (said || !reached.length) return said || "never";
-      const own = reached.map((seed) => value(seed, at[run.seeds.indexOf(seed)]));
+      const own = reached.map((seed) => value(seed, at[begun(run).indexOf(seed)]));
       return [mean(own), deviation(own)];
     };
     const least = (cost) => (seed, own) => Math.min(...own.results.map((i) => cost(seed, i)));
@@ -473,38 +474,52 @@
       const at = crossings(run), said = never(at);
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
       if (said || !timed) missing.push(`${run.name} (${said || "no hours"})`);
-      else if (!state.hide.has(i)) {
-        found.push({ run, i, seeds: run.seeds.map((seed, s) => ({ seed: seed.seed, first: at[s].first < at[s].step ? spot(seed.ledger, at[s].first) : null,
-          results: at[s].results.map((k) => [spot(seed.ledger, stepOf(seed, k)), forming(seed, k)]) })) });
-      }
+      if (state.hide.has(i) || !timed || !at.some(Boolean)) return;
+      /** The step at which a run might be at the target but for noise; null if not before it was measured there. */
+      const might = (seed, own) => {
+        if (!own) return seed.failed ? null : lastStep(seed);
+        const early = at.length === 1 && finite(seed.error) ? crossing(seed, state.target + 1.96 * seed.error).step : own.step;
+        return early < own.step ? early : null;
+      };
+      found.push({ run, i, whole: !said, seeds: begun(run).map((seed, s) => {
+        const own = at[s], least = might(seed, own);
+        return { seed: seed.seed, first: own && own.first < own.step ? spot(seed.ledger, own.first) : null, least: least === null ? null : spot(seed.ledger, least),
+          results: own ? own.results.map((k) => [spot(seed.ledger, stepOf(seed, k)), forming(seed, k)]) : [] };
+      }) });
     });
+    const whole = found.filter((one) => one.whole);
+    if (!whole.length) return { found: [], missing, spots };
+    const shared = (one) => one.seeds.filter((own) => whole.every((other) => other.seeds.some((their) => their.seed === own.seed)));
+    for (const one of found) one.decide = (one.whole && shared(one).length ? shared(one) : one.seeds).map((own) => one.seeds.indexOf(own));
     found.sort((a, b) => (a.run.name < b.run.name ? -1 : 1));
     return { found, missing, spots };
   };
   const race = (found, spots, at) => {
     const common = [at.sec, at.lat, at.size / at.bw];
     const clock = spots.map(([ledger, spot]) => timeAt(ledger, spot, ledger.decided ? factors(ledger, at) : common));
-    const reach = (own) => Math.min(...own.results.map(([spot, more]) => clock[spot] + formingTime(more, at)));
-    const reached = found.map((one) => one.seeds.map(reach)), means = reached.map(mean);
-    const best = means.indexOf(Math.min(...means)), tied = [];
+    const reach = (own) => Math.min(...own.results.map(([spot, more]) => clock[spot] + formingTime(more, at))); // ∞ of none
+    const reached = found.map((one) => one.seeds.map(reach));
+    const over = (k, value) => mean(found[k].decide.map((s) => value(found[k].seeds[s], reached[k][s])));
+    const means = found.map((_, k) => over(k, (_own, time) => time)), best = means.indexOf(Math.min(...means)), tied = [];
     found.forEach((one, k) => {
       if (k === best) return tied.push(k);
-      if (mean(one.seeds.map((own, s) => (own.first === null ? reached[k][s] : clock[own.first]))) <= means[best] * EQUAL) return tied.push(k);
-      if (one.seeds.length < 2) return 0;
+      const earliest = (what) => over(k, (own, time) => (own[what] === null ? time : clock[own[what]]));
+      if (Math.min(earliest("first"), earliest("least")) <= means[best] * EQUAL) return tied.push(k);
       const pairs = [];
       found[best].seeds.forEach((own, s) => {
         const j = one.seeds.findIndex((other) => other.seed === own.seed);
         if (j >= 0) pairs.push(reached[k][j] - reached[best][s]);
       });
-      const quantile = P.quantiles[pairs.length];
-      if (quantile && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
+      const quantile = (P.quantiles[pairs.length] || [])[found.length - 2];
+      if (quantile && pairs.every(finite) && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
     });
     return { tied, means, best, key: tied.join() };
   };
 
   const drawMap = () => {
     const host = $("map"), { found, missing, spots } = racers(), { bits, delays } = grid();
-    $("never").textContent = missing.length ? `Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}.` : "";
+    const left = missing.length ? [`Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}`] : [];
+    $("never").textContent = [...left, ...P.doubts].map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`).join(" ");
     $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
     if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
     const inputs = [pages.indexOf(P), state.sec, state.size, state.target, ...state.hide].join();
@@ -600,12 +615,15 @@
   };
   const drawFront = (rows) => {
     const host = $("front"), key = state.cost;
-    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: run.row[P.lossTitle], sd: run.row[`${P.lossTitle} std`] || 0 }))
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(run.seeds.filter((seed) => seed.ranked).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), sd: run.row[`${P.lossTitle} std`] || 0 }))
       .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
     if (!all.length) return empty(host, "No shown run has a loss.");
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
     let lowest = Infinity;
-    const front = sorted.filter((one) => one.loss < lowest && ((lowest = one.loss), true));
+    const front = sorted.filter((one) => one.run.ranked && one.loss < lowest && ((lowest = one.loss), true));
+    /** As `vsim.records.fronts.Front`: dominated only by runs from whose loss its own cannot be told. */
+    const tied = (one) => one.run.ranked && sorted.every((other) => !other.run.ranked || other.cost > one.cost || other.loss > one.loss ||
+      (other.cost === one.cost && other.loss === one.loss) || one.run.ties.includes(other.i));
     const costs = all.map((one) => one.cost).filter((v) => v > 0), free = all.some((one) => !(one.cost > 0));
     const log = costs.length > 0 && Math.max(...costs) > 8 * Math.min(...costs);
     const low = Math.min(...all.map((one) => one.loss - one.sd)), high = Math.max(...all.map((one) => one.loss + one.sd)), pad = 0.1 * (high - low) || 0.05;
@@ -626,7 +644,7 @@
     const overlaps = (a) => taken.some((b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]) || a[0] < f.box.left || a[2] > f.box.right + 14 || a[1] < f.box.top - 8 || a[3] > f.box.bottom;
     for (const one of all) { const [x, y] = sit(one); taken.push([x - 5, y - 5, x + 5, y + 5]); }
     for (const one of sorted) {
-      const [x, y] = sit(one), faint = front.includes(one) ? 1 : 0.45, colour = ink(one.run);
+      const [x, y] = sit(one), faint = front.includes(one) ? 1 : tied(one) ? 0.75 : 0.45, colour = ink(one.run);
       const group = svg("g", { opacity: faint });
       if (one.sd > 0) group.append(svg("line", { x1: x, x2: x, y1: f.y(one.loss - one.sd), y2: f.y(one.loss + one.sd), stroke: colour, "stroke-width": 1.6 }));
       const dot = marker(one.run, x, y, P.runs.length > 40 ? 3 : 4.6);
@@ -654,7 +672,7 @@
     const show = (one, screen) => {
       const i = P.runs.indexOf(one.run), own = rows[i];
       showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss, one.sd)], ["wire MB", cell("MB", ...own.wire)], ["hours", cell("hours", ...own.hours)],
-        ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : "dominated"]], ...screen);
+        ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
     };
     readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
       const near = all.reduce((a, b) => (Math.hypot(sit(b)[0] - px, sit(b)[1] - py) < Math.hypot(sit(a)[0] - px, sit(a)[1] - py) ? b : a));
@@ -852,7 +870,7 @@
     const headings = P.titles.length > 1 ? [el("th", { class: "text" }, el("span", {}, "show")), ...P.titles.map((key) => head(key, true))] : [head(P.titles[0], true)];
     $("table").replaceChildren(el("thead", {}, el("tr", {}, ...headings, ...columns.map((key) => head(key, false)), notes ? el("th", { class: "text" }, "note") : null)), table.body);
     const tied = P.runs.some((run) => run.mark === "tied");
-    $("marks").textContent = `${tied ? "† not told from the best by these seeds (p > 0.05, paired t-test, Holm). " : !P.tested && P.runs.length > 1 ? "One seed: no interval says whether losses differ. " : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}${P.remarks.map((text) => ` ${text}.`).join("")}`;
+    $("marks").textContent = `${tied ? `† ${P.undecided}. ` : ""}◆ follows the sliders.${P.runs.some((run) => run.seeds.length > 1) ? " Mean ± standard deviation over the seeds." : ""}${P.remarks.map((text) => ` ${text}.`).join("")}`;
   };
   const focusOn = (key) => { const node = [...document.querySelectorAll("th button")].find((own) => own.dataset.key === key); if (node) node.focus(); };
 
