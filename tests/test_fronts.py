@@ -149,6 +149,108 @@ def test_a_run_that_diverged_is_on_no_front() -> None:
     assert comparison.best({"step": 2}) == "other"
 
 
+def test_a_front_shows_what_it_cannot_tell() -> None:
+    """b costs more than a and is dominated; whether its loss is the higher one is left open by seeds, or decided."""
+
+    def seeds(*finals: float, every: int) -> list[vsim.ComparedRun]:
+        return [run([2.0, 2.0, final], every, seed=seed) for seed, final in enumerate(finals)]
+
+    cheap = seeds(1.0, 1.2, 1.1, 1.3, every=4)
+    for finals, tied in (((1.1, 1.1, 1.3, 1.2), True), ((1.5, 1.7, 1.6, 1.8), False)):
+        comparison = made(a=cheap, b=seeds(*finals, every=2))
+        front = comparison.pareto()
+        assert front.frame["tied"].tolist() == [False, tied] and front.names == ["a"]
+        assert ("†" in comparison.table(columns=["validation loss"])) == tied
+        labels = [text.get_text() for text in front.plot().get_legend().get_texts()]  # type: ignore[union-attr]
+        assert labels == ["a", "b †" if tied else "b"]
+    for error, tied in ((0.06, True), (0.04, False), (math.nan, False)):  # 1.96 of it reach from 1.1 to 1.0, or not
+        comparison = made(a=cheap[:1], b=seeds(1.1, every=2))
+        comparison["b"].history.amend({"global_loss_se": error})
+        assert comparison.pareto().frame["tied"].tolist() == [False, tied]
+    plt.close("all")
+
+
+def test_a_strategy_with_a_run_that_diverged_is_not_the_best_and_costs_a_pair_alone() -> None:
+    losses = [[1.0, 1.2, 1.1, 1.3], [0.5, 0.7, 0.6, 0.8], [1.1, 1.0, 1.2, 1.1]]
+    runs = [[run([2.0, 2.0, loss], seed=seed) for seed, loss in enumerate(own)] for own in losses]
+    lost = runs[1][3]
+    lost.failure, lost.diverged_at = "non-finite loss at step 3 on nodes [0]", 3
+    comparison = made(a=runs[0], b=runs[1], c=runs[2][:2])
+    assert comparison.best() == "c" and comparison.best().loss == pytest.approx(1.05)  # a over seeds 0 and 1: 1.1
+    frame = comparison.pareto().frame.set_index("strategy")
+    assert not frame.loc["b", "front"] and frame.loc["b", "loss"] == pytest.approx(0.6)
+    assert frame["seeds"].tolist() == [2, 3, 2] and frame.loc["a", "dominated_by"] == "c"
+    seeds = comparison.differences(to="a").set_index("strategy")["seeds"]
+    assert seeds.to_dict() == {"b": 3, "c": 2}
+    *_, pairs, notes = comparison.table().splitlines()
+    assert "the seeds that all have, 0, 1" in pairs and notes.endswith("cannot be the best: b (3 of 4)")
+
+
+def test_two_common_seeds_are_not_called_fewer() -> None:
+    """Of b one seed of three diverged: two are left, which are tested."""
+    runs = {
+        name: [run([2.0, 2.0, loss + 0.1 * seed], seed=seed) for seed in range(3)]
+        for name, loss in (("a", 1.0), ("b", 1.5))
+    }
+    runs["b"][1].failure, runs["b"][1].diverged_at = "non-finite loss at step 3 on nodes [0]", 3
+    table = made(**runs).table()
+    assert "fewer than two" not in table and "†" not in table and "b (2 of 3)" in table
+    few = made(a=runs["a"][:1], b=runs["b"][1:])
+    assert few.best() == "a" and "fewer than two common seeds: no interval" in few.table()
+
+
+SEEDS = st.dictionaries(st.integers(0, 2), st.tuples(LOSSES, st.booleans()), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SEEDS, st.sampled_from([1, 2, 4])), min_size=1, max_size=4))
+@pytest.mark.filterwarnings("ignore:validation is too")
+def test_missing_seeds_follow_one_rule_everywhere(drawn: list[tuple[dict[int, tuple[list[float], bool]], int]]) -> None:
+    """By a search: who is the best, on the front, first and cheapest, of strategies with missing and diverged seeds."""
+    runs: dict[str, list[vsim.ComparedRun]] = {}
+    for i, (seeds, every) in enumerate(drawn):
+        runs[f"r{i}"] = [run(losses, every, seed=seed) for seed, (losses, _) in seeds.items()]
+        for own, (_, diverged) in zip(runs[f"r{i}"], seeds.values(), strict=True):
+            if diverged:
+                own.failure, own.diverged_at = "non-finite loss", own.ledger.steps
+    comparison, target = made(**runs), 4.0
+
+    def least(values: dict[str, dict[int, float]]) -> set[str]:
+        """Of strategies with a value for all their seeds, those of the lowest mean over the seeds that all have."""
+        known = {name: own for name, own in values.items() if all(map(math.isfinite, own.values()))}
+        shared = {seed for seed in range(3) if all(seed in own for own in known.values())}
+        means = {
+            n: np.mean([value for seed, value in own.items() if seed in (shared or own)]) for n, own in known.items()
+        }
+        return {name for name, mean in means.items() if mean <= min(means.values()) + 1e-9}
+
+    def by_seed(value: Any) -> dict[str, dict[int, float]]:
+        return {name: {one.seed: value(one) for one in own} for name, own in runs.items()}
+
+    lowest = least(by_seed(lambda one: math.nan if one.failed else one.history.last("global_loss")))
+    if lowest:
+        assert comparison.best() in lowest and set(comparison.pareto().names) & lowest
+    else:
+        with pytest.raises(ValueError, match="no run got to its end"):
+            comparison.best()
+        assert not comparison.pareto().names
+    whole = {name for name, own in runs.items() if not any(one.failed for one in own)}
+    assert set(comparison.pareto().names) <= whole
+    assert set(comparison._ranking()[0].best) <= lowest
+    fewest = least(
+        by_seed(lambda one: one.history.at_step(one.history.crossing(target, "global_loss").step, "wire_bytes"))
+    )
+    winners = comparison.winners(target, ["8 Mbit/s"], [0], NO_TIME)  # where time is bytes
+    if not fewest:
+        assert winners.first == [[()]]
+        with pytest.raises(ValueError, match="no run reaches"):
+            comparison.cheapest(target)
+        return
+    cheapest = comparison.cheapest(target)
+    ahead = set(winners.first[0][0])
+    assert cheapest in fewest and ahead and fewest | ahead <= {cheapest, *cheapest.tied}
+
+
 def test_a_front_shows_itself() -> None:
     front = made(a=[run([3.0, 2.0, 1.0], 1)], b=[run([3.0, 2.5, 2.0], 4)], c=[run([3.0, 3.0, 3.0], 2)]).pareto()
     ax = front.plot()

@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,51 @@ def test_map_and_front_name_those_of_python(opened: Any, comparison: vsim.Compar
         front = set(comparison.pareto(own, **priced).names)  # type: ignore[arg-type]
         label = opened.locator("#front svg").get_attribute("aria-label").partition("On the front: ")[2]
         assert {name for name in comparison if name in label} == front
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:validation is too rare")
+@pytest.mark.parametrize("case", ["one seed", "some are missing"])
+def test_runs_that_are_missing_count_as_in_python(
+    case: str, browser: Any, comparison: vsim.Comparison, tmp_path: Path
+) -> None:
+    cut = comparison[list(comparison)]
+    runs = {name: comparison.runs(name)[: 1 if case == "one seed" or name == "Streaming" else 2] for name in comparison}
+    if case == "some are missing":
+        diverged = replace(runs["DiLoCo"][1], failure="non-finite loss at step 24 on nodes [0]", diverged_at=24)
+        late = comparison.runs("FedAvg")[1].history  # a seed that only some targets are reached by
+        short = vsim.History.from_plain(late.as_plain())
+        short._columns["global_loss"][10:] = [math.nan] * (len(short) - 10)
+        runs |= {
+            "DiLoCo": [runs["DiLoCo"][0], diverged],
+            "FedAvg": [runs["FedAvg"][0], replace(diverged, history=short)],
+        }
+        runs["FedAvg"][1] = replace(runs["FedAvg"][1], failure="", diverged_at=None)
+    cut._runs = runs
+    path = cut.report(tmp_path / "report.html", network="200 Mbit/s, 50 ms", compute=0.8)
+    bandwidths, latencies, ties = [1e5, 3e6, 7e7, 1e11], [1e-4, 0.05, 1.0], 0
+    with watched(browser, path) as page:
+        marks = page.evaluate(
+            "[...document.querySelectorAll('#table tbody tr')].map((row) => row.innerText.includes('†'))"
+        )
+        assert marks == ["†" in line for line in cut.table().splitlines()[2 : 2 + len(cut)]]
+        for remark in cut._ranking()[1]:
+            assert remark in page.locator("#marks").inner_text()
+        for target in (0.9, 1.2, 1.5, 1.8, 2.1):
+            page.evaluate("(target) => vsim.set({target})", target)
+            check(page, cut)
+            winners = cut.winners(target, bandwidths, latencies, 0.8)
+            for i, latency in enumerate(latencies):
+                for j, bandwidth in enumerate(bandwidths):
+                    said = page.evaluate("([bw, lat]) => vsim.first(bw, lat)", [bandwidth, latency])
+                    assert sorted(said) == sorted(winners.first[i][j]), (target, bandwidth, latency)
+                    ties += len(said) > 1
+            never = page.locator("#never").inner_text()
+            assert all(remark[1:] in never for remark in winners.remarks)
+            assert all(f"{name} ({text})" in never for name, text in winners.never.items())
+        label = page.locator("#front svg").get_attribute("aria-label").partition("On the front: ")[2]
+        assert {name for name in cut if name in label} == set(cut.pareto().names)
+    assert ties
 
 
 @pytest.mark.slow

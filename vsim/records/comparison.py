@@ -382,10 +382,9 @@ class Comparison(Mapping[str, ComparedRun]):
         Args:
             within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
                 the last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default:
-                the final loss; runs that were stopped early count only if none got to its end. If
-                runs ended before a budget was used up, the sentence says how many steps would use it up. Keys: "wire"
-                and "payload" bytes per node (for cohorts, per client on average), "time", "cost" in dollars, "step",
-                "examples", "tokens".
+                the final loss; runs that were stopped early count only if none got to its end. If runs ended before a
+                budget was used up, the sentence says how many steps would use it up. Keys: "wire" and "payload" bytes
+                per node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples", "tokens".
             network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
         Raises:
@@ -852,8 +851,8 @@ class Comparison(Mapping[str, ComparedRun]):
         and a network's collectives go through a server unless its text names another algorithm. With a
         `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile and the
         worst client; without accuracies, "client loss" with the 90th percentile. With several seeds, every number is
-        the mean over the runs that ended (over all runs, if none ended); if the runs differ, "<column> std" follows,
-        the standard deviation of the sample.
+        the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs that began); if the
+        runs differ, "<column> std" follows, the standard deviation of the sample.
 
         Args:
             loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
@@ -866,10 +865,11 @@ class Comparison(Mapping[str, ComparedRun]):
         on_clients = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = [self._numbers(run, loss, stays, priced, of_clients, on_clients) for run in _sound(runs)]
+            numbers = {run: self._numbers(run, loss, stays, priced, of_clients, on_clients) for run in runs}
             row: dict[str, Any] = {**self._titles(name)}
-            for column in numbers[0]:
-                values = [own[column] for own in numbers]
+            for column in numbers[runs[0]]:
+                to_loss = loss is not None and column.endswith(f" to {loss:g}")
+                values = [numbers[run][column] for run in (_begun(runs) if to_loss else _sound(runs))]
                 row[column] = statistics.fmean(values)
                 if len(set(values)) > 1 and all(map(math.isfinite, values)):
                     row[f"{column} std"] = statistics.stdev(values)

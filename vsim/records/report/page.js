@@ -138,10 +138,10 @@
       found[key] = [mean(own), deviation(own)];
     }
     found.result = Object.fromEntries(Object.keys(COSTS).map((key) => [key, mean(results.map((own) => own[key]))]));
-    const at = crossings(run), said = never(at), reached = begun(run).filter((seed, s) => seed.sound && at[s]);
+    const at = crossings(run), said = never(at);
     const to = (value) => {
-      if (said || !reached.length) return said || "never";
-      const own = reached.map((seed) => value(seed, at[begun(run).indexOf(seed)]));
+      if (said) return said;
+      const own = begun(run).map((seed, s) => value(seed, at[s]));
       return [mean(own), deviation(own)];
     };
     const least = (cost) => (seed, own) => Math.min(...own.results.map((i) => cost(seed, i)));
