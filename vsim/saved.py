@@ -45,7 +45,7 @@ class Log(History):
         raise ValueError(f"{self.strategy}: a log has no events, and so no hours; a run with save_dir= has them")
 
 
-@dataclass
+@dataclass(eq=False)
 class SavedRun(ComparedRun):
     """A run as its files tell it.
 

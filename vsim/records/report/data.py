@@ -227,7 +227,7 @@ class _Page:
             "sound": not run.failure or all(other.failure for other in others),
             "failed": run.failed,
             "loss": _plain(self.comparison._loss(run)),
-            "error": _plain(history.last("global_loss_se")) if loss == "global_loss" else None,
+            "se": _plain(history.last("global_loss_se")) if loss == "global_loss" else None,
             "note": run.note,
             "ledger": self._ledger(history, steps),
             "formed": [] if formed.all() else formed.tolist(),

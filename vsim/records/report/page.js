@@ -478,7 +478,7 @@
       /** The step at which a run might be at the target but for noise; null if not before it was measured there. */
       const might = (seed, own) => {
         if (!own) return seed.failed ? null : lastStep(seed);
-        const early = at.length === 1 && finite(seed.error) ? crossing(seed, state.target + 1.96 * seed.error).step : own.step;
+        const early = at.length === 1 && finite(seed.se) ? crossing(seed, state.target + 1.96 * seed.se).step : own.step;
         return early < own.step ? early : null;
       };
       found.push({ run, i, whole: !said, seeds: begun(run).map((seed, s) => {
