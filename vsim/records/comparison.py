@@ -405,21 +405,22 @@ class Comparison(Mapping[str, ComparedRun]):
     def _candidates(self) -> list[str]:
         """Return the strategies of which one is the best: that ended or, if none did, that took the most steps."""
         ranks = {name: self._rank(name)[:2] for name in self}
-        return [name for name, own in ranks.items() if own == min(ranks.values()) and own[0] < 2]
+        first = min(ranks.values(), default=(2, 0.0))
+        return [name for name, own in ranks.items() if own == first and first[0] < 2]
 
     def _ranking(self) -> tuple[Ranking, list[str]]:
         """Return which final losses are the best or not told from them, and text on how they were compared."""
         losses, among = self._by_seed(self._loss), self._candidates()
         found, remarks = ranking(losses, among), []
-        values = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
-        if sum(number > 0 for number in values.values()) > 1 and found.best and not found.tested:
+        known = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
+        if sum(number > 0 for number in known.values()) > 1 and found.best and not found.tested:
             seeds = "one seed" if max(map(len, losses.values())) == 1 else "fewer than two common seeds"
             remarks.append(f"{seeds}: no interval says whether losses differ")
         if len({frozenset(losses[name]) for name in among}) > 1:
             shared = shared_seeds(losses[name] for name in among)
             over = f"the seeds that all have, {', '.join(map(str, shared))}" if shared else "its own, as none is common"
             remarks.append(f"seeds differ: a strategy is the best by its mean over {over}")
-        partly = {name: own for name, own in values.items() if 0 < own < len(losses[name])}
+        partly = {name: own for name, own in known.items() if 0 < own < len(losses[name])}
         if partly:
             named = _named([f"{name} ({own} of {len(losses[name])})" for name, own in partly.items()])
             remarks.append(f"mean of the runs with a result, which cannot be the best: {named}")
@@ -479,7 +480,7 @@ class Comparison(Mapping[str, ComparedRun]):
         for name in self._ordered():
             runs = _sound(self._runs[name])
             if name in means:
-                runs = [run for run in runs if run.seed in (shared or losses[name])]
+                runs = [run for run in self._runs[name] if run.seed in (shared or losses[name])]
             low, high = self._loss_interval(runs)
             row = {
                 "strategy": name,
@@ -520,10 +521,13 @@ class Comparison(Mapping[str, ComparedRun]):
         losses = self._by_seed(self._loss)
         names, open_ = list(losses), pairwise_p(losses) > 0.05
         ties = {name: {names[i] for i in np.flatnonzero(own)} for name, own in zip(names, open_, strict=True)}
-        alone = {name: self._runs[name][0] for name, own in losses.items() if len(own) == 1}
-        for name, run in alone.items():
-            low, _ = self._loss_interval([run])
-            ties[name] |= {other for other, own in alone.items() if low <= self._loss(own) <= self._loss(run)}
+        alone = [
+            (name, *own.values(), self._loss_interval(_begun(self._runs[name]))[0])
+            for name, own in losses.items()
+            if len(own) == 1
+        ]
+        for name, loss, low in alone:
+            ties[name] |= {other for other, own, _ in alone if low <= own <= loss}
         return ties
 
     def steps_to(self, loss: float, of: str = "step", *, stays: bool = False) -> dict[str, list[float]]:

@@ -161,7 +161,7 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
 def _paired_p(values: Sequence[Mapping[int, float]], pairs: NDArray[np.int64]) -> Floats:
     """Return (m,) the p of `paired` for pairs (m, 2) of places in `values`."""
     seeds = sorted(set().union(*values))
-    table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values])
+    table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values]).reshape(len(values), len(seeds))
     apart = table[pairs[:, 0]] - table[pairs[:, 1]]
     n, found = np.isfinite(apart).sum(1), np.full(len(pairs), math.nan)
     tested = n > 1

@@ -134,14 +134,10 @@ class _Page:
                     "diverged": diverged.get(name, ""),
                     "note": comparison._note(name),
                     "labels": comparison._titles(name),
-                    "seeds": [
-                        self._seed(run, own)
-                        | {
-                            "begun": run.seed in losses[name],
-                            "ranked": run.seed in (shared or losses[name]) if name in ranked else not run.failed,
-                        }
-                        for run in own
-                    ],
+                    "seeds": [self._seed(run, own) | {"begun": run.seed in losses[name]} for run in own],
+                    "compared": [i for i, run in enumerate(own) if run.seed in (shared or losses[name])]
+                    if name in ranked
+                    else [],
                     "nodes": self._node_losses(own[0].history),
                     "timeline": self._timeline(own[0].history),
                 }

@@ -95,6 +95,8 @@
   };
   const lastStep = (seed) => P.ledgers[seed.ledger].steps[P.ledgers[seed.ledger].steps.length - 1];
   const sound = (run) => run.seeds.filter((seed) => seed.sound);
+  /** The seeds that decide how a run compares with others: those of a run that can be the best, or else the sound ones. */
+  const compared = (run) => (run.ranked ? run.compared.map((i) => run.seeds[i]) : sound(run));
 
   /** The step of measurement i of the loss, and what its result costs: see `vsim.records.spent`. */
   const stepOf = (seed, i) => seed.curves[P.loss][0][i];
@@ -123,15 +125,15 @@
 
   /** What a run costs on the network of the sliders: column → [mean, standard deviation], or text. */
   const priced = (run) => {
-    const rows = sound(run).map((seed) => {
+    const whole = (seed) => {
       const ledger = P.ledgers[seed.ledger], total = secondsAt(seed, lastStep(seed)), own = factors(ledger, place());
       return { hours: total / 3600, utilization: total ? (ledger.computed * own[0]) / total : 1,
                dollars: (state.price || 0) * ledger.nodes * total / 3600, wire: bytesAt(seed, lastStep(seed), "wire") / 1e6 };
+    };
+    const rows = sound(run).map(whole), results = compared(run).map((seed) => { // of the last loss
+      const own = whole(seed), more = forming(seed, seed.formed.length - 1), hours = own.hours + formingTime(more, place()) / 3600;
+      return { hours, dollars: own.hours ? (own.dollars * hours) / own.hours : 0, wire: own.wire + (more ? (state.size * more.wire) / 1e6 : 0) };
     });
-    const results = sound(run).map((seed, s) => { // of the last loss
-      const more = forming(seed, seed.formed.length - 1), hours = rows[s].hours + formingTime(more, place()) / 3600;
-      return { ranked: seed.ranked, hours, dollars: rows[s].hours ? (rows[s].dollars * hours) / rows[s].hours : 0, wire: rows[s].wire + (more ? (state.size * more.wire) / 1e6 : 0) };
-    }).filter((own) => own.ranked);
     const found = {};
     for (const key of ["hours", "utilization", "dollars", "wire"]) {
       const own = rows.map((row) => row[key]);
@@ -615,7 +617,7 @@
   };
   const drawFront = (rows) => {
     const host = $("front"), key = state.cost;
-    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(run.seeds.filter((seed) => seed.ranked).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), sd: run.row[`${P.lossTitle} std`] || 0 }))
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(compared(run).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), sd: run.row[`${P.lossTitle} std`] || 0 }))
       .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
     if (!all.length) return empty(host, "No shown run has a loss.");
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
