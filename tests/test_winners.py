@@ -17,7 +17,7 @@ from vsim.cluster.ledger import Event
 from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import seconds_on
 from vsim.records.plots import looks_of
-from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
+from vsim.records.winners import BANDWIDTHS, LATENCIES, Race, Winners
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
 
 K = 4
@@ -207,6 +207,19 @@ def test_of_many_strategies_more_seeds_are_needed() -> None:
             for i in range(others):
                 made._add(f"c{i}", curve([2.0] * (step + 40) + [1.0] * 60, 1, seed))
         assert made.winners(1.0, [1e6], [0.1], 1.0).first == [[first]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [3, 8])
+def test_a_first_is_told_from_equals_in_5_percent_of_cells(strategies: int) -> None:
+    """Of 4000 independent cells, five seeds of strategies whose costs do not differ, a third with another spread."""
+    rng, noise = np.random.default_rng(strategies), np.ones(strategies)
+    noise[-(strategies // 3) :] = 8.0
+    costs = 1e3 + rng.normal(size=(1, 5, 4000)) + noise[:, None, None] * rng.normal(size=(strategies, 5, 4000))
+    race = Race(
+        {str(i): {seed: np.stack([cells] * 3) for seed, cells in enumerate(own)} for i, own in enumerate(costs)}
+    )
+    assert (~race.ahead).any(0).mean() < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
 
 
 def test_a_seed_that_does_not_reach_the_loss_leaves_open_who_is_first() -> None:
