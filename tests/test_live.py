@@ -199,14 +199,15 @@ def test_a_table_follows_the_runs_in_a_terminal() -> None:
     terminal = io.StringIO()
     table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
     histories = {"a[b]": [recorded([3.0, 2.0])], "lost": [recorded([3.0, math.nan])], "slow": [recorded([2.5])]}
-    table.update(histories, 8, last=True)
+    steps = {"a[b]": 8, "lost": 8, "slow": 12}
+    table.update(histories, steps, last=True)
     histories["a[b]"][0].append({"step": 2, "train_loss": 1.5, "global_loss": 1.25, "wire_bytes": 2e6}, [1.5, 1.5])
-    table.update(histories, 8)  # too early
+    table.update(histories, steps)  # too early
     assert "1.2500" not in terminal.getvalue()
-    table.update(histories, 8, last=True)
+    table.update(histories, steps, last=True)
     table.close()
     last = terminal.getvalue()[terminal.getvalue().rindex("a race") :]
-    assert "2 / 8" in last and "1.2500" in last and "2.00" in last and "nan" not in last
+    assert "2 / 8" in last and "0 / 12" in last and "1.2500" in last and "2.00" in last and "nan" not in last
     front = next(line for line in last.splitlines() if "a[b]" in line)
     assert "\x1b[1;32m" in front and "\x1b[1;32m" not in next(line for line in last.splitlines() if "slow" in line)
 
@@ -214,7 +215,8 @@ def test_a_table_follows_the_runs_in_a_terminal() -> None:
 def test_many_runs_fill_no_more_than_a_screen() -> None:
     terminal = io.StringIO()
     table = LiveTable("", Console(file=terminal, force_terminal=True, width=100))
-    table.update({f"run{i}.": [recorded([3.0, 1.0 + i])] for i in range(40)}, 8, last=True)
+    runs = {f"run{i}.": [recorded([3.0, 1.0 + i])] for i in range(40)}
+    table.update(runs, dict.fromkeys(runs, 8), last=True)
     table.close()
     assert "run19." in terminal.getvalue() and "run20." not in terminal.getvalue()
     assert "the 20 in front, of 40" in terminal.getvalue()
@@ -223,6 +225,6 @@ def test_many_runs_fill_no_more_than_a_screen() -> None:
 def test_no_table_is_written_into_a_file() -> None:
     file = io.StringIO()
     table = LiveTable("a race", Console(file=file))
-    table.update({"a": [recorded([3.0, 2.0])]}, 8, last=True)
+    table.update({"a": [recorded([3.0, 2.0])]}, {"a": 8}, last=True)
     table.close()
     assert file.getvalue() == ""

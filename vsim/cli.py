@@ -149,7 +149,7 @@ class Problem:
     """what to train"""
     nodes: Annotated[int | None, _optional("K", "4")] = None
     """number of nodes"""
-    steps: int = 160
+    steps: Annotated[int | None, _optional("T", "160; with --budget as many as it is enough for")] = None
     """optimizer steps"""
     batch_size: Annotated[int | None, _optional(default="by model")] = None
     """examples per node and step"""
@@ -182,11 +182,16 @@ class Problem:
         return BATCH_SIZES[self.kind] if self.batch_size is None else self.batch_size
 
     @property
-    def title(self) -> str:
+    def num_steps(self) -> int:
+        return 160 if self.steps is None else self.steps
+
+    def title(self, budget: Sequence[str]) -> str:
+        """Return what a figure shows, within a budget if there is one."""
         data = Path(self.text).name if self.text is not None else self.data
         data += f" ({self.partition})" if self.partition else ""
         nodes = f"{self.num_nodes} nodes × batch {self.examples_per_step}"
-        return f"{self.kind.upper()} on {data}, {nodes}, {self.steps} steps"
+        length = f"within {', '.join(budget)}" if budget else f"{self.num_steps} steps"
+        return f"{self.kind.upper()} on {data}, {nodes}, {length}"
 
     def datasets(self) -> tuple[Any, Any]:
         """Return the training and the validation data."""
@@ -273,19 +278,34 @@ class Price:
     """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
     speeds: Annotated[str | None, _optional("V,V,…")] = None
     """speeds of the nodes, relative to --compute: 1,1,1,4"""
+    dollars_per_hour: Annotated[float | None, _optional("DOLLARS", "no price")] = None
+    """what a node costs"""
+    budget: Annotated[tuple[str, ...], _optional("KIND=AMOUNT …", "equal steps")] = ()
+    """train each within it, with its own number of steps: time=10h, cost=500 (dollars), wire=2GB (per node), examples=1e6"""
+    at: Annotated[float | None, _optional("N", "the model that is trained")] = None
+    """parameters of the model whose prices count for --budget; bytes and hours are those of this model then"""
 
     def clock(self) -> dict[str, Any]:
-        """Return the network and compute of `compare` and `sweep`."""
-        compute = None if self.compute is None else _number_or_text(self.compute)
-        if self.speeds is None:
-            return {"network": self.network, "compute": compute}
-        if compute is None:
-            raise ValueError("--speeds has no effect without --compute SECONDS")
+        """Return the network, compute and budget of `compare` and `sweep`."""
+        compute: Any = None if self.compute is None else _number_or_text(self.compute)
+        about = {"speeds": self.speeds, "dollars_per_hour": self.dollars_per_hour}
+        for name in [name for name, value in about.items() if value is not None and compute is None]:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect without --compute SECONDS")
         try:
-            speeds = [float(one) for one in self.speeds.split(",")]
+            speeds = None if self.speeds is None else [float(one) for one in self.speeds.split(",")]
         except ValueError as error:
             raise ValueError(f"--speeds must be numbers with commas between them, got {self.speeds!r}") from error
-        return {"network": self.network, "compute": Compute(compute, speeds=speeds)}
+        if any(value is not None for value in about.values()):
+            compute = Compute(compute, speeds=speeds, dollars_per_hour=self.dollars_per_hour)
+        budget: dict[str, Any] = {}
+        for item in self.budget:
+            kind, equals, most = item.partition("=")
+            if not (kind and equals and most):
+                raise ValueError(f"--budget {item!r}: expected KIND=AMOUNT, such as time=10h")
+            if kind in budget:
+                raise ValueError(f"--budget names {kind} more than once")
+            budget[kind] = _number_or_text(most)
+        return {"network": self.network, "compute": compute, "budget": budget or None, "at": self.at}
 
 
 @dataclass
@@ -394,7 +414,7 @@ def compare(
     _print_table(comparison, priced.target_loss)
     picture, winners = _FIGURES["comparison"]
     figures: dict[str, Any] = {
-        picture: comparison.figure(problem.title, x="step" if priced.network is None else "time")
+        picture: comparison.figure(problem.title(priced.budget), x="step" if priced.network is None else "time")
     }
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # others train on one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
@@ -594,7 +614,7 @@ def verify(
         problem.dealt(train),
         parse_strategy(strategy, problem.learning_rate([strategy])),
         problem.num_nodes,
-        problem.steps,
+        problem.num_steps,
         threads=threads,
         num_processes=processes,
         batch_size=problem.examples_per_step,
@@ -746,11 +766,11 @@ def _fit_options(problem: Problem, training: Training, priced: Price, output: Ou
     if output.resume and output.save_dir is None:
         raise ValueError("--resume needs --save-dir DIR")
     # In steps of ten, as many strategies sync every ten steps by default, and are worse in between.
-    tenth = max(1, problem.steps // 10)
+    tenth = max(1, problem.num_steps // 10)
     every = (tenth if tenth < 10 else -(-tenth // 10) * 10) if training.val_interval is None else training.val_interval
     return {
         "num_nodes": problem.num_nodes,
-        "max_steps": problem.steps,
+        "max_steps": problem.steps if priced.budget else problem.num_steps,
         "batch_size": problem.examples_per_step,
         "seeds": list(training.seeds) or [problem.seed],
         "val_size": WINDOWS if training.val_size is None and problem.is_text else training.val_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -14,12 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, a_list, brief, encodable, given, naming, one_of, true_or_false, whole_number
+from vsim.arguments import (
+    a_function,
+    a_list,
+    brief,
+    encodable,
+    given,
+    naming,
+    one_of,
+    real_number,
+    true_or_false,
+    whole_number,
+)
 from vsim.cluster.participation import Participation
-from vsim.data.batches import Data
+from vsim.cluster.randomness import isolated
+from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
+from vsim.price import overlapped, steps_within
 from vsim.process import (
     NodeFailure,
     Ranks,
@@ -33,7 +46,8 @@ from vsim.process import (
     world_rank,
 )
 from vsim.records.comparison import ComparedRun, Comparison, no_comparison
-from vsim.records.describe import Conditions, describe_problem
+from vsim.records.describe import BY_NAME, Conditions, describe_problem
+from vsim.records.fronts import amount
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.records.sweep import Sweep
 from vsim.strategy.base import Algorithm
@@ -42,7 +56,7 @@ from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
-from vsim.training.spec import takes_options
+from vsim.training.spec import RunSpec, takes_options
 
 
 @takes_options("strategy")
@@ -56,6 +70,9 @@ def compare(
     loss_fn: LossFunction | None = None,
     seeds: Sequence[int] | None = None,
     together: bool = True,
+    max_steps: int | Mapping[str, int] | None = None,
+    budget: Mapping[str, Any] | None = None,
+    at: float | None = None,
     tune: Mapping[str, Sequence[Any]] | None = None,
     extend: Comparison | None = None,
     **options: Any,
@@ -81,10 +98,17 @@ def compare(
             `max_memory_usage` of the whole memory; False: one after the other. If a model, strategy or callback draws
             from the global random generators of Python, NumPy or torch in its first two steps, the runs start again,
             one after the other.
+        max_steps: see `Trainer.fit`; or name → steps of this strategy.
+        budget: what every strategy may use, such as `{"time": "10 h", "cost": 500}`: "time" on the network, "cost" in
+            dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes as many steps as
+            `vsim.price` finds within all of these, at most `max_steps`, and its learning-rate schedule ends with its
+            own last step. Tables show the steps, and the share of each budget that was used.
+        at: parameters of the model whose prices count for the budget; default: the model that is trained. The result
+            has the bytes and hours of that model, see `Comparison.at`.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
             arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
-            largest), and goes into the comparison with the lowest mean validation loss. `Comparison.tuned` has all
-            these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
+            largest), and goes into the comparison with the lowest mean validation loss, after equal steps or within the
+            budget. `Comparison.tuned` has all these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
             have no loggers and hooks, and cannot be saved and resumed.
         extend: a comparison of the same problem, also one that was read from a file: only strategies and seeds that it
             does not have are trained, and runs of it that failed or were interrupted; its other runs are in the result.
@@ -116,19 +140,26 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Algorithm)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
-    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together}
+    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
+    if isinstance(max_steps, Mapping):
+        max_steps = _of_each("max_steps", max_steps, strategies)
     tuned: dict[str, Sweep] = {}
     if tune is not None:
         if extend is not None:
             raise ValueError("tune= and extend= do not go together: extend with the strategies that were found")
-        tuned = _tuned(strategies, tune, num_nodes, model, train_dataset, val_dataset, seeds, shared | options)
-        strategies = {name: _best_of(name, strategy, tuned.get(name)) for name, strategy in strategies.items()}
+        own_options = {**shared, **options, "max_steps": max_steps}
+        tuned = _tuned(strategies, tune, num_nodes, model, train_dataset, val_dataset, seeds, own_options)
+        strategies = {
+            name: _best_of(name, strategy, tuned.get(name), budget is None) for name, strategy in strategies.items()
+        }
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
+    options = {"max_steps": max_steps, **options}
     comparison = train_entries(
         entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **options
     )
     comparison.tuned.update(tuned)
-    comparison.calls = [call_text("vsim.compare", strategies=strategies, num_nodes=num_nodes, seeds=seeds, **options)]
+    about = {"num_nodes": num_nodes, "seeds": seeds, "budget": budget, "at": at, **options}
+    comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
     return comparison if extend is None else extend | comparison
 
 
@@ -190,17 +221,28 @@ def _tuned(
     used = _checked_seeds(seeds, options)
     own_seeds = [max(used) + 1 + i for i in range(len(used))]
     interrupt = Interrupt()
+    if isinstance(steps := options["max_steps"], Mapping):
+        options["max_steps"] = {f"{name}, {point}": steps[name] for name, own in found.items() for point in own}
     runs = train_entries(entries, model, train_dataset, val_dataset, seeds=own_seeds, interrupt=interrupt, **options)
     if interrupt.requested:
         raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
     sweeps: dict[str, Sweep] = {}
     for name, by_point in found.items():
         sweeps[name] = Sweep(runs.allreduce_bytes, by_point, name)
-        sweeps[name].network, sweeps[name].compute = runs.network, runs.compute
+        sweeps[name]._price_as(runs)
         for point in by_point:
             for run in runs.runs(f"{name}, {point}"):
                 sweeps[name]._add(point, run)
     return sweeps
+
+
+def _of_each(argument: str, given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return name → value for all of `names`, and no others."""
+    for name in given:
+        one_of(f"{argument}: a name", name, names)
+    if lacking := [name for name in names if name not in given]:
+        raise ValueError(f"{argument} must have a value for every name, and {', '.join(lacking)} is missing")
+    return dict(given)
 
 
 def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorithm:
@@ -208,7 +250,7 @@ def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorit
     return made(type(strategy), point, {**arguments_of(strategy), **values})
 
 
-def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None) -> Algorithm:
+def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None, equal_steps: bool) -> Algorithm:
     """Return the strategy with its best setting; warn if the best value is the smallest or largest of those tried."""
     if sweep is None:
         return strategy
@@ -220,8 +262,13 @@ def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None) -> Algorithm:
         numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in tried)
         if numbers and value in (min(tried), max(tried)):
             which, wider = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+            hint = f"a {wider} one may be better"
+            if equal_steps and sweep.sends_most(best, key):
+                hint = (
+                    "it sends the most, which equal steps do not count: budget={'time': …} compares within equal hours"
+                )
             warnings.warn(
-                f"{name}: the best {key} is {value:g}, the {which} that was tried; a {wider} one may be better",
+                f"{name}: the best {key} is {value:g}, the {which} that was tried; {hint}",
                 UserWarning,
                 stacklevel=5,
             )
@@ -237,6 +284,9 @@ def train_entries(
     loss_fn: LossFunction | None = None,
     seeds: Sequence[int] | None = None,
     together: bool = True,
+    max_steps: int | Mapping[str, int] | None = None,
+    budget: Mapping[str, Any] | None = None,
+    at: float | None = None,
     halving: int | None = None,
     extend: Comparison | None = None,
     network: Network | str | float | None = None,
@@ -248,6 +298,7 @@ def train_entries(
 
     Args:
         entries: name → its own options of `Trainer.fit`; `options` are the same for all.
+        max_steps: of all, or name → its own.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
         extend: runs that are not trained again. They are not in the result.
@@ -258,6 +309,16 @@ def train_entries(
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = _checked_seeds(seeds, options)
+    amounts, within = _amounts(budget, at), None
+    lengths: dict[str, int | None] = {} if amounts else dict.fromkeys(entries, max_steps)  # of every name
+    if amounts:
+        within = {**budget, **{key: own for key, own in (("at", at), ("max_steps", max_steps)) if own is not None}}
+    if isinstance(max_steps, Mapping):
+        if amounts:
+            raise TypeError("budget and max_steps by name both decide the steps of each strategy; give one of them")
+        lengths, within = _of_each("max_steps", max_steps, entries), BY_NAME
+    if halving is not None and within is not None:
+        raise ValueError("halving compares runs of one length: give max_steps as a number, and no budget")
     participation: Participation | None = options.get("participation")
     waits = isinstance(participation, Participation) and participation.needs_compute
     on_clock = {name for name, own in entries.items() if own["strategy"].is_asynchronous}
@@ -303,6 +364,7 @@ def train_entries(
         for name, settings in entries.items():
             label = encodable("the name of a run", name if len(seeds) == 1 else f"{name}, seed {seed}")
             own = {**options, **settings, "seed": seed, "logger": for_one_run(logger)}
+            own["max_steps"] = lengths.get(name, max_steps)
             if logs:
                 own["run_name"] = f"{folder}/{folder_name(label)}"
             if name in on_clock:
@@ -311,13 +373,17 @@ def train_entries(
                 own |= {"compute": compute}
             with naming(name):
                 spec = trainer.spec(label, **own)
+                if name not in lengths:
+                    lengths[name] = own["max_steps"] = _steps_within(amounts, spec, at, priced)
+                    spec = replace(spec, max_steps=lengths[name])
+            about = own if within is None else {**own, "budget": within}
             saving = None if save_dir is None else saving_in(save_dir, folder_name(label), checkpoint_interval)
             if spec.participation is not None:
                 spec = replace(spec, participation=spec.participation.of_run(len(running)))
             spec = replace(spec, saving=saving, callbacks=copied_callbacks(spec))
             others = spec.backend == "process" and world_rank() > 0
-            entry = Entry(name, trainer.logged(spec, own, [] if others else spec.loggers))
-            config = partial(_config, trainer, own, started, problems)
+            entry = Entry(name, trainer.logged(spec, about, [] if others else spec.loggers))
+            config = partial(_config, trainer, about, started, problems)
             if extend is not None and fitting is not None:
                 fitting.check(name, seed, config())
                 if not _is_new(name, seed, extend):
@@ -368,7 +434,64 @@ def train_entries(
         comparison.network, comparison.compute = priced
     for entry in running:
         comparison._add(entry.name, _compared(entry))
-    return comparison
+    if at is None:
+        return comparison
+    return comparison.at(parameters=at, layers=None if priced is None else overlapped(None, priced[1], None))
+
+
+# What budget= may have.
+_BUDGETS = ("time", "cost", "wire", "examples")
+
+
+def _amounts(budget: Mapping[str, Any] | None, at: float | None) -> dict[str, float]:
+    """Return a budget as numbers, see `vsim.price.steps_within`; empty without a budget."""
+    if budget is None:
+        if at is not None:
+            raise TypeError(f"at={at!r} has no effect without budget: it is the size of the model whose prices count")
+        return {}
+    if not isinstance(budget, Mapping) or not budget:
+        raise TypeError(f"budget must be a dict such as {{'time': '10 h'}}, got {given(budget)}")
+    if at is not None:
+        real_number("at", at, at_least=1)
+    return {of: amount(of, value, "budget", _BUDGETS) for of, value in budget.items()}
+
+
+def _steps_within(
+    amounts: Mapping[str, float], spec: RunSpec, at: float | None, priced: tuple[Network, Compute] | None
+) -> int:
+    """Return the number of steps of a run within a budget; `spec.max_steps` limits them.
+
+    Raises:
+        TypeError: time and cost need network and compute. ValueError: the run has no price before training, or one step
+            is beyond the budget.
+    """
+    if spec.strategy.is_asynchronous or spec.participation is not None:
+        why = f"{spec.participation}" if spec.participation is not None else "an asynchronous strategy"
+        raise ValueError(f"budget: {why} has no price before training; give max_steps= as a dict of name → steps")
+    with naming("budget"):
+        network, compute = priced or (None, None)
+        if {"time", "cost"} & amounts.keys() and priced is None:
+            network, compute = Network.of(None), Compute.of(None)  # which raises
+        if "cost" in amounts and compute is not None and compute.dollars_per_hour is None:
+            raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
+        batches: list[Batches] = []
+        if "examples" in amounts:
+            with isolated(spec.seed, torch.device("cpu")):
+                datasets = resolve(spec.train_dataset, spec.num_nodes, range(spec.num_nodes), True, "train_dataset")
+            order = spec.batch_size, spec.shuffle, spec.seed, spec.dataloader_kwargs
+            batches.append(Batches(datasets, spec.num_nodes, *order))
+        return steps_within(
+            amounts,
+            spec.strategy,
+            parameters=at,
+            model=spec.model if at is None else None,
+            num_nodes=spec.num_nodes,
+            examples=lambda steps: batches[0].order.examples(steps),
+            network=network,
+            compute=compute,
+            most=spec.max_steps,
+            seed=spec.seed,
+        )
 
 
 def _train(entries: Entries, device: torch.device | None) -> None:

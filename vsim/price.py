@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from vsim.arguments import a_list, known_keywords, real_number, whole_number
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
+from vsim.network.timeline import duration
 from vsim.shapes import naming_layers, without_values
 from vsim.strategy import Algorithm
 
@@ -54,7 +56,7 @@ def price(
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
-    model = without_values(parameters, _overlapped(layers, compute, model), model, bytes_per_parameter)
+    model = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
     return timeline(_dry_run(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
 
 
@@ -94,7 +96,7 @@ def required_bandwidth(
     shares = [real_number("utilization", share, above=0, at_most=1) for share in a_list("utilization", utilization)]
     given = a_list("grid", np.logspace(8, 12, 50) if grid is None else grid)
     bits = sorted(bits_per_second("grid", one) for one in given)
-    model = without_values(parameters, _overlapped(layers, compute, model), model, bytes_per_parameter)
+    model = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     ledger = _dry_run(strategy, model, num_nodes, whole_number("max_steps", max_steps), 42, compute)
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
@@ -110,15 +112,101 @@ def required_bandwidth(
     return {share: bits[place] if place < len(bits) else math.inf for share, place in places.items()}
 
 
-def _overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -> int | None:
+Floats = NDArray[np.float64]
+_FIRST_STEPS, _MOST_STEPS = 64, 10**7  # steps that are priced first; more than this are a typing error
+# A cost as text.
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "time": duration,
+    "cost": lambda dollars: f"${dollars:.4g}",
+    "wire": lambda sent: f"{sent / 1e6:.4g} MB/node",
+    "examples": lambda examples: f"{examples:,.0f} examples",
+}
+
+
+def steps_within(
+    budget: Mapping[str, float],
+    strategy: Algorithm,
+    *,
+    parameters: float | None = None,
+    model: nn.Module | None = None,
+    num_nodes: int,
+    examples: Callable[[NDArray[np.int64]], Floats],
+    network: Network | None = None,
+    compute: Compute | None = None,
+    most: int | None = None,
+    seed: int = 42,
+) -> int:
+    """Return the largest number of steps whose price is within the budget: one more step is beyond it.
+
+    Args:
+        budget: "time" in seconds, "cost" in dollars, "wire" in bytes of a node, or "examples" → the most of it.
+        strategy, parameters, model, num_nodes, network, compute, seed: see `price`; time and cost need the network.
+        examples: numbers of steps → examples that all nodes see in them. most: limits the steps, too.
+
+    Raises:
+        ValueError: one step is beyond the budget; nothing limits the steps; or the strategy cannot be priced.
+    """
+    layers = None if compute is None else overlapped(None, compute, model)
+    bare = without_values(parameters, layers, model, None)
+
+    def costs(steps: int) -> dict[str, Floats]:
+        """Return what a run of this length has cost after each of its steps: (steps + 1,)."""
+        try:
+            ledger, found = _dry_run(strategy, bare, num_nodes, steps, seed, compute), {}
+        except ValueError as error:
+            raise ValueError(f"{error}; or give max_steps= as a dict of name → steps, without budget") from error
+        if {"time", "cost"} & budget.keys():
+            line = timeline(ledger, network, compute)
+            found = {"time": line.seconds, "cost": line.seconds * (line.dollars / line.seconds[-1])}
+        if "wire" in budget:
+            found["wire"] = _sent(ledger)
+        if "examples" in budget:
+            found["examples"] = examples(np.arange(steps + 1))
+        return {of: found[of] for of in budget}
+
+    within, beyond, first = 0, math.inf if most is None else most + 1, _FIRST_STEPS
+    hint = None  # how far a run that was too long came
+    while within + 1 < beyond:
+        if hint is None:
+            steps = int(min(first, beyond - 1))
+        else:  # most strategies do the same in a shorter run, but a schedule may follow the length of the run
+            steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
+        if steps > _MOST_STEPS:
+            raise ValueError(f"the budget is enough for more than {_MOST_STEPS:,} steps: limit them by max_steps=")
+        found = costs(steps)
+        fits = min(int((own <= budget[of] * (1 + 1e-12)).sum()) - 1 for of, own in found.items())
+        if not fits:
+            one = " and ".join(f"{_TEXTS[of](float(own[1]))} ({of})" for of, own in found.items())
+            allowed = " and ".join(f"{_TEXTS[of](amount)} ({of})" for of, amount in budget.items())
+            raise ValueError(f"the budget is {allowed}, which is less than one step: it takes {one}")
+        if fits < steps:
+            beyond, hint = steps, fits
+        else:
+            within = steps
+            share = max(float(own[-1]) / budget[of] if budget[of] else 0.0 for of, own in found.items())
+            first = 1 + int(min(within / share, 8 * within)) if share else _MOST_STEPS + 1
+    return within
+
+
+def _sent(ledger: Ledger) -> Floats:
+    """Return the bytes on the wire that the busiest node has sent after each step: (steps + 1,)."""
+    again, sent = Ledger(ledger.num_nodes), np.zeros(ledger.steps + 1)
+    for event in ledger:
+        again.record(event)
+        sent[event.step] = again.wire_bytes
+    return np.maximum.accumulate(sent)
+
+
+def overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -> int | None:
     """Return the layers that are given or else that the compute has, if the model is to have as many."""
     return compute.layers if layers is None and model is None and compute.layers > 1 else layers
 
 
 def _dry_run(
-    strategy: Algorithm, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute
+    strategy: Algorithm, model: nn.Module, num_nodes: int, max_steps: int, seed: int, compute: Compute | None
 ) -> Ledger:
     if not isinstance(strategy, Algorithm):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
     with naming_layers(model):
-        return strategy.dry_run(model, num_nodes, max_steps, seed, compute.totals(num_nodes))
+        seconds = None if compute is None else compute.totals(num_nodes)
+        return strategy.dry_run(model, num_nodes, max_steps, seed, seconds)

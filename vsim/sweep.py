@@ -86,7 +86,7 @@ def sweep(
         entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, extend=extend, **options
     )
     result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
-    result.network, result.compute = runs.network, runs.compute
+    result._price_as(runs)
     for name in runs:
         for run in runs.runs(name):
             result._add(name, run)

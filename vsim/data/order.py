@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import SequenceKey, register_pytree_node
 
@@ -119,6 +122,15 @@ class Order:
         """Whether all nodes' batches have one size at every step."""
         sizes = {int(self.shard_sizes[node]) for node in set(self.nodes)}
         return len(sizes) == 1 and len(set(self.missed)) == 1
+
+    def examples(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return how many examples all nodes together see in each of these numbers of steps, if none is absent."""
+        found = np.zeros(len(steps))
+        for size, count in Counter(self.shard_sizes.tolist()).items():
+            of_epoch = (size if self.drop_last else size + self.batch_size - 1) // self.batch_size
+            epochs, rest = np.divmod(steps, of_epoch)
+            found += count * (epochs * min(size, of_epoch * self.batch_size) + rest * self.batch_size)
+        return found
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
         """Return the order of n of the nodes, each of which has missed that many of the run's steps."""

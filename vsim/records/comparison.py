@@ -24,7 +24,7 @@ from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
-from vsim.records.describe import Conditions, Provenance, provenance
+from vsim.records.describe import BY_NAME, Conditions, Provenance, provenance
 from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
@@ -188,6 +188,11 @@ class Comparison(Mapping[str, ComparedRun]):
         if name not in self._runs:
             self._names.append(name)
         self._runs.setdefault(name, []).append(run)
+
+    def _price_as(self, other: Comparison) -> None:
+        """Derive bytes and hours from the sizes, network and compute of another comparison."""
+        self.allreduce_bytes, self._measured_bytes = other.allreduce_bytes, other._measured_bytes
+        self.network, self.compute = other.network, other.compute
 
     def _selected(self, names: Sequence[str]) -> Self:
         other = copy.copy(self)
@@ -928,7 +933,11 @@ class Comparison(Mapping[str, ComparedRun]):
             places = {name: i for i, name in enumerate(self._ordered())}
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
             marks = Marks(self._loss_title, best, others, remarks)
-        notes = [*(self._unformed() if has_loss else []), *(self._noisy(stays) if loss is not None else [])]
+        used = columns is None or (
+            isinstance(columns, list | tuple) and any(str(name).endswith(" used") for name in columns)
+        )
+        notes = [*(self._budgeted() if used else []), *(self._unformed() if has_loss else [])]
+        notes += self._noisy(stays) if loss is not None else []
         return text_table(rows, format, titles, columns, digits, marks, notes)
 
     def _unformed(self) -> list[str]:
@@ -1069,6 +1078,8 @@ class Comparison(Mapping[str, ComparedRun]):
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
         numbers |= _on_clients(run, on_clients)
+        if self._lengths_differ:
+            numbers["steps"] = steps
         ledger, everyone = history.ledger, traffic("all_reduce", history.num_nodes)
         if of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
             sent, of_allreduce = ledger.total_wire_bytes, float(everyone.total)
@@ -1097,7 +1108,32 @@ class Comparison(Mapping[str, ComparedRun]):
                 numbers["dollars"] = math.nan if timeline is None else timeline.dollars
             if target is not None:
                 numbers[f"hours to {target:g}"] = until(history, at, self._spent(run, "time", priced)) / 3600
-        return numbers
+        used = {"wire": sent, "examples": history.last("examples")}
+        if priced is not None:
+            used |= {"time": 3600 * numbers["hours"], "cost": numbers.get("dollars", math.nan)}
+        budget = {of: amount(of, most, "budget") for of, most in self.budget.items() if of in used}
+        return numbers | {f"{of} used": used[of] / most for of, most in budget.items()}
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """What every run may use, as it was given to `compare`; empty without a budget."""
+        budgets = (history.config.get("budget") for history in self._all_histories())
+        return next((dict(own) for own in budgets if own and own != BY_NAME), {})
+
+    @property
+    def _lengths_differ(self) -> bool:
+        """Whether runs were to take different numbers of steps, or as many as a budget is enough for."""
+        return len({h.config.get("max_steps") for h in self._all_histories()}) > 1 or bool(self.budget)
+
+    def _budgeted(self) -> list[str]:
+        """Return a note on the budget, if there is one."""
+        if not self.budget:
+            return []
+        said = {of: own if isinstance(own, str) else f"{own:,.10g}" for of, own in self.budget.items()}
+        size = f", priced for {float(self.budget['at']):.4g} parameters" if "at" in said else ""
+        most = f", at most {said['max_steps']} steps" if "max_steps" in said else ""
+        found = " and ".join(f"{own} ({of})" for of, own in said.items() if of not in ("at", "max_steps"))
+        return [f"budget of each run: {found}{size}{most}"]
 
     @property
     def _of_clients(self) -> bool:

@@ -387,8 +387,14 @@ _FREE = frozenset(
 )
 
 
+# The "budget" of runs whose steps were given by name.
+BY_NAME = {"max_steps": "by name"}
+
+
 class Conditions:
     """What the runs of a comparison share: model, data, nodes, steps and options, and the strategy behind each name.
+
+    Runs within one budget, or whose steps were given by name, may have different numbers of steps.
 
     Args:
         varied: options that may differ, because a sweep varies them.
@@ -399,6 +405,7 @@ class Conditions:
         self._first: tuple[str, dict[str, Any]] | None = None
         self._weights: dict[int, tuple[str, Any]] = {}  # seed → a run with it, and the digest of its initial weights
         self._strategies: dict[str, Any] = {}
+        self._steps: dict[str, tuple[str, Any]] = {}  # name, or "" for all runs of one length → a run, and max_steps
 
     def check(self, name: str, seed: int, config: Mapping[str, Any]) -> None:
         """Add a run; raise a ValueError unless it can be compared with the earlier runs."""
@@ -408,8 +415,16 @@ class Conditions:
             )
         own = {key: value for key, value in config.items() if key not in self._free}
         own["model"] = {**own["model"], "digest": None}  # it depends on the seed
+        steps, within = own.pop("max_steps", None), own.get("budget")
+        if within == BY_NAME:  # may join runs of other lengths
+            del own["budget"]
         self._first = self._first or (name, own)
         found = list(differences(self._first[1], own))
+        if within is None or within == BY_NAME:
+            other, known_steps = self._steps.setdefault("" if within is None else name, (name, steps))
+            if known_steps != steps:
+                hint = "" if other == name else "; max_steps may be a dict of name → steps"
+                found.append(f"max_steps is {known_steps} and {steps}{hint}")
         known, weights = self._weights.setdefault(seed, (name, config["model"].get("digest")))
         if weights != config["model"].get("digest"):
             found.append(f"the initial weights of seed {seed} are others in {known}")

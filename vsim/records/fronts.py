@@ -46,17 +46,20 @@ COSTS = {
 BUDGETS = (*COSTS, "step", "examples", "tokens")
 
 
-def amount(of: str, value: Any) -> float:
+def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str] = BUDGETS) -> float:
     """Return a budget as a number of bytes, seconds, dollars, steps, examples or tokens.
 
     >>> amount("wire", "2 GB"), amount("time", "10 h"), amount("cost", "$40")
     (2000000000.0, 36000.0, 40.0)
 
+    Args:
+        argument: the argument that the budget is given in. allowed: the kinds of budget that it takes.
+
     Raises:
         TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
     """
-    one_of("within: a budget", of, BUDGETS)
-    where = f"within[{of!r}]"
+    one_of(f"{argument}: a budget", of, allowed)
+    where = f"{argument}[{of!r}]"
     if of == "time":
         return seconds(where, value, at_least=0)
     if isinstance(value, str):

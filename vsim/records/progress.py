@@ -343,12 +343,12 @@ class LiveTable:
         self._live: Any = None  # False: there is no terminal
         self._next = 0.0
 
-    def update(self, histories: Mapping[str, Sequence[History]], max_steps: int, last: bool = False) -> None:
+    def update(self, histories: Mapping[str, Sequence[History]], steps: Mapping[str, int], last: bool = False) -> None:
         """Show the current records, unless the table is less than a quarter of a second old.
 
         Args:
             histories: name → the records of its runs, one for each seed; their means are shown.
-            max_steps: T. last: update the table in any case.
+            steps: name → T. last: update the table in any case.
         """
         now = time.perf_counter()
         if now < self._next and not last:
@@ -363,14 +363,14 @@ class LiveTable:
             if self._live:
                 self._live.start()
         if self._live:
-            self._live.update(self._table(histories, max_steps), refresh=True)
+            self._live.update(self._table(histories, steps), refresh=True)
 
     def close(self) -> None:
         """Leave the last table in the terminal."""
         if self._live:
             self._live.stop()
 
-    def _table(self, histories: Mapping[str, Sequence[History]], max_steps: int) -> Any:
+    def _table(self, histories: Mapping[str, Sequence[History]], steps: Mapping[str, int]) -> Any:
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -390,7 +390,7 @@ class LiveTable:
             cells = [f"{loss:.4f}" if math.isfinite(loss) else "" for loss in means[: 1 + validated]]
             sent = np.mean([h.last("wire_bytes") for h in runs]) / 1e6
             style = "bold green" if name == ranked[0] and len(ranked) > 1 else None
-            table.add_row(Text(name), f"{step} / {max_steps}", *cells, f"{sent:.2f}", style=style)
+            table.add_row(Text(name), f"{step} / {steps[name]}", *cells, f"{sent:.2f}", style=style)
         if len(own) > _ROWS:
             table.caption = f"the {_ROWS} in front, of {len(own)}"
         return table

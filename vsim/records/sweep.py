@@ -68,6 +68,17 @@ class Sweep(Comparison):
         """Name → settings of the run, including settings that do not vary."""
         return {name: dict(self._points[name].values) for name in self}
 
+    def sends_most(self, name: str, setting: str) -> bool:
+        """Return whether this value of a setting sends more than its other values do, the rest being equal."""
+        sent, own = {key: self[key].history.last("wire_bytes") for key in self}, self._points[name].values
+        others = [
+            key
+            for key, point in self._points.items()
+            if [what for what, value in point.values.items() if value is not own[what]] == [setting]
+        ]
+        ended = [key for key in others if self[key].ended]
+        return bool(ended) and all(sent[name] > sent[key] for key in ended)
+
     def plot(
         self,
         x: str = "step",

@@ -20,7 +20,8 @@ _DIGITS = {
 # Stand for LaTeX commands, which tabulate would escape.
 _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
-_PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES), ("times less than AllReduce",)
+_USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
+_PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES, *_USED), ("times less than AllReduce",)
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
@@ -151,7 +152,7 @@ def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> 
     if digits is None:
         digits = _default_digits(key, value)
     value *= scale
-    number = f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.3g}"
+    number = f"{value:.{digits}f}" if abs(value) < 1e5 or key == "steps" else f"{value:.3g}"
     if deviation is None:
         return number + unit
     spread = f"{scale * deviation:.{digits}f}"

@@ -260,7 +260,8 @@ class Entries:
                     if "train_loss" in message.row:
                         losses[number] = message.row["train_loss"]
                     known = [loss for loss in losses.values() if math.isfinite(loss)]
-                    watch.show(message.max_steps, min(known, default=None), message.preparing)
+                    watch.steps[entry] = message.max_steps
+                    watch.show(min(known, default=None), message.preparing)
 
             entries = [
                 Entry(e.name, for_elsewhere(e.spec, relay)) for e, relay in zip(self.entries, relays, strict=True)
@@ -393,7 +394,8 @@ class Entries:
                     warnings.warn(f"how {entry.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
         best = [loss for run in ensemble.training if (loss := run.row.get("train_loss", math.nan)) == loss]
         preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
-        watch.show(ensemble.max_steps, min(best, default=None), preparing, last)
+        watch.steps |= {entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)}
+        watch.show(min(best, default=None), preparing, last)
 
     def _tell_end(self, entry: Entry) -> None:
         ended = Ended(entry.error, entry.stopped_at, entry.finished_at)
@@ -647,29 +649,32 @@ class _Watch:
         self.bar: Any = None
         self.live: LiveRace | LiveTable | None = None
         self.histories: dict[str, list[History]] = {}
+        self.steps: dict[Entry, int] = {}  # the last step of every run that has begun
         self._next = 0.0
         if progress == "plot":
             self.live = LiveRace(self.histories, title)
         elif progress == "table":
             self.live = LiveTable(title)
 
-    def show(self, max_steps: int, best: float | None = None, preparing: str = "", last: bool = False) -> None:
+    def show(self, best: float | None = None, preparing: str = "", last: bool = False) -> None:
         """Update the figure, table or bar, unless it was updated a moment ago.
 
         Args:
-            max_steps: of every run. best: the lowest training loss. preparing: other work before the next step.
+            best: the lowest training loss. preparing: other work before the next step.
             last: update in any case.
         """
-        over = last or all(entry.has_outcome or len(entry.history) > max_steps for entry in self.entries)
+        longest = max(self.steps.values())
+        steps = {entry: self.steps.get(entry) or entry.spec.max_steps or longest for entry in self.entries}
+        over = last or all(entry.has_outcome or len(entry.history) > steps[entry] for entry in self.entries)
         if self.live is not None:
             for entry in self.entries:
                 own = self.histories.setdefault(entry.name, [])
                 if entry.has_begun and entry.history not in own:
                     own.append(entry.history)
             if isinstance(self.live, LiveTable):
-                self.live.update(self.histories, max_steps, last=over)
+                self.live.update(self.histories, {entry.name: own for entry, own in steps.items()}, last=over)
             else:
-                self.live.update(max_steps)
+                self.live.update(max(steps.values()))
             return
         now = time.perf_counter()
         if not self.progress or (now < self._next and not over):
@@ -679,7 +684,7 @@ class _Watch:
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
-        self.bar.total = max_steps * len(self.entries)
+        self.bar.total = sum(steps.values())
         self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
         left = sum(entry.error is not None or entry.stopped_at is not None for entry in self.entries)
         shown = preparing if best is None else f"best loss {best:.3f}"

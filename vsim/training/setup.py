@@ -237,11 +237,12 @@ def _are_alike(first: Run, other: Run) -> bool:
     one, two = first.spec, other.spec
     if (first.plan is None) != (other.plan is None):  # with a plan, batches get smaller at other steps
         return False
+    longest = max(first.steps, other.steps)  # the shorter one leaves its rows when it is over
     return (
-        (first.steps, first.start) == (other.steps, other.start)
+        first.start == other.start
         and one.minibatch_size == two.minibatch_size
         and first.minibatch_size == other.minibatch_size
-        and batch_shapes(first.batches, one, first.steps) == batch_shapes(other.batches, two, other.steps)
+        and batch_shapes(first.batches, one, longest) == batch_shapes(other.batches, two, longest)
         and same_model(one.model, two.model)
     )
 
@@ -249,7 +250,7 @@ def _are_alike(first: Run, other: Run) -> bool:
 def _stacked(
     runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
 ) -> Stack:
-    spec, steps = runs[0].spec, runs[0].steps
+    spec, steps = runs[0].spec, max(run.steps for run in runs)
     rows = rows_of(runs, device)
     whole = rows.whole
     kept = [module for module in whole.module.modules() if whole.module.training and not module.training]

@@ -42,7 +42,7 @@
   const cell = (key, value, sd) => {
     if (typeof value === "string") return value;
     if (!finite(value)) return "–";
-    const percent = PERCENT.has(key), times = key.startsWith("times less");
+    const percent = PERCENT.has(key) || key.endsWith(" used"), times = key.startsWith("times less");
     const v = percent ? 100 * value : value;
     let n = FOUR.has(key) ? 4 : key.endsWith("seconds") ? 1 : 2;
     if (percent) n = 1;
@@ -50,7 +50,7 @@
     else if (key.startsWith("hours") && v > 0 && v < 10) n = Math.min(20, 1 - Math.floor(Math.log10(v)));
     else if (key.includes("MB") && v > 0 && v < 0.1) n = 4;
     else if (key.startsWith("steps")) n = 0;
-    const text = (w) => (Math.abs(v) < 1e5 ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
+    const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
     const spread = finite(sd) ? (percent ? 100 * sd : sd) : 0;
     const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ± ${text(spread)}` : "";
     return text(v) + shown + (percent ? " %" : times ? "×" : "");
