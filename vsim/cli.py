@@ -281,7 +281,7 @@ class Price:
     dollars_per_hour: Annotated[float | None, _optional("DOLLARS", "no price")] = None
     """what a node costs"""
     budget: Annotated[tuple[str, ...], _optional("KIND=AMOUNT …", "equal steps")] = ()
-    """train each within it, with its own number of steps: time=10h, cost=500 (dollars), wire=2GB (per node), examples=1e6"""
+    """each trains as many steps as it is enough for: time=10h, cost=500 (dollars), wire=2GB (per node), examples=1e6"""
     at: Annotated[float | None, _optional("N", "the model that is trained")] = None
     """parameters of the model whose prices count for --budget; bytes and hours are those of this model then"""
 

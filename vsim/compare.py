@@ -108,8 +108,8 @@ def compare(
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
             arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
             largest), and goes into the comparison with the lowest mean validation loss, after equal steps or within the
-            budget. `Comparison.tuned` has all these runs. A warning names a best value that is the smallest or largest of those tried. The runs of tuning
-            have no loggers and hooks, and cannot be saved and resumed.
+            budget. `Comparison.tuned` has all these runs. A warning names a best value that is the smallest or largest
+            of those tried. The runs of tuning have no loggers and hooks, and cannot be saved and resumed.
         extend: a comparison of the same problem, also one that was read from a file: only strategies and seeds that it
             does not have are trained, and runs of it that failed or were interrupted; its other runs are in the result.
             For more steps, resume it from its `save_dir`.

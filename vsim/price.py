@@ -113,7 +113,7 @@ def required_bandwidth(
 
 
 Floats = NDArray[np.float64]
-_FIRST_STEPS, _MOST_STEPS = 64, 10**7  # steps that are priced first; more than this are a typing error
+_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # that are priced first; and at most, without max_steps
 # A cost as text.
 _TEXTS: dict[str, Callable[[float], str]] = {
     "time": duration,
@@ -164,14 +164,14 @@ def steps_within(
             found["examples"] = examples(np.arange(steps + 1))
         return {of: found[of] for of in budget}
 
-    within, beyond, first = 0, math.inf if most is None else most + 1, _FIRST_STEPS
+    within, beyond, first, tries = 0, math.inf if most is None else most + 1, _FIRST_STEPS, 0
     hint = None  # how far a run that was too long came
     while within + 1 < beyond:
         if hint is None:
             steps = int(min(first, beyond - 1))
         else:  # most strategies do the same in a shorter run, but a schedule may follow the length of the run
             steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
-        if steps > _MOST_STEPS:
+        if most is None and steps > _MOST_STEPS:
             raise ValueError(f"the budget is enough for more than {_MOST_STEPS:,} steps: limit them by max_steps=")
         found = costs(steps)
         fits = min(int((own <= budget[of] * (1 + 1e-12)).sum()) - 1 for of, own in found.items())
@@ -184,7 +184,8 @@ def steps_within(
         else:
             within = steps
             share = max(float(own[-1]) / budget[of] if budget[of] else 0.0 for of, own in found.items())
-            first = 1 + int(min(within / share, 8 * within)) if share else _MOST_STEPS + 1
+            pace = min(1 / share, 8) if share else 8
+            first, tries = 1 + int(within * (pace if tries < 3 else max(pace, 2))), tries + 1
     return within
 
 
