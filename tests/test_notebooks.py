@@ -75,6 +75,8 @@ EXPECTED: dict[str, list[str]] = {
         r"AllReduce .* %",
         r"time to loss",
         r"from [\d.]+ [kMG]bit/s|any",
+        r"time used\n-.*\nAllReduce +\d.* 9\d\.\d %",
+        r"budget of each run: 10? s \(time\)",
         r"DiLoCo H=\d+\n",
     ],
     "your_own_strategy": [

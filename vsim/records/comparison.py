@@ -933,10 +933,7 @@ class Comparison(Mapping[str, ComparedRun]):
             places = {name: i for i, name in enumerate(self._ordered())}
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
             marks = Marks(self._loss_title, best, others, remarks)
-        used = columns is None or (
-            isinstance(columns, list | tuple) and any(str(name).endswith(" used") for name in columns)
-        )
-        notes = [*(self._budgeted() if used else []), *(self._unformed() if has_loss else [])]
+        notes = [*self._budgeted(), *(self._unformed() if has_loss else [])]
         notes += self._noisy(stays) if loss is not None else []
         return text_table(rows, format, titles, columns, digits, marks, notes)
 
