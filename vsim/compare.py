@@ -309,14 +309,15 @@ def train_entries(
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = _checked_seeds(seeds, options)
-    amounts, within = _amounts(budget, at), None
-    lengths: dict[str, int | None] = {} if amounts else dict.fromkeys(entries, max_steps)  # of every name
-    if amounts:
-        within = {**budget, **{key: own for key, own in (("at", at), ("max_steps", max_steps)) if own is not None}}
+    amounts, within = _amounts(budget, at), None  # what decides the steps, if runs may differ in them
+    lengths: dict[str, int] = {}
     if isinstance(max_steps, Mapping):
-        if amounts:
+        if budget is not None:
             raise TypeError("budget and max_steps by name both decide the steps of each strategy; give one of them")
         lengths, within = _of_each("max_steps", max_steps, entries), BY_NAME
+    elif budget is not None:
+        more: dict[str, Any] = {"at": at, "max_steps": max_steps}
+        within = {**budget, **{key: value for key, value in more.items() if value is not None}}
     if halving is not None and within is not None:
         raise ValueError("halving compares runs of one length: give max_steps as a number, and no budget")
     participation: Participation | None = options.get("participation")
@@ -364,7 +365,7 @@ def train_entries(
         for name, settings in entries.items():
             label = encodable("the name of a run", name if len(seeds) == 1 else f"{name}, seed {seed}")
             own = {**options, **settings, "seed": seed, "logger": for_one_run(logger)}
-            own["max_steps"] = lengths.get(name, max_steps)
+            own["max_steps"] = lengths[name] if within == BY_NAME else max_steps
             if logs:
                 own["run_name"] = f"{folder}/{folder_name(label)}"
             if name in on_clock:
@@ -373,8 +374,9 @@ def train_entries(
                 own |= {"compute": compute}
             with naming(name):
                 spec = trainer.spec(label, **own)
-                if name not in lengths:
-                    lengths[name] = own["max_steps"] = _steps_within(amounts, spec, at, priced)
+                if amounts:
+                    lengths[name] = lengths.get(name) or _steps_within(amounts, spec, at, priced)
+                    own["max_steps"] = lengths[name]
                     spec = replace(spec, max_steps=lengths[name])
             about = own if within is None else {**own, "budget": within}
             saving = None if save_dir is None else saving_in(save_dir, folder_name(label), checkpoint_interval)

@@ -861,7 +861,8 @@ class Comparison(Mapping[str, ComparedRun]):
         `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile and the
         worst client; without accuracies, "client loss" with the 90th percentile. With several seeds, every number is
         the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs that began); if the
-        runs differ, "<column> std" follows, the standard deviation of the sample.
+        runs differ, "<column> std" follows, the standard deviation of the sample. If strategies may take different
+        numbers of steps, "steps" has them. With a budget, "time used", "wire used" and so on are the shares of it.
 
         Args:
             loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
