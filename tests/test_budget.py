@@ -135,6 +135,11 @@ def test_steps_by_hand(within: Comparison) -> None:
     assert all(max(row[f"{of} used"] for of in within.budget) > 0.9 for row in rows.values())
 
 
+def test_examples_alone_need_no_price() -> None:
+    run = compared({"a": SPARTAStrategy(compression_method="topk")}, budget={"examples": 30})["a"]
+    assert (run.ledger.steps, run.history.last("examples")) == (4, 30)  # 15 a node are 4, 4, 4 and 3
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"drop_last": True}])
 @pytest.mark.parametrize("sizes", [None, [30, 7]])
 def test_examples_are_those_that_the_nodes_see(sizes: list[int] | None, kwargs: dict[str, Any]) -> None:

@@ -242,7 +242,7 @@ class Training:
     """which nodes take part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30"""
     val_size: Annotated[int | None, _optional("N", f"{WINDOWS} windows of text; up to 2048 images")] = None
     """validation examples"""
-    val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in a run")] = None
+    val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in --steps")] = None
     """steps between validations"""
     device: Annotated[str | None, _optional(default="the first of cuda, mps and cpu that is there")] = None
     """where to train"""
@@ -874,6 +874,7 @@ examples:
   vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
   vsim compare --strategies diloco:H=20 --nodes 16          one strategy
   vsim compare --extend vsim-out/comparison.json --seeds 42 1 2   two more seeds for what has been compared
+  vsim compare --network "200 Mbit/s, 50 ms" --compute 0.8 --budget time=10min   equal hours instead of equal steps
   vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
   vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
   vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained

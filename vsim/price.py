@@ -151,17 +151,16 @@ def steps_within(
 
     def costs(steps: int) -> dict[str, Floats]:
         """Return what a run of this length has cost after each of its steps: (steps + 1,)."""
-        try:
-            ledger, found = _dry_run(strategy, bare, num_nodes, steps, seed, compute), {}
-        except ValueError as error:
-            raise ValueError(f"{error}; or give max_steps= as a dict of name → steps, without budget") from error
+        found = {"examples": examples(np.arange(steps + 1))} if "examples" in budget else {}
+        if budget.keys() - found.keys():
+            try:
+                ledger = _dry_run(strategy, bare, num_nodes, steps, seed, compute)
+            except ValueError as error:
+                raise ValueError(f"{error}; or give max_steps= as a dict of name → steps, without budget") from error
+            found["wire"] = _sent(ledger)
         if {"time", "cost"} & budget.keys():
             line = timeline(ledger, network, compute)
-            found = {"time": line.seconds, "cost": line.seconds * (line.dollars / line.seconds[-1])}
-        if "wire" in budget:
-            found["wire"] = _sent(ledger)
-        if "examples" in budget:
-            found["examples"] = examples(np.arange(steps + 1))
+            found |= {"time": line.seconds, "cost": line.seconds * (line.dollars / line.seconds[-1])}
         return {of: found[of] for of in budget}
 
     within, beyond, first, tries = 0, math.inf if most is None else most + 1, _FIRST_STEPS, 0
