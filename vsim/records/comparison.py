@@ -526,13 +526,10 @@ class Comparison(Mapping[str, ComparedRun]):
         losses = self._by_seed(self._loss)
         names, open_ = list(losses), pairwise_p(losses) > 0.05
         ties = {name: {names[i] for i in np.flatnonzero(own)} for name, own in zip(names, open_, strict=True)}
-        alone = [
-            (name, *own.values(), self._loss_interval(_begun(self._runs[name]))[0])
-            for name, own in losses.items()
-            if len(own) == 1
-        ]
-        for name, loss, low in alone:
-            ties[name] |= {other for other, own, _ in alone if low <= own <= loss}
+        alone = {name: loss for name, own in losses.items() if len(own) == 1 for loss in own.values()}
+        for name, loss in alone.items():
+            low, _ = self._loss_interval(_begun(self._runs[name]))
+            ties[name] |= {other for other, own in alone.items() if low <= own <= loss}
         return ties
 
     def steps_to(self, loss: float, of: str = "step", *, stays: bool = False) -> dict[str, list[float]]:
