@@ -207,6 +207,7 @@ def test_what_cannot_be_saved(value: Any, message: str) -> None:
         (Own(1), None, "x was a object, and is a NoneType here: make it in the setup"),
         (random.Random(1), np.random.default_rng(), None),
         (stepped(torch.ones(2)), stepped(torch.ones(2), torch.ones(2)), "had 1 parameters, and has 2 here"),
+        (stepped(torch.ones(2)), torch.optim.SGD([torch.ones(2)]), r"x was a torch\.optim.*Adam, and is a .*SGD here"),
         (nn.Linear(2, 2), nn.Linear(2, 3), "weight had another shape"),
         (JointOptimizers([stepped(torch.ones(2))]), JointOptimizers([]), "had 1 optimizers, and has 0 here"),
     ],

@@ -44,7 +44,7 @@ def figure(suffix: str) -> Callable[[Path], None]:
 
 
 def checkpoint(path: Path) -> None:
-    Checkpoint(39, history(), {}, {}).save(path)
+    Checkpoint(39, history(), {}, [1], {}, {}).save(path)
 
 
 # Every writer of a whole file, and the suffix of its file.

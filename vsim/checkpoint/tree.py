@@ -8,7 +8,7 @@ kind to its content:
     nodes        an item for each node
     array        dtype, numbers and whether it is a scalar, of NumPy
     generator    the state of a random generator
-    optimizer    groups, state and attributes of a torch optimizer
+    optimizer    class, groups, attributes and state of a torch optimizer
     joint        the optimizers of a joint optimizer
     module       tensors by name, and extra states by path, of a torch module
     object       the `state_dict()` of another object
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from vsim.cluster.collectives import Collectives, Pending
 from vsim.cluster.optimizers import JointOptimizers
 from vsim.cluster.randomness import GENERATORS
-from vsim.cluster.state import CheckpointError, with_extra_state
+from vsim.cluster.state import CheckpointError, name_of, with_extra_state
 from vsim.records.describe import flat_bytes
 
 Encoded = Any  # see above
@@ -45,7 +45,7 @@ _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozens
 # Kinds whose contents may have rows. Of several contents, only the one in this place has.
 _WITH_ROWS: dict[str, int | None] = {
     **dict.fromkeys(("tuple", "deque", *_DICTS, "joint", "object", "pending"), None),
-    **{"optimizer": 2, "module": 0},
+    **{"optimizer": 3, "module": 0},
 }
 
 
@@ -106,8 +106,8 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
         own = {k: v for k, v in vars(value).items() if k not in _common_attributes() and not callable(v)}
         by_node = stacked and not all(len(p) in (1, rows) for p in parameters if p.dim())
         states = items([dict(value.state.get(p, {})) for p in parameters], stacked and not by_node)
-        content = [part(groups, "groups", False), part(own, "own", False), {"nodes": states} if by_node else states]
-        return {"optimizer": content}
+        facts = [name_of(kind), part(groups, "groups", False), part(own, "own", False)]
+        return {"optimizer": [*facts, {"nodes": states} if by_node else states]}
     if isinstance(value, nn.Module):
         extra = {name: module.get_extra_state() for name, module in with_extra_state(value)}
         return {"module": [pairs(_tensors_of(value)), pairs(extra, False)]}
@@ -223,7 +223,7 @@ class Filler:
             return value
         ((kind, content),) = value.items()
         if kind == "nodes":
-            return self.fill(content[:1] if len(live or ()) == 1 else content, live, path)  # equal nodes share one
+            return self.fill(content, live, path)
         if kind in _DICTS:
             keys, old = [self.fill(key, None, path) for key, _ in content], live if isinstance(live, Mapping) else {}
             pairs = zip(keys, content, strict=True)
@@ -279,7 +279,9 @@ class Filler:
         self.fill(items, live.optimizers, path, stacked and not isinstance(content, dict))
 
     def _optimizer(self, content: Encoded, live: Optimizer, path: str, stacked: bool) -> None:
-        groups, own, states = content
+        name, groups, own, states = content
+        if name != name_of(type(live)):
+            raise CheckpointError(f"{path} was a {name}, and is a {name_of(type(live))} here")
         parameters, by_node = _parameters(live), isinstance(states, dict)
         states = states["nodes"] if by_node else states
         states = states[:1] if by_node and len(parameters) == 1 else states
