@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -265,3 +267,49 @@ def test_batches_without_a_label_are_named() -> None:
     trainer = Trainer(nn.Linear(4, 2), data, loss_fn=F.cross_entropy)
     with pytest.raises(FloatingPointError, match=r"non-finite loss at step 1.* batch\[1\] is -100 throughout"):
         trainer.fit(strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=1, batch_size=4, progress=False)
+
+
+def test_test_data_are_measured_once_on_the_final_global_model(tmp_path: Path) -> None:
+    train, val, test = (vectors(40, seed) for seed in (0, 1, 2))
+    seen: list[int] = []
+
+    class Watched(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    watched = Watched(*test.tensors)
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "batch_size": 8, "val_interval": 1, "progress": False}
+    strategies = {"AllReduce": SimpleReduceStrategy(lr=0.1), "DiLoCo": DiLoCoStrategy(H=3, lr=0.1)}
+    runs = vsim.compare(MLP(4, (8,), 2, seed=0), train, val, strategies=strategies, test_dataset=watched, **options)
+    assert set(seen) == set(range(len(test))) and len(seen) <= 4 * len(test)  # briefly before training, then once
+    for name, strategy in strategies.items():
+        trainer = vsim.Trainer(MLP(4, (8,), 2, seed=0), train, val)
+        trainer.fit(strategy=strategy, test_dataset=lambda rank, nodes, train: test, **options)
+        loss = float(losses_by_hand(trainer, test).mean())
+        for history in (trainer.history, runs[name].history):
+            assert history["test_loss"][-1] == pytest.approx(loss, rel=1e-5) and 0 < history["test_accuracy"][-1] < 1
+            assert np.isnan(history["test_loss"][:-1]).all() and history.to_pandas()["test_loss"].notna().sum() == 1
+        without = vsim.Trainer(MLP(4, (8,), 2, seed=0), train, val)
+        without.fit(strategy=strategy, **options)
+        np.testing.assert_array_equal(without.history["global_loss"], trainer.history["global_loss"])
+    assert [row["test loss"] for row in runs.rows()] == [run.history["test_loss"][-1] for run in runs.values()]
+    assert (
+        "test loss" in runs.table().splitlines()[0] and runs["DiLoCo"].history.config["test_dataset"]["examples"] == 40
+    )
+    runs.to_json(tmp_path / "runs.json")
+    assert vsim.Comparison.from_json(tmp_path / "runs.json").table() == runs.table()
+    with pytest.raises(TypeError, match="test_dataset"):
+        trainer.fit(strategy=strategy, test_dataset=7, **options)
+
+
+def test_a_longer_run_has_its_own_test_loss(tmp_path: Path) -> None:
+    train, test = vectors(40), vectors(40, 2)
+    trainer = vsim.Trainer(MLP(4, (8,), 2, seed=0), train)
+    options: dict[str, Any] = {"strategy": DiLoCoStrategy(H=2), "num_nodes": 2, "progress": False}
+    options |= {"test_dataset": test, "save_dir": tmp_path}
+    trainer.fit(max_steps=2, **options)
+    early = trainer.history.last("test_loss")
+    trainer.fit(max_steps=4, resume=True, **options)
+    losses = trainer.history["test_loss"]
+    assert np.isnan(losses[:-1]).all() and losses[-1] not in (early, np.nan)

@@ -33,7 +33,7 @@ from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
-from vsim.training.setup import assemble, client_datasets, plan_of
+from vsim.training.setup import assemble, client_datasets, plan_of, test_datasets
 from vsim.training.spec import RunSpec
 
 
@@ -75,6 +75,7 @@ def run_node(
             plan=plan,
             continues=[0] if joins else None,
             client_data=client_datasets(spec),
+            test_data=test_datasets(spec),
             meeting=meeting,
         )
         first = spec.first_step + joins

@@ -26,7 +26,7 @@ from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
 from vsim.records.describe import BY_NAME, Conditions, Provenance, provenance
 from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
-from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
+from vsim.records.history import TESTED, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
 from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
 from vsim.records.statistics import (
@@ -856,10 +856,11 @@ class Comparison(Mapping[str, ComparedRun]):
         sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's,
         and a network's collectives go through a server unless its text names another algorithm. With a
         `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile and the
-        worst client; without accuracies, "client loss" with the 90th percentile. With several seeds, every number is
-        the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs that began); if the
-        runs differ, "<column> std" follows, the standard deviation of the sample. If strategies may take different
-        numbers of steps, "steps" has them. With a budget, "time used", "wire used" and so on are the shares of it.
+        worst client; without accuracies, "client loss" with the 90th percentile. With a `test_dataset`, "test loss" and
+        "test accuracy" are the final global model's. With several seeds, every number is the mean over the runs that
+        ended (over all runs, if none ended; until a loss, over all runs that began); if the runs differ, "<column> std"
+        follows, the standard deviation of the sample. If strategies may take different numbers of steps, "steps" has
+        them. With a budget, "time used", "wire used" and so on are the shares of it.
 
         Args:
             loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
@@ -1072,6 +1073,10 @@ class Comparison(Mapping[str, ComparedRun]):
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
             numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
+        for column in TESTED:
+            if any(not math.isnan(h.last(column)) for h in self._all_histories()):
+                own = math.nan if run.diverged_at is not None else history.last(column)
+                numbers[column.replace("_", " ")] = own
         numbers |= _on_clients(run, on_clients)
         if self._lengths_differ:
             numbers["steps"] = steps

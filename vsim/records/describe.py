@@ -350,7 +350,8 @@ def describe_run(
         device: the run's device. given: the arguments that differ from their defaults.
         started: when the run began; default: now.
     """
-    described = {name: describe(value) for name, value in arguments.items()}
+    described = {name: describe(value) for name, value in arguments.items() if name != "test_dataset"}
+    described["test_dataset"] = _described_data(arguments.get("test_dataset"))
     if not isinstance(arguments.get("resume"), bool | str | Path | None):
         described["resume"] = type(arguments["resume"]).__qualname__  # a Checkpoint: leave out its state
     return {

@@ -28,10 +28,11 @@ VALIDATED = (
     *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
     *(*ACCURACIES, "global_loss_se", "global_formed", "val_examples", "val_total"),
 )
+TESTED = ("test_loss", "test_accuracy")
 SPREAD = ("divergence", "correlation")
 COLUMNS = (
     *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes"),
-    *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD),
+    *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD, *TESTED),
 )
 # Columns about the machine, not the training; they differ from run to run.
 _MOST_NEW_ROWS = 64
@@ -60,6 +61,7 @@ class History:
         global_formed: 1 if the global model exists, on a node or a server; 0 if it is the mean of nodes that differ,
             which only one more all-reduce of the weights would form.
         val_examples: validation examples used. val_total: validation examples in the dataset.
+        test_loss, test_accuracy: of the global model on the `test_dataset`, at the last step only.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         In addition, the `metrics` of `fit` by their names, measured on the global model, and a strategy's own columns:
@@ -99,8 +101,9 @@ class History:
         """
         self._new.append((row, node_losses))
         self._client_val = {}  # these are of the last step
-        if self._table["global_loss_se"]:
-            self._table["global_loss_se"][-1] = math.nan
+        for name in ("global_loss_se", *TESTED):
+            if self._table[name]:
+                self._table[name][-1] = math.nan
         self.ledger.steps = int(row["step"])
         if len(self._new) >= _MOST_NEW_ROWS:
             self._take_in()

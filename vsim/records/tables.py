@@ -14,14 +14,17 @@ from vsim.arguments import a_text, given, one_of, whole_number
 _CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, worst")
 _CLIENT_ACCURACIES = ("client accuracy", "client accuracy, 10th percentile", "client accuracy, worst")
 _DIGITS = {
-    **dict.fromkeys(("validation loss", "training loss", *_CLIENT_LOSSES), 4),
+    **dict.fromkeys(("validation loss", "training loss", "test loss", *_CLIENT_LOSSES), 4),
     **dict.fromkeys(("seconds", "validation seconds"), 1),
 }
 # Stand for LaTeX commands, which tabulate would escape.
 _BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
 _MARKDOWN = ("github", "pipe")
 _USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
-_PERCENT, _TIMES = ("accuracy", "utilization", *_CLIENT_ACCURACIES, *_USED), ("times less than AllReduce",)
+_PERCENT, _TIMES = (
+    ("accuracy", "test accuracy", "utilization", *_CLIENT_ACCURACIES, *_USED),
+    ("times less than AllReduce",),
+)
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),

@@ -510,7 +510,8 @@ class Entries:
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:
     """Return copies of a run's callbacks, but not of what all runs share."""
-    shared = {id(one): one for one in (spec.model, spec.train_dataset, spec.val_dataset, spec.loss_fn)}
+    data = spec.train_dataset, spec.val_dataset, spec.test_dataset
+    shared = {id(one): one for one in (spec.model, *data, spec.loss_fn)}
     return copy.deepcopy(list(spec.callbacks), shared)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -216,57 +217,64 @@ def _measured_together(
     return _Measured(losses, accuracies), drew
 
 
-def validate_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
-    """Return run → the "losses" (N,) of its global model on the data of each of N clients, and "accuracies" if known.
+def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
+    """Return run → the "losses" (N,) of its global model on each of N datasets, and "accuracies" if known.
 
-    Runs with the same clients are measured together. With several processes, only the first node's process measures.
+    Runs with the same data are measured together. With several processes, only the first node's process measures.
 
     Args:
-        first: measure only this many clients, from the first; default all.
+        of: "client" for the data of every client, or "test" for the test data.
+        briefly: measure only the first client, or one batch of the test data.
     """
     at_once = VmapExecutor.nodes_at_once(stack.matrix.whole, stack.executor.settings)
     own_python, groups = stack.executor.objective.differs, dict[Any, list[Run]]()
     for run in runs:
-        key = id(run.spec.client_val_dataset), run.spec.seed, run if own_python else None
+        data = run.spec.client_val_dataset if of == "client" else run.spec.test_dataset
+        key = id(data), run.spec.seed, run if own_python else None
         groups.setdefault(key, []).append(run)
     found: dict[Run, dict[str, list[float]]] = {}
     for group in groups.values():
         for own in (group[i : i + at_once] for i in range(0, len(group), at_once)):
-            found.update(zip(own, _on_clients(stack, own, first), strict=True))
+            found.update(zip(own, _measured_on(of, stack, own, briefly), strict=True))
     return found
 
 
 @torch.no_grad()
-def _on_clients(stack: Stack, runs: Sequence[Run], first: int | None) -> list[dict[str, list[float]]]:
+def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> list[dict[str, list[float]]]:
     (run, *_), executor = runs, stack.executor
-    clients, batch_size = run.client_data[:first], 4 * (run.minibatch_size or run.spec.batch_size)
+    batch_size = 4 * (run.minibatch_size or run.spec.batch_size)
+    if of == "client":
+        datasets, most = run.client_data[: 1 if briefly else None], run.spec.val_size
+    else:
+        datasets, most = run.test_data, batch_size if briefly else sys.maxsize
     own_python = executor.objective.differs
     candidates = [_of_cluster(own, own_python) for own in runs]
     models = [_Rows(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
     objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
-    found = torch.full((2, len(runs), len(clients)), math.nan, dtype=torch.float64)  # losses, accuracies where known
-    for client, dataset in enumerate(clients if 0 in run.nodes else ()):
+    found = torch.full((2, len(runs), len(datasets)), math.nan, dtype=torch.float64)  # losses, accuracies where known
+    for number, dataset in enumerate(datasets if 0 in run.nodes else ()):
         batch: Any = None
         try:
             with isolated(run.spec.seed, device):  # a dataset may draw from the global generators
                 collate = (run.spec.dataloader_kwargs or {}).get("collate_fn")
-                batch = validation_examples(dataset, run.spec.val_size, collate).batch
+                batch = validation_examples(dataset, most, collate).batch
             batch = tree_map(lambda t: t.to(device), batch)
             pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
             with stack.threads():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:
-            when = f"in the validation on the data of client {client} after step {run.done}"
+            data = f"data of client {number}" if of == "client" else "test data"
+            when = f"in the validation on the {data} after step {run.done}"
             if batch is None:
                 raise retold(error, f"{when}: {error}")  # noqa: B904
             raise explained(error, executor.objective, batch, 0, when)  # noqa: B904
-        found[0, :, client] = measured.losses
+        found[0, :, number] = measured.losses
         if measured.accuracies is not None:
-            found[1, :, client] = measured.accuracies
+            found[1, :, number] = measured.accuracies
     if not run.is_alone:
         collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
         with collectives.unbilled():
-            found = collectives.broadcast(found.expand(held, -1, -1, -1), label="losses of clients")
+            found = collectives.broadcast(found.expand(held, -1, -1, -1), label=f"losses of {of}")
     named = {"losses": found[0]} if found[1].isnan().all() else {"losses": found[0], "accuracies": found[1]}
     return [{name: values[row].tolist() for name, values in named.items()} for row in range(len(runs))]
 

@@ -25,7 +25,7 @@ from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend, regroup
 from vsim.training.callbacks import tell, tell_row, watching
-from vsim.training.evaluate import replica_spread, validate, validate_clients
+from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupted
 from vsim.training.run import Diverged, Ensemble, Run, Stack
 
@@ -275,8 +275,8 @@ def _report_start(ensemble: Ensemble) -> None:
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _tell(ensemble, run, report)
-                if run.client_data:
-                    _of_clients(stack, [run], 1)  # raises before training if a client cannot be measured
+                if run.client_data or run.test_data:
+                    _of_ended(stack, [run], briefly=True)  # raises before training if a client cannot be measured
             run.starts = False
 
 
@@ -316,20 +316,20 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                         run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
                     run.check_weights()
                     ended[run] = report
-        _report_clients(ensemble, stack, ended)
+        _report_end(ensemble, stack, ended)
 
 
-def _report_clients(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
-    """Measure the global models of ended runs on their clients' data, and amend their last reports."""
-    runs = [run for run in ended if run.trains and run.client_data]
+def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
+    """Measure the global models of ended runs on their clients' and test data, and amend their last reports."""
+    runs = [run for run in ended if run.trains and (run.client_data or run.test_data)]
     try:
-        found = _of_clients(stack, runs)
+        found = _of_ended(stack, runs)
     except Exception as error:  # in the model or the data, which all these runs share
         _all_leave(ensemble, runs, error)
         return
-    for run, own in found.items():
+    for run, (own, tested) in found.items():
         with _own(ensemble, run):
-            run.row = {**run.row, "validation_seconds": run.validation_seconds}
+            run.row = {**run.row, **tested, "validation_seconds": run.validation_seconds}
             report = replace(ended[run], row=run.row, events=[], segment=None, amends=True)
             run.report(replace(report, client_val=own))
 
@@ -406,18 +406,23 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
     return found
 
 
-def _of_clients(stack: Stack, runs: Sequence[Run], first: int | None = None) -> dict[Run, dict[str, list[float]]]:
-    """Return the results of `validate_clients` for the runs with client data, on all or the `first` clients."""
-    runs, started = [run for run in runs if run.client_data], time.perf_counter()
+def _of_ended(
+    stack: Stack, runs: Sequence[Run], briefly: bool = False
+) -> dict[Run, tuple[dict[str, list[float]], dict[str, float]]]:
+    """Return run → what `measured_on` finds on its clients' data, and the history's columns for the test data."""
+    started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
             evaluating.enter_context(run.strategy.evaluating())
             run.global_weights = run.evaluated_weights()
-        found = validate_clients(stack, runs, first)
+        of_clients = measured_on("client", stack, [run for run in runs if run.client_data], briefly)
+        of_tests = measured_on("test", stack, [run for run in runs if run.test_data], briefly)
     for run in runs:
         run.global_weights = None
         run.validation_seconds += (time.perf_counter() - started) / len(runs)
-    return found
+    names = {"losses": "test_loss", "accuracies": "test_accuracy"}
+    tested = {run: {names[name]: value for name, (value,) in own.items()} for run, own in of_tests.items()}
+    return {run: (of_clients.get(run, {}), tested.get(run, {})) for run in runs}
 
 
 def _of_all_nodes(

@@ -29,7 +29,7 @@ from vsim.engine.indices import is_off_cpu
 from vsim.engine.machine import takes_one_thread, using_threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
-from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, VALIDATED, History
+from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, TESTED, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Algorithm
 from vsim.training.clients import Clients
@@ -82,6 +82,7 @@ class Run:
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients, if the run has a population.
         client_data: validation data of each node or client, for measuring the global model at the end; empty: none.
+        test_data: the test data, for the same; empty: none.
     """
 
     spec: RunSpec
@@ -95,6 +96,7 @@ class Run:
     minibatch_size: int | None = None
     continues: Sequence[int] | None = None
     client_data: Sequence[Dataset[Any]] = ()
+    test_data: Sequence[Dataset[Any]] = ()
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
@@ -353,6 +355,7 @@ class Run:
             *(() if validated else VALIDATED),
             *(() if apart else SPREAD),
             *(ACCURACIES if self.spec.accuracy is False else ()),
+            *TESTED,  # of the last row, when the run is over
         }
         own = [c for c in COLUMNS if c not in absent]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]

@@ -95,12 +95,13 @@ def prepare(
         own = None if len(specs) == 1 else DataStates(spec.seed, device)
         with nullcontext() if own is None else own.here():
             batches = _batches(spec, collectives)
-            client_data = client_datasets(spec)
+            client_data, test_data = client_datasets(spec), test_datasets(spec)
         with naming(spec.label if len(specs) > 1 else ""):
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
-        run = Run(spec, report, history, collectives.nodes, collectives, batches, plan, own, client_data=client_data)
+        held = collectives.nodes, collectives, batches, plan, own
+        run = Run(spec, report, history, *held, client_data=client_data, test_data=test_data)
         runs.append(run if plan is None else run.attended(spec.first_step))
     return assemble(runs, executor_of(specs[0].executor), device, interrupt)
 
@@ -142,6 +143,13 @@ def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
         return []
     train, everyone = isinstance(spec.client_val_dataset, Partition), spec.population
     return resolve(spec.client_val_dataset, everyone, range(everyone), train, "client_val_dataset")
+
+
+def test_datasets(spec: RunSpec) -> list[Dataset[Any]]:
+    """Return the test data in a list; empty without a `test_dataset`."""
+    if spec.test_dataset is None:
+        return []
+    return resolve(spec.test_dataset, spec.num_nodes, range(1), False, "test_dataset")
 
 
 def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:

@@ -82,6 +82,7 @@ class RunSpec:
     val_size: int | None = None
     val_interval: int | None = 100
     client_val_dataset: DatasetFactory | None = None
+    test_dataset: Data | None = None
     seed: int = 42
     participation: Participation | None = None
     device: str | torch.device | None = None
@@ -177,8 +178,8 @@ class RunSpec:
             return
         if self.accuracy is not False:
             a_function("accuracy", self.accuracy, "outputs, targets")
-        if self.val_dataset is None and self.client_val_dataset is None:
-            raise ValueError("accuracy has no effect without a val_dataset or client_val_dataset")
+        if self.val_dataset is self.client_val_dataset is self.test_dataset is None:
+            raise ValueError("accuracy has no effect without a val_dataset, client_val_dataset or test_dataset")
 
     def _check_data(self) -> None:
         if self.client_val_dataset is not None and not is_factory(self.client_val_dataset):
