@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim.cli import main
+from vsim.grid import points
+from vsim.records.comparison import ComparedRun
 from vsim.records.sweep import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.configured import arguments_of
@@ -105,6 +108,76 @@ def test_a_best_value_at_the_edge_is_named() -> None:
         compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [0.5, 1.9]})
 
 
+def test_notes_say_who_was_tuned_and_how_often(tmp_path: Path) -> None:
+    strategies = {**STRATEGIES, "DiLoCo": DiLoCoStrategy(H=2, inner_optim="sgd", lr=0.2)}
+    with pytest.warns(UserWarning, match="that was tried"):
+        comparison = compare(strategies=strategies, tune={"outer_lr": [0.2, 0.4]}, max_steps=2)
+    note = "tuned: DiLoCo (2 settings); not tuned: AllReduce"
+    assert note in comparison.table().splitlines() and note not in comparison.table(columns=["wire MB/node"])
+    assert note in comparison.figure().get_suptitle().replace("\n", " ")
+    assert "tuned" not in comparison[["AllReduce"]].table()
+    comparison.to_json(tmp_path / "tuned.json")
+    for one in (comparison, vsim.Comparison.from_json(tmp_path / "tuned.json")):
+        about = one.describe()
+        assert about["tuned"] == {"DiLoCo": f"{comparison.tuned['DiLoCo'].best()} of 2 settings"}
+        assert "tune={'outer_lr': [0.2, 0.4]}" in about["calls"][0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "chosen"),
+    [
+        ([[3], [1], [1], [1], [3]], "lr=0.3"),  # of equal ones the middle
+        ([[3], [1], [1], [2], [3]], "lr=0.2"),
+        ([[3], [1.01], [1], [2], [3]], "lr=0.3"),  # one seed says nothing of what is not equal
+        ([[3, 4], [1, 3], [2, 2], [3, 1], [4, 4]], "lr=0.3"),  # the seeds disagree
+        ([[3, 4], [1, 2], [1.5, 2.6], [2, 3], [4, 4]], "lr=0.2"),
+        ([[math.nan], [math.nan], [1], [1], [1]], "lr=0.4"),
+    ],
+)
+def test_of_tied_settings_the_middle_one_is_taken(losses: list[list[float]], chosen: str) -> None:
+    rates = [0.1, 0.4, 0.3, 0.2, 0.5]  # in any order
+    sweep = Sweep(0, points(SimpleReduceStrategy, {"lr": rates}))
+    for place, own in enumerate(losses):
+        for seed, loss in enumerate(own):
+            history = vsim.History()
+            history.append({"step": 0, "global_loss": 5.0})
+            history.append({"step": 1, "global_loss": loss})
+            failed: Any = {} if math.isfinite(loss) else {"diverged_at": 1, "failure": "not finite"}
+            sweep._add(f"SimpleReduce lr={sorted(rates)[place]:g}", ComparedRun(history, seed=seed, **failed))
+    assert sweep.chosen().endswith(chosen)
+
+
+@pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
+def test_tuning_resumes_from_its_folder(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tune": {"lr": LRS[:3]}, "seeds": [3, 7]}
+    whole = compare(**options)
+    options["save_dir"] = tmp_path
+
+    def interrupt(run: Any) -> None:
+        if run.done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"), pytest.raises(KeyboardInterrupt, match="while tuning"):
+        compare(**options, callbacks=[interrupt])
+    with pytest.raises(vsim.CheckpointError, match="resume=True"):
+        compare(**options)
+    for _ in range(2):  # from the middle of tuning, and from the end of all
+        again, columns = compare(**options, resume=True), ["validation loss"]
+        for name in STRATEGIES:
+            assert again.tuned[name].table(columns=columns) == whole.tuned[name].table(columns=columns)
+            for one, other in zip(again.runs(name), whole.runs(name), strict=True):
+                assert one.history["global_loss"][-1] == other.history["global_loss"][-1]
+        with pytest.raises(vsim.CheckpointError, match="resume=True"):
+            compare(**options)
+
+
+@pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
+def test_tuning_does_not_see_the_test_data() -> None:
+    comparison = compare(tune={"lr": LRS[:3]}, test_dataset=data(2))
+    assert "test loss" in comparison.rows()[0]
+    assert not any("test loss" in row for sweep in comparison.tuned.values() for row in sweep.rows())
+
+
 class NeedsH(Strategy):
     def __init__(self, H: int, **options: Any) -> None:
         super().__init__(**options)
@@ -123,7 +196,6 @@ class NeedsH(Strategy):
         ({"tune": {"lr": [0.1, 0.1]}}, ValueError, "lr has 0.1 twice"),
         ({"tune": {"outer_rl": [0.1, 0.2]}}, ValueError, "outer_rl.*outer_lr"),
         ({"tune": {"lr": [0.1, -1.0]}}, ValueError, "lr=-1 is refused.*lr must be"),
-        ({"tune": {"lr": [0.1, 0.2]}, "save_dir": "saved"}, ValueError, "tune= cannot be saved"),
         ({"tune": {"H": [1, 0]}, "strategies": {"own": NeedsH(2)}}, ValueError, "H=0 is refused: H must be at least 1"),
     ],
 )

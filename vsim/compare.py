@@ -17,6 +17,7 @@ from torch import nn
 from vsim.arguments import (
     a_function,
     a_list,
+    a_path,
     brief,
     encodable,
     given,
@@ -28,6 +29,7 @@ from vsim.arguments import (
 )
 from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
+from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
@@ -49,7 +51,7 @@ from vsim.records.comparison import ComparedRun, Comparison, no_comparison
 from vsim.records.describe import BY_NAME, Conditions, describe_problem
 from vsim.records.fronts import amount
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
-from vsim.records.sweep import Sweep
+from vsim.records.sweep import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
@@ -109,7 +111,8 @@ def compare(
             arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
             largest), and goes into the comparison with the lowest mean validation loss, after equal steps or within the
             budget. `Comparison.tuned` has all these runs. A warning names a best value that is the smallest or largest
-            of those tried. The runs of tuning have no loggers and hooks, and cannot be saved and resumed.
+            of those tried. Of settings that the seeds do not tell from the best, the one in the middle is taken, see
+            `Sweep.chosen`. The runs of tuning have no loggers and hooks; they are saved in save_dir/tuning.
         extend: a comparison of the same problem, also one that was read from a file: only strategies and seeds that it
             does not have are trained, and runs of it that failed or were interrupted; its other runs are in the result.
             For more steps, resume it from its `save_dir`.
@@ -154,11 +157,13 @@ def compare(
         }
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
     options = {"max_steps": max_steps, **options}
+    if tune is not None and options.get("resume"):
+        options["resume"] = "auto"  # it may not have begun when tuning was interrupted
     comparison = train_entries(
         entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **options
     )
     comparison.tuned.update(tuned)
-    about = {"num_nodes": num_nodes, "seeds": seeds, "budget": budget, "at": at, **options}
+    about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
     comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
     return comparison if extend is None else extend | comparison
 
@@ -200,8 +205,11 @@ def _tuned(
         raise TypeError(f"tune must be a dict of argument → list of values, got {tune!r}")
     if val_dataset is None:
         raise ValueError("tune= chooses by validation loss and needs a validation dataset")
-    if options.get("save_dir") is not None or options.get("resume"):
-        raise ValueError("tune= cannot be saved; tune first, then compare(save_dir=…) the strategies that it found")
+    if (save_dir := options.get("save_dir")) is not None:
+        folder = a_path("save_dir", save_dir)
+        if not options.get("resume") and (folder / "race.json").exists():
+            raise CheckpointError(f"save_dir {str(folder)!r} holds a comparison; give resume=True, or another save_dir")
+        options = {**options, "save_dir": folder / "tuning"}
     for key, values in tune.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
             raise ValueError(f"tune[{key!r}] must be a list of at least two values, got {values!r}")
@@ -256,12 +264,11 @@ def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None, equal_steps: b
     if sweep is None:
         return strategy
     with naming(name):
-        best = sweep.best()
+        best = sweep.chosen()
     values = sweep.settings[best]
     for key, value in values.items():
         tried = [own[key] for own in sweep.settings.values()]
-        numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in tried)
-        if numbers and value in (min(tried), max(tried)):
+        if are_numbers(tried) and value in (min(tried), max(tried)):
             which, wider = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
             hint = f"a {wider} one may be better"
             if equal_steps and sweep.sends_most(best, key):

@@ -200,8 +200,8 @@ class Trainer:
             client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
                 of a population; or a `Partition`, such as that of the training data. After the last step the global
                 model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`.
-            test_dataset: a dataset or factory like val_dataset. After the last step, the global model is measured on all
-                of it: `test_loss` and `test_accuracy` in the history's last row. Nothing is chosen by it.
+            test_dataset: a dataset or factory like val_dataset, on all of which the global model is measured after the
+                last step: `test_loss` and `test_accuracy` in the history's last row. Nothing is chosen by it.
             seed: everything random follows from it. The process's own random state is not touched.
             participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.

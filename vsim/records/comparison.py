@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from vsim.figures.paper import PaperFigure
     from vsim.records.report.page import Report
+    from vsim.records.sweep import Sweep
 
 _NAMED = 6  # strategies that a note names
 # Attributes of a run that files hold besides its history.
@@ -145,7 +146,7 @@ class Comparison(Mapping[str, ComparedRun]):
         self.allreduce_bytes = allreduce_bytes
         self.network: Network | None = None
         self.compute: Compute | None = None
-        self.tuned: dict[str, Comparison] = {}
+        self.tuned: dict[str, Sweep] = {}
         self.calls: list[str] = []
         self._measured_bytes: int | None = None  # of the trained model, if bytes are another model's
         self._runs: dict[str, list[ComparedRun]] = {}
@@ -294,11 +295,12 @@ class Comparison(Mapping[str, ComparedRun]):
         calls = {name: own.get("call", "") for name, own in runs.items()}
         configs = [run.history.config for own in self._runs.values() for run in own if run.history.config]
         computed = dict.fromkeys(filter(None, (history.computed for history in self._all_histories())))
-        return provenance(calls, seeds, self.calls, configs, list(computed))
+        tuned = {name: f"{own.chosen()} of {len(own)} settings" for name, own in self.tuned.items() if name in self}
+        return provenance(calls, seeds, self.calls, configs, list(computed), tuned)
 
     def _titles(self, name: str) -> dict[str, Any]:
         """Return the titles of a row of the table: column → text."""
-        chosen = {name: sweep._titles(sweep.best()) for name, sweep in self.tuned.items()}
+        chosen = {name: sweep._titles(sweep.chosen()) for name, sweep in self.tuned.items()}
         settings = dict.fromkeys(key for own in chosen.values() for key in own)
         return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
 
@@ -368,7 +370,7 @@ class Comparison(Mapping[str, ComparedRun]):
             comparison._add(run["strategy"], ComparedRun.from_plain(run))
         comparison._measured_bytes, comparison.calls = content.get("measured_bytes"), list(content.get("calls", []))
         for name, sweep in content.get("tuned", {}).items():
-            comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)
+            comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)  # type: ignore[assignment]
         return comparison
 
     @classmethod
@@ -720,8 +722,8 @@ class Comparison(Mapping[str, ComparedRun]):
             }
             for name, racers in self._racers(loss, stays).items()
         }
-        note = f"{', to stay' if stays else ''}{self._sized}"
-        winners = Winners(loss, bits, delays, times, never, self._looks(), note, self._doubts(stays))
+        note, remarks = f"{', to stay' if stays else ''}{self._sized}", [*self._doubts(stays), *self._tuning()]
+        winners = Winners(loss, bits, delays, times, never, self._looks(), note, remarks)
         if winners.left_open > 0.1:
             warnings.warn(
                 f"validation is too rare to tell which strategy is first to loss {loss:g} on {winners.left_open:.0%} "
@@ -932,7 +934,7 @@ class Comparison(Mapping[str, ComparedRun]):
             places = {name: i for i, name in enumerate(self._ordered())}
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
             marks = Marks(self._loss_title, best, others, remarks)
-        notes = [*self._budgeted(), *(self._unformed() if has_loss else [])]
+        notes = [*self._budgeted(), *([*self._tuning(), *self._unformed()] if has_loss else [])]
         notes += self._noisy(stays) if loss is not None else []
         return text_table(rows, format, titles, columns, digits, marks, notes)
 
@@ -1043,7 +1045,7 @@ class Comparison(Mapping[str, ComparedRun]):
         if title is not None and not isinstance(title, str):
             raise TypeError(f"title must be a text, got {title!r}")
         shown = self if strategies is None else self[a_list("strategies", strategies)]
-        title = shown._title() if title is None else title
+        title = "; ".join([shown._title(), *shown._tuning()]) if title is None else title
         looks = shown._looks()
         axis = shown._x_axis(x, network, compute)
         return overview(shown._drawn(), title, self._loss_column, looks, shown._diverged(), axis, logy, width)
@@ -1134,6 +1136,12 @@ class Comparison(Mapping[str, ComparedRun]):
         most = f", at most {said['max_steps']} steps" if "max_steps" in said else ""
         found = " and ".join(f"{own} ({of})" for of, own in said.items() if of not in ("at", "max_steps"))
         return [f"budget of each run: {found}{size}{most}"]
+
+    def _tuning(self) -> list[str]:
+        """Return a note on the strategies that were tuned, with their numbers of settings, if there are any."""
+        tuned = [f"{name} ({len(self.tuned[name])} settings)" for name in self if name in self.tuned]
+        others = [name for name in self if name not in self.tuned]
+        return [f"tuned: {_named(tuned)}" + (f"; not tuned: {_named(others)}" if others else "")] if tuned else []
 
     @property
     def _of_clients(self) -> bool:

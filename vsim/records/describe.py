@@ -476,6 +476,7 @@ def provenance(
     calls: Sequence[str],
     configs: Sequence[Mapping[str, Any]],
     computed: Sequence[str],
+    tuned: Mapping[str, str],
 ) -> Provenance:
     """Return a description of compared runs.
 
@@ -483,6 +484,7 @@ def provenance(
         strategies: name → the call that makes the strategy. seeds: of the runs, or name → seeds.
         calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
         computed: the executors of the runs, each with the reason.
+        tuned: name → the settings that were chosen, of how many.
     """
     shared: dict[str, list[Any]] = {}
     for name, value in (item for config in configs for item in config.items()):
@@ -495,4 +497,5 @@ def provenance(
     known = {name: values if len(values) > 1 else values[0] for name, values in shared.items() if name in given}
     known |= {"started": " to ".join(dict.fromkeys(started[:1] + started[-1:])), "computed": list(computed)}
     known = {name: value for name, value in known.items() if value not in (None, "", [])}
+    known |= {"tuned": dict(tuned)} if tuned else {}
     return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from vsim.arguments import one_of
 from vsim.records.comparison import AnyCompute, AnyNetwork, ComparedRun, Comparison
 from vsim.records.history import COLUMNS
 from vsim.records.plots import Y_LABELS, Cell, Looks, bands, heatmap, looks_by
+from vsim.records.statistics import shared_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,6 +68,26 @@ class Sweep(Comparison):
     def settings(self) -> dict[str, dict[str, Any]]:
         """Name → settings of the run, including settings that do not vary."""
         return {name: dict(self._points[name].values) for name in self}
+
+    def chosen(self) -> str:
+        """Return the setting that `tune=` takes: the best or, of settings that are tied with it, the one in the middle.
+
+        A setting is tied with the best if the mean difference of their losses over the seeds is within its standard
+        error, so that with one seed only equal losses are. Of two in the middle, take the better one.
+        """
+        best, losses = self.best(), self._by_seed(self._loss)
+        tied = sorted(
+            (name for name in self._candidates() if _is_tied(losses[name], losses[best])),
+            key=lambda name: statistics.fmean(losses[name].values()),
+        )
+        places = np.array([[self._place(name, key) for key in self.varied] for name in tied])
+        return tied[int(abs(places - places.mean(0)).sum(1).argmin())]
+
+    def _place(self, name: str, key: str) -> int:
+        """Return the place of a value among those that were tried: numbers by size, other values as they were given."""
+        tried = {point.labels[key]: point.values[key] for point in self._points.values()}
+        order = sorted(tried, key=tried.__getitem__) if are_numbers(tried.values()) else list(tried)
+        return order.index(self._points[name].labels[key])
 
     def sends_most(self, name: str, setting: str) -> bool:
         """Return whether this value of a setting sends more than its other values do, the rest being equal."""
@@ -197,6 +218,17 @@ class Sweep(Comparison):
     def _empty(cls, content: Mapping[str, Any]) -> Sweep:
         points = {name: Point(content["settings"][name], labels) for name, labels in content["labels"].items()}
         return cls(content["allreduce_bytes"], points, content["strategy"])
+
+
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Return whether all values are numbers, and none True or False."""
+    return all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
+
+
+def _is_tied(own: Mapping[int, float], best: Mapping[int, float]) -> bool:
+    apart = [own[seed] - best[seed] for seed in shared_seeds([own, best])]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+    return statistics.fmean(apart) <= error if apart else False
 
 
 def _plain(value: Any, label: str) -> Any:

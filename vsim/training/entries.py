@@ -473,7 +473,7 @@ class Entries:
             if folder is None:
                 continue
             try:
-                if folder.name.lower() in ("race.json", ".lock"):
+                if folder.name.lower() in ("race.json", ".lock", "tuning"):
                     raise OSError("the name is taken")
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:

@@ -155,7 +155,7 @@ class _Page:
             "more": [key for key in table if key in ON_DEMAND],
             "lossTitle": comparison._loss_title,
             "undecided": UNDECIDED,
-            "remarks": [*comparison._budgeted(), *remarks, *comparison._unformed()],
+            "remarks": [*comparison._budgeted(), *comparison._tuning(), *remarks, *comparison._unformed()],
             "runs": runs,
             "ledgers": self.ledgers,
             "network": _network(self.network),
