@@ -61,6 +61,20 @@ def test_runs_are_read_wherever_they_are(trained: tuple[vsim.Comparison, Path], 
             if where != "logs/run":
                 assert list(its.ledger) == list(run.ledger)
     assert again._validated
+    about, its = comparison.describe(), again.describe()
+    assert list(its["strategies"].values()) == [about["strategies"][name] for name in sorted(comparison)]
+    assert its["model"] == about["model"] and its["num_nodes"] == about["num_nodes"] and its["seeds"] == [1, 2]
+    if where != "logs/run":
+        sent = [{row["wire MB/node"] for row in one.at(parameters=1e6).rows()} for one in (again, comparison)]
+        assert sent[0] == sent[1]
+
+
+def test_a_folder_with_a_forged_configuration_is_read(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+    shutil.copytree(trained[1] / "saved", tmp_path / "saved")
+    race = json.loads((tmp_path / "saved" / "race.json").read_text())
+    for configs in (7, [], [7] * 4, [{"strategy": 7}] * 4, [{**race["configs"][0], "seed": "x"}] * 4):
+        (tmp_path / "saved" / "race.json").write_text(json.dumps({**race, "configs": configs}))
+        assert vsim.saved.read_comparison(tmp_path / "saved").describe()["seeds"] == [1, 2]
 
 
 def test_a_log_has_losses_and_no_hours(trained: tuple[vsim.Comparison, Path]) -> None:

@@ -18,7 +18,7 @@ from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import seconds_on
 from vsim.records.plots import looks_of
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Race, Winners
-from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, SparseLoCoStrategy
 
 K = 4
 NOT_REACHED = "not reached by sometimes (1 of 2 runs), lost (never)"
@@ -448,9 +448,36 @@ def test_at_another_size_losses_stay_and_bytes_are_those_of_that_model(tmp_path:
     assert repr(vsim.Comparison.from_json(tmp_path / "large.json")) == repr(large)  # both sizes in the title
     small.to_json(tmp_path / "small.json")
     again = vsim.Comparison.from_json(tmp_path / "small.json")
-    if again["DiLoCo"].strategy is None:
-        with pytest.raises(TypeError, match="AllReduce was read from a file without strategies"):
-            again.at(parameters=1.3e9)
+    assert again.at(parameters=1.3e9, layers=24).table(**priced) == large.table(**priced)
     assert again.at(parameters=1.3e9, layers=24, strategies=strategies).table(**priced) == large.table(**priced)
     with pytest.raises(TypeError, match="give either parameters=, how many there are, or a model="):
         small.at()
+
+
+class Own(DiLoCoStrategy):
+    pass
+
+
+def test_strategies_of_ones_own_are_not_in_files(tmp_path: Path) -> None:
+    strategies: dict[str, Any] = {"own": Own(H=2), "vsim's": DiLoCoStrategy(H=2, outer_optim=OptimSpec("sgd", lr=0.7))}
+    compared(strategies).to_json(tmp_path / "own.json")
+    again = vsim.Comparison.from_json(tmp_path / "own.json")
+    assert [run.strategy is None for run in again.values()] == [True, False]
+    assert repr(again["vsim's"].strategy) == repr(strategies["vsim's"])
+    with pytest.raises(TypeError, match="own was read from a file without strategies"):
+        again.at(parameters=1e6)
+    text = (tmp_path / "own.json").read_text()
+    (tmp_path / "own.json").write_text(text.replace('"Own(H=2)"', '"DiLoCoStrategy(H=3)"'))
+    assert vsim.Comparison.from_json(tmp_path / "own.json")["own"].strategy is None  # it is another than is described
+
+
+def test_a_note_names_compression_that_depends_on_the_size(tmp_path: Path) -> None:
+    small = compared({"AllReduce": SimpleReduceStrategy(), "SparseLoCo": SparseLoCoStrategy(H=2, topk=8)})
+    large = small.at(parameters=1e8)
+    measured, priced = (one.rows()[1]["times less than AllReduce"] for one in (small, large))
+    assert abs(priced / measured - 1) > 0.02
+    (note,) = (line for line in large.table().splitlines() if "as measured" in line)
+    assert f"SparseLoCo {measured:.3g}× as measured, {priced:.3g}× as priced" in note and "AllReduce" not in note
+    assert note in repr(large) and "as measured" not in small.table()
+    large.to_json(tmp_path / "large.json")
+    assert note in vsim.Comparison.from_json(tmp_path / "large.json").at(parameters=1e8).table()

@@ -1,5 +1,6 @@
 """vsim: what would this training run have done on K machines, and how many bytes and hours would it have taken?"""
 
+from vsim import saved
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
@@ -60,6 +61,7 @@ __all__ = [
     "load_checkpoint",
     "price",
     "required_bandwidth",
+    "saved",
     "sweep",
     "timeline",
     "verify",

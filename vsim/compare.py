@@ -54,11 +54,14 @@ from vsim.records.loggers import check_run_name, date_and_time, folder_name, for
 from vsim.records.sweep import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
+from vsim.strategy.remade import remade
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options
+
+ComparedRun.remade = staticmethod(remade)
 
 
 @takes_options("strategy")
@@ -425,6 +428,7 @@ def train_entries(
         title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
         folder=None if save_dir is None else Path(save_dir),
         resume=resume,
+        configs=[] if save_dir is None else [configs[entry]() for entry in running],
         interrupt=interrupt or Interrupt(),
     )
     with trained.interrupt:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vsim.arguments import a_path, countable
+from vsim.arguments import a_path, countable, whole_number
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.ledger import BYTES_OF_A_STEP
@@ -181,6 +181,7 @@ def read_log(folder: str | Path) -> History:
             config = parse_json(read_text(folder / "config.json"))
         nodes = config.get("num_nodes") if isinstance(config, dict) else None
         history = Log(folder.name, countable("num_nodes", 1 if nodes is None else nodes, "nodes", BYTES_OF_A_CLIENT))
+        history.config = config if isinstance(config, dict) else {}
         for step in (min(rows, default=0), max(rows, default=0)):
             countable("step", step, "steps", BYTES_OF_A_STEP, at_least=0)
         for step in sorted(rows):
@@ -286,11 +287,29 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
     sent = [float(run.history["payload_bytes"][1]) for _, run in runs if len(run.history) > 1]
     comparison = Comparison(int(max(sent, default=0)))  # what AllReduce would send, if it is among them
     holders: dict[str, Path] = {}
+    configs: dict[str, Any] = {}
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        about = parse_json(read_text(path / "race.json"))
+        configs = dict(zip(about["runs"], about["configs"], strict=True))
     for folder, run in runs:
         told = run.history.strategy or folder.name
         if (path / "race.json").is_file() and holders.setdefault(told, folder) is not folder:
             raise ValueError(f"{holders[told]} and {folder} hold the record of one run, {told!r}: remove the copy")
+        _describe(run, configs.get(told, run.history.config))
         match = _SEED.fullmatch(told) or _SEED.fullmatch(told.replace("_", " "))
         name, run.seed = (match[1], int(match[2])) if match else (told, run.seed)
         comparison._add(name, run)
     return comparison
+
+
+def _describe(run: SavedRun, config: Any) -> None:
+    """Give a run its configuration, seed and strategy, if `config` is a configuration."""
+    own = Comparison(0)
+    own._add("", run)
+    try:
+        run.history.config = config
+        str(own.describe())
+        run.remake_strategy()
+        run.seed = whole_number("seed", config.get("seed", run.seed), at_least=0)
+    except Exception:  # a file may hold anything
+        run.history.config = {}

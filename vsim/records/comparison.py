@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, seconds
 from vsim.network.timeline import seconds_on
-from vsim.records.describe import BY_NAME, Conditions, Provenance, provenance
+from vsim.records.describe import BY_NAME, Conditions, Provenance, describe, provenance
 from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import TESTED, History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
     from vsim.figures.paper import PaperFigure
     from vsim.records.report.page import Report
-    from vsim.records.sweep import Sweep
 
 _NAMED = 6  # strategies that a note names
+_ALIKE = 0.02  # a difference in compression up to which no note names it
 # Attributes of a run that files hold besides its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
 
@@ -72,8 +72,12 @@ class ComparedRun:
         callbacks: the run's own copies of the given ones.
         diverged_at: the first step with a loss or weights that are not finite; None if there was none.
         stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
-        strategy: the strategy; None if the run was read from a file.
+        strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
+        measured_less: how many times fewer bytes than AllReduce's the run sent, if its bytes are another model's.
     """
+
+    # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
+    remade: ClassVar[Callable[[str], Any]] = staticmethod(lambda call: None)
 
     history: History
     model: nn.Module | None = None
@@ -84,6 +88,7 @@ class ComparedRun:
     stopped_at: int | None = None
     callbacks: Sequence[Any] = ()
     strategy: Any = None
+    measured_less: float | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -108,12 +113,23 @@ class ComparedRun:
     def as_plain(self) -> dict[str, Any]:
         """Return everything but the model and the error as dicts, lists, numbers and text, which JSON can hold."""
         plain = {key: getattr(self, key) for key in _PLAIN}
-        return {**plain, "history": self.history.as_plain()}
+        less = {} if self.measured_less is None else {"measured_less": self.measured_less}
+        return {**plain, **less, "history": self.history.as_plain()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ComparedRun:
         """Make the run that `as_plain` was of."""
-        return cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
+        run = cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
+        run.measured_less = plain.get("measured_less")
+        run.remake_strategy()
+        return run
+
+    def remake_strategy(self) -> None:
+        """Make the strategy from the configuration, if all of it is vsim's own."""
+        about = self.history.config.get("strategy", {})
+        strategy = type(self).remade(about.get("call", ""))
+        if strategy is not None and describe(strategy).items() <= about.items():
+            self.strategy = strategy
 
 
 # What hours are derived from, and how both may be given.
@@ -146,7 +162,7 @@ class Comparison(Mapping[str, ComparedRun]):
         self.allreduce_bytes = allreduce_bytes
         self.network: Network | None = None
         self.compute: Compute | None = None
-        self.tuned: dict[str, Sweep] = {}
+        self.tuned: dict[str, Any] = {}  # values are Sweeps, whose module imports this one
         self.calls: list[str] = []
         self._measured_bytes: int | None = None  # of the trained model, if bytes are another model's
         self._runs: dict[str, list[ComparedRun]] = {}
@@ -370,7 +386,7 @@ class Comparison(Mapping[str, ComparedRun]):
             comparison._add(run["strategy"], ComparedRun.from_plain(run))
         comparison._measured_bytes, comparison.calls = content.get("measured_bytes"), list(content.get("calls", []))
         for name, sweep in content.get("tuned", {}).items():
-            comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)  # type: ignore[assignment]
+            comparison.tuned[name] = _KINDS["Sweep"]._from_plain(sweep)
         return comparison
 
     @classmethod
@@ -794,7 +810,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             parameters, layers, model, bytes_per_parameter: describe the target model, see `vsim.price`.
-            strategies: name → strategy, for a comparison that was read from a file, which has no strategies.
+            strategies: name → strategy, for strategies of your own in a comparison that was read from a file. Files
+                keep those that are made of vsim's own classes, numbers and text.
 
         Raises:
             ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
@@ -824,8 +841,28 @@ class Comparison(Mapping[str, ComparedRun]):
             most = max(1, *(run.ledger.steps for run in runs))
             with naming(name), naming_layers(bare):
                 ledger = strategy.dry_run(bare, first.history.num_nodes, most, first.seed, clock)
-            other._runs[name] = [replace(run, history=run.history.with_ledger(ledger)) for run in runs]
+            other._runs[name] = [
+                replace(
+                    run, history=run.history.with_ledger(ledger), measured_less=run.measured_less or self._less(run)
+                )
+                for run in runs
+            ]
         return other
+
+    def _less(self, run: ComparedRun) -> float | None:
+        """Return how many times fewer bytes than AllReduce's a run sent; None if it sent nothing."""
+        numbers = self._numbers(run, None, False, None, self._of_clients, frozenset())
+        less = numbers["times less than AllReduce"]
+        return less if math.isfinite(less) else None
+
+    def _resized(self) -> list[str]:
+        """Return a note on strategies that compress otherwise at the size of `at` than where their losses are from."""
+        said = []
+        for name in self._ordered():
+            measured, priced = self[name].measured_less, self._less(self[name])
+            if measured is not None and priced is not None and abs(priced / measured - 1) > _ALIKE:
+                said.append(f"{name} {measured:.3g}× as measured, {priced:.3g}× as priced")
+        return [f"losses are of another compression than bytes: {_named(said)}"] if said else []
 
     def _never(self, loss: float, stays: bool = False) -> dict[str, str]:
         """Return name → text for each strategy with a seed that does not reach the loss."""
@@ -935,7 +972,7 @@ class Comparison(Mapping[str, ComparedRun]):
             best, others = ({places[name] for name in names} for names in (found.best, found.undecided))
             marks = Marks(self._loss_title, best, others, remarks)
         notes = [*self._budgeted(), *([*self._tuning(), *self._unformed()] if has_loss else [])]
-        notes += self._noisy(stays) if loss is not None else []
+        notes += [*(self._noisy(stays) if loss is not None else []), *self._resized()]
         return text_table(rows, format, titles, columns, digits, marks, notes)
 
     def _unformed(self) -> list[str]:

@@ -161,6 +161,7 @@ class Entries:
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder; "auto": if it holds a comparison.
+        configs: the configuration of each run, which the folder keeps.
         processes: which process this is of those that compute the comparison.
         tell: called as tell(number of an entry, its `StepReport`, `Begun`, `Ended` or `Outcome`).
         interrupt: the request to stop after a step.
@@ -176,6 +177,7 @@ class Entries:
     title: str = ""
     folder: Path | None = None
     resume: bool | str = False
+    configs: Sequence[dict[str, Any]] = ()
     processes: Processes = field(default_factory=Processes)
     tell: Callable[[int, Any], None] = lambda number, message: None
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -454,7 +456,7 @@ class Entries:
                     "resume it, or another save_dir"
                 )
             self._make_folders()
-            write_whole(path, about)
+            write_whole(path, {**about, "configs": self.configs})
             return
         if not path.exists():
             raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
@@ -465,6 +467,7 @@ class Entries:
                     f"the comparison in {str(self.folder)!r} is another: its {what} were {saved.get(what)} and are "
                     f"{now}"
                 )
+        write_whole(path, {**about, "configs": self.configs})
 
     def _make_folders(self) -> None:
         """Make the folders of all runs, so that a name that cannot be a folder fails before training."""
