@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim import Trainer
 from vsim.models import MLP
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
+from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 
 
 def vectors(count: int, seed: int = 0) -> TensorDataset:
@@ -313,3 +313,22 @@ def test_a_longer_run_has_its_own_test_loss(tmp_path: Path) -> None:
     trainer.fit(max_steps=4, resume=True, **options)
     losses = trainer.history["test_loss"]
     assert np.isnan(losses[:-1]).all() and losses[-1] not in (early, np.nan)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"callbacks": [lambda run: run.stop() if run.done == 2 else None]},
+        {"strategy": FedAvgStrategy(H=2), "participation": vsim.Sample(2, of=4)},
+        {"strategy": AsyncDiLoCoStrategy(H=2), "compute": 0.1},
+        {"loss_fn": lambda outputs, y: F.cross_entropy(outputs, y), "accuracy": False},
+        pytest.param({"backend": "process"}, marks=pytest.mark.slow),
+        pytest.param({"backend": "process", "num_processes": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_kind_of_run_ends_with_a_test_loss(options: dict[str, Any]) -> None:
+    test = vectors(40, 2)
+    history = fitted(test, **options, test_dataset=test).history  # the test data are the validation data
+    assert np.isfinite(history["test_loss"]).nonzero()[0].tolist() == [len(history) - 1]
+    assert history["test_loss"][-1] == pytest.approx(history["global_loss"][-1], rel=1e-6)
+    assert np.isnan(history["test_accuracy"][-1]) == ("accuracy" in options)

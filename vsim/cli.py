@@ -413,9 +413,8 @@ def compare(
     )
     _print_table(comparison, priced.target_loss)
     picture, winners = _FIGURES["comparison"]
-    figures: dict[str, Any] = {
-        picture: comparison.figure(problem.title(priced.budget), x="step" if priced.network is None else "time")
-    }
+    title = "; ".join([problem.title(priced.budget), *comparison._tuning()])
+    figures: dict[str, Any] = {picture: comparison.figure(title, x="step" if priced.network is None else "time")}
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # others train on one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
         figures[winners] = comparison.winners(priced.target_loss).plot()

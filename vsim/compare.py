@@ -160,10 +160,10 @@ def compare(
         }
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
     options = {"max_steps": max_steps, **options}
-    if tune is not None and options.get("resume"):
-        options["resume"] = "auto"  # it may not have begun when tuning was interrupted
+    # A comparison that resumes may have been interrupted while tuning, before it began.
+    resumed = {"resume": "auto"} if tune is not None and options.get("resume") else {}
     comparison = train_entries(
-        entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **options
+        entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **{**options, **resumed}
     )
     comparison.tuned.update(tuned)
     about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
