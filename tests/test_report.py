@@ -104,6 +104,8 @@ def test_sliders_stand_where_asked_and_say_what_was_assumed() -> None:
     (page,) = held(comparison.report().html)
     assert page["assumed"] == ["network", "compute"]
     assert page["network"]["bandwidth"] == 1e9
+    assert [text for title, text in page["about"] if title in ("network", "compute")] == ["none given"] * 2
+    assert all(run["timeline"] is None for run in page["runs"])
     (page,) = held(comparison.report(network="3 Mbit/s, 7 ms", compute=Compute(2, dollars_per_hour=1.5)).html)
     assert page["assumed"] == []
     assert (page["network"]["bandwidth"], page["network"]["latency"]) == (3e6, 0.007)
@@ -112,6 +114,14 @@ def test_sliders_stand_where_asked_and_say_what_was_assumed() -> None:
     (page,) = held(comparison.report(network=regions, compute=1).html)
     assert not page["network"]["equal"]
     assert page["network"]["bandwidth"] == page["network"]["latency"] == 1
+
+
+def test_the_bars_of_the_front_are_those_of_python() -> None:
+    comparison = compared({"AllReduce": SimpleReduceStrategy(lr=1e-3)}, max_steps=2, seeds=[0, 1])
+    for one in (comparison, three_strategies()):
+        (page,) = held(one.report().html)
+        low_high = one.pareto().frame[["low", "high"]].to_numpy()
+        assert [run["interval"] for run in page["runs"]] == [pytest.approx(ends) for ends in low_high]
 
 
 @pytest.mark.parametrize("collective", ["ring", "tree", "server"])

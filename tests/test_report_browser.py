@@ -150,14 +150,23 @@ def test_every_slider_moves_by_hand_keyboard_and_text(opened: Any, comparison: v
         opened.wait_for_timeout(60)
         assert opened.evaluate(f"vsim.state.{key}") < moved
         assert opened.locator(f"#slide-{key}").get_attribute("aria-valuetext")
-    for key, text, value in (("bw", "3 Gbit/s", 3e9), ("lat", "7 ms", 7e-3), ("sec", "1.5", 1.5), ("size", "× 20", 20)):
+    for key, text, value in (
+        ("bw", "1,5 Gbit/s", 1.5e9),
+        ("price", "$ 2,5", 2.5),
+        ("bw", "3 Gbit/s", 3e9),
+        ("lat", "7 ms", 7e-3),
+        ("sec", "1.5", 1.5),
+        ("size", "× 20", 20),
+    ):
         opened.locator(f"#text-{key}").fill(text)
         opened.locator(f"#text-{key}").press("Enter")
         assert opened.evaluate(f"vsim.state.{key}") == pytest.approx(value)
-    opened.locator("#text-bw").fill("fast")
-    opened.locator("#text-bw").press("Enter")
-    assert opened.locator("#text-bw").get_attribute("aria-invalid") == "true"
-    assert opened.evaluate("vsim.state.bw") == 3e9
+    for text in ("fast", "1,500 Mbit/s", "1.5.2 Gbit/s"):
+        opened.locator("#text-bw").fill(text)
+        opened.locator("#text-bw").press("Enter")
+        assert opened.locator("#text-bw").get_attribute("aria-invalid") == "true"
+        assert "3 Gbit/s" in opened.locator("#note-bw").inner_text()
+        assert opened.evaluate("vsim.state.bw") == 3e9
     check(opened, comparison)
     opened.locator("#reset").click()
     assert opened.evaluate("vsim.state.bw") == 2e8
@@ -323,14 +332,60 @@ def test_an_address_restores_what_was_set(
 
 
 @pytest.mark.slow
+def test_without_a_network_there_are_no_hours_until_a_slider_moves(
+    browser: Any, comparison: vsim.Comparison, tmp_path: Path
+) -> None:
+    with watched(browser, comparison.report(tmp_path / "report.html")) as page:
+        for plot in ("#assumed", "#map"):
+            assert "No network and no compute given" in page.locator(plot).inner_text()
+        assert page.evaluate("vsim.state.x") == "step"
+        assert page.locator("#text-bw").input_value() == ""
+        assert all("hours" not in row for row in cells(page))
+        steps = [sum(own) / len(own) for own in comparison.steps_to(page.evaluate("vsim.state.target")).values()]
+        assert sum(math.isfinite(own) for own in steps) >= len(comparison) / 2  # the median run reaches the target
+        page.locator("#text-bw").fill("200 Mbit/s")
+        page.locator("#text-bw").press("Enter")
+        page.wait_for_timeout(60)
+        assert page.locator("#text-lat").input_value() == "20 ms"
+        check(page, comparison)
+
+
+@pytest.mark.slow
+def test_long_and_foreign_names_a_tie_and_an_outlier(browser: Any, tmp_path: Path) -> None:
+    foreign, lost = "\u05d3\u05d9\u05dc\u05d5\u05e7\u05d5 (H=8)", "many letters " * 9
+    names = ["first", "as cheap and as good", foreign, "other", lost]
+    comparison = vsim.Comparison(100)
+    for name, loss, sent in zip(names, (1.0, 1.0, 1.1, 1.2, 9.0), (2e6, 2e6, 1e6, 3e6, 4e6), strict=True):
+        history = vsim.History(name, 2)
+        for step, own in enumerate((9.0, loss)):
+            row = {"step": step, "examples": step, "wire_bytes": step * sent, "payload_bytes": 0, "seconds": 0}
+            history.append({**row, "global_loss": own, "train_loss": own}, [own, own] if step else None)
+        comparison._add(name, vsim.ComparedRun(history))
+    with watched(browser, comparison.report(tmp_path / "report.html"), viewport={"width": 1280, "height": 900}) as page:
+        front = page.locator("#front svg").get_attribute("aria-label").partition("On the front: ")[2]
+        assert {name for name in names if name in front} == set(comparison.pareto().names) == set(names[:3])
+        assert "9 ↑" in page.locator("#front svg").inner_html()
+        assert page.locator("#legend bdi").all_inner_texts() == [name.strip() for name in names]
+        page.emulate_media(media="print")
+        table = page.evaluate(
+            "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('.scroll'))"
+        )
+        assert table[0] <= table[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [1400, 1280, 390])
 def test_fits_a_screen_and_a_phone(
     browser: Any, comparison: vsim.Comparison, tmp_path: Path, width: int, scheme: str
 ) -> None:
     path = comparison.report(tmp_path / "report.html", network="200 Mbit/s, 50 ms", compute=0.8)
     with watched(browser, path, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        table = page.evaluate(
+            "(({scrollWidth, clientWidth}) => scrollWidth - clientWidth)(document.querySelector('.scroll'))"
+        )
+        assert width < 1280 or table == 0
     if AXE is not None:  # which adds a script, against the page's policy
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
         page = context.new_page()

@@ -8,6 +8,7 @@ import html
 import io
 import math
 import statistics
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -497,13 +498,9 @@ class Comparison(Mapping[str, ComparedRun]):
             raise TypeError(f"network and compute have no effect on {cost!r}; 'time' and 'cost' follow from them")
         priced = self._must_be_priced(network, compute) if cost in ("time", "cost") else None
         rows: list[dict[str, Any]] = []
-        losses = self._by_seed(self._loss)
-        means = contenders(losses)
-        shared = shared_seeds(losses[name] for name in means)
+        finals = self._finals()
         for name in self._ordered():
-            runs = _sound(self._runs[name])
-            if name in means:
-                runs = [run for run in self._runs[name] if run.seed in (shared or losses[name])]
+            runs = finals[name]
             low, high = self._loss_interval(runs)
             row = {
                 "strategy": name,
@@ -515,6 +512,7 @@ class Comparison(Mapping[str, ComparedRun]):
             steps = statistics.fmean(run.ledger.steps for run in runs)
             row |= {"seeds": len(runs), "front": False, "dominated_by": "", "tied": False, "steps": steps}
             rows.append(row)
+        means = contenders(self._by_seed(self._loss))
         sound = [row for row in rows if row["strategy"] in means]
         by = dominating([row[kind.column] for row in sound], [row["loss"] for row in sound])
         ties = self._ties()
@@ -527,6 +525,16 @@ class Comparison(Mapping[str, ComparedRun]):
             row["equal_steps"] = row["steps"] * dearest / row[kind.column] if row[kind.column] else math.inf
         per = "client" if self._of_clients else "node"
         return Front(cost, pandas.DataFrame(rows), self._looks(), self._loss_title, per)
+
+    def _finals(self) -> dict[str, list[ComparedRun]]:
+        """Return name → the runs whose final losses a front compares: of the seeds that all contenders have."""
+        losses = self._by_seed(self._loss)
+        means = contenders(losses)
+        shared = shared_seeds(losses[name] for name in means)
+        return {
+            name: [run for run in runs if run.seed in (shared or losses[name])] if name in means else _sound(runs)
+            for name, runs in self._runs.items()
+        }
 
     def _loss_interval(self, runs: Sequence[ComparedRun]) -> tuple[float, float]:
         """Return the 95 % interval of the mean loss: by Student's t or, of one run, by its standard error."""
@@ -1036,8 +1044,9 @@ class Comparison(Mapping[str, ComparedRun]):
 
         Args:
             path: the path of the file. Default: write no file, and let a notebook show the page.
-            network, compute: initial values of the sliders; default: the comparison's, or else 1 Gbit/s, 20 ms, 1 s.
-            title: the title of the page.
+            network, compute: initial values of the sliders; default: the comparison's. Without them, the page has no
+                hours until a slider moves.
+            title: the title of the page; default: the names of the strategies.
 
         Returns:
             The path; without a path, the page as a `Report`.
@@ -1047,8 +1056,14 @@ class Comparison(Mapping[str, ComparedRun]):
         """
         from vsim.records.report.page import report
 
-        page = report({"Comparison" if title is None else a_text("title", title): self}, network, compute, title)
+        page = report(
+            {self._names_in_short() if title is None else a_text("title", title): self}, network, compute, title
+        )
         return page if path is None else page.save(path)
+
+    def _names_in_short(self) -> str:
+        names = [textwrap.shorten(name, 40, placeholder="…") for name in self]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
     def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
         if isinstance(x, str) and x == "time":

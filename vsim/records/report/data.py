@@ -30,7 +30,7 @@ ComparedRun: TypeAlias = Any
 AnyNetwork = Network | str | float | None
 AnyCompute = Compute | float | str | None
 
-# Where neither the caller nor the comparison gives any.
+# Where the sliders begin once they are moved, if neither the caller nor the comparison gives any.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
 # The most measurements of a loss and of other columns, steps of a clock and rows of `node_losses` on a page of few
 # runs, and on a page of many, such as a sweep's; and the most nodes, and bars of a timeline.
@@ -67,7 +67,8 @@ def content(
     """Return the content of the page of a comparison or sweep, as dicts, lists, numbers and text for JSON.
 
     Args:
-        network, compute: initial values of the sliders; default: the comparison's, or else `NETWORK` and `COMPUTE`.
+        network, compute: initial values of the sliders; default: the comparison's. Without them, the page
+            has no hours until a slider moves.
         cache: the clocks of earlier pages.
 
     Raises:
@@ -81,19 +82,24 @@ def content(
     on = Network.of(NETWORK if network is None else network, "server" if comparison._of_clients else "ring")
     total = sum(len(comparison.runs(name)) for name in comparison)
     most = _FEW if total <= _MANY_RUNS else _MANY
-    page = _Page(
-        comparison, on, Compute.of(COMPUTE if compute is None else compute), most, Cache() if cache is None else cache
-    )
-    return {**page.as_plain(), "assumed": assumed}
+    node = Compute.of(COMPUTE if compute is None else compute)
+    return _Page(comparison, on, node, assumed, most, Cache() if cache is None else cache).as_plain()
 
 
 class _Page:
     """Collects the content of the page of one comparison; equal ledgers are priced once."""
 
     def __init__(
-        self, comparison: Comparison, network: Network, compute: Compute, most: dict[str, int], cache: Cache
+        self,
+        comparison: Comparison,
+        network: Network,
+        compute: Compute,
+        assumed: list[str],
+        most: dict[str, int],
+        cache: Cache,
     ) -> None:
         self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
+        self.assumed = assumed  # "network" or "compute", if nobody gave it
         self.ledgers: list[dict[str, Any]] = []
         self.places: dict[str, int] = {}  # digest of what a clock depends on → place in `ledgers`
         self.cache = cache
@@ -119,7 +125,7 @@ class _Page:
         losses, places = comparison._by_seed(comparison._loss), {name: i for i, name in enumerate(rows)}
         ranked = contenders(losses)
         shared = shared_seeds(losses[name] for name in ranked)
-        looks = comparison._looks()
+        looks, finals = comparison._looks(), comparison._finals()
         runs = []
         for name, row in rows.items():
             own = comparison.runs(name)
@@ -128,6 +134,9 @@ class _Page:
                     "name": name,
                     **_look(looks.by_name[name]),
                     "row": {key: _plain(value) for key, value in row.items()},
+                    "interval": ends
+                    if all(map(math.isfinite, ends := comparison._loss_interval(finals[name])))
+                    else None,
                     "mark": "best" if name in found.best else "tied" if name in found.undecided else "",
                     "ranked": name in ranked,
                     "ties": sorted(places[other] for other in ties.get(name, ())),
@@ -164,6 +173,7 @@ class _Page:
             ],
             "runs": runs,
             "ledgers": self.ledgers,
+            "assumed": self.assumed,
             "network": _network(self.network),
             "compute": {
                 "seconds": float(self.compute.node_seconds.mean()),
@@ -200,8 +210,8 @@ class _Page:
             ["weights", f"{comparison.allreduce_bytes:,} bytes"],
             ["validated on", ", ".join(comparison._sampled()) or histories[0].validated_on],
             ["executor", ", ".join(dict.fromkeys(history.executor for history in histories))],
-            ["network", repr(self.network)],
-            ["compute", repr(self.compute)],
+            ["network", "none given" if "network" in self.assumed else repr(self.network)],
+            ["compute", "none given" if "compute" in self.assumed else repr(self.compute)],
         ]
         found.append(["provenance", str(comparison.describe())])
         settings = getattr(comparison, "settings", {})
@@ -318,7 +328,7 @@ class _Page:
     def _timeline(self, history: History) -> dict[str, Any] | None:
         """Return the activity of some nodes around the first sync, as bars: what, node, start, end, step, label."""
         ledger = history.ledger
-        if not self.most["rows"] or ledger.seconds or ledger.num_nodes > 1000:
+        if self.assumed or not self.most["rows"] or ledger.seconds or ledger.num_nodes > 1000:
             return None
         first, last = around_first_event(ledger)
         spans: list[Span] = []

@@ -52,13 +52,17 @@
     else if (key.startsWith("steps")) n = 0;
     const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
     const spread = finite(sd) ? (percent ? 100 * sd : sd) : 0;
-    const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ± ${text(spread)}` : "";
-    return text(v) + shown + (percent ? " %" : times ? "×" : "");
+    const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ±\u00a0${text(spread)}` : "";
+    return text(v) + shown + (percent ? "\u00a0%" : times ? "×" : "");
   };
 
   // The clock: the largest of planes, see vsim.network.planes -----------------------------------------------------------
 
-  const place = () => ({ bw: state.bw, lat: state.lat, sec: state.sec, size: state.size });
+  /** Whether a network or compute was given, to the page or by a slider; without both there are no hours. */
+  const isGiven = (what) => state.on === "1" || !P.assumed.includes(what);
+  const isPriced = () => isGiven("network") && isGiven("compute");
+  const place = () => ({ bw: isGiven("network") ? state.bw : NaN, lat: isGiven("network") ? state.lat : NaN, sec: isGiven("compute") ? state.sec : NaN, size: state.size });
+  const unpriced = () => `No ${["network", "compute"].filter((what) => !isGiven(what)).join(" and no ")} given: move the sliders to price the runs.`;
   const factors = (ledger, at) => {
     if (ledger.decided === "both") return [ledger.seconds, 0, 0];
     return [ledger.decided ? ledger.seconds : at.sec, at.lat, at.size / at.bw];
@@ -127,7 +131,7 @@
   const priced = (run) => {
     const whole = (seed) => {
       const ledger = P.ledgers[seed.ledger], total = secondsAt(seed, lastStep(seed)), own = factors(ledger, place());
-      return { hours: total / 3600, utilization: total ? (ledger.computed * own[0]) / total : 1,
+      return { hours: total / 3600, utilization: total === 0 ? 1 : (ledger.computed * own[0]) / total,
                dollars: (state.price || 0) * ledger.nodes * total / 3600, wire: bytesAt(seed, lastStep(seed), "wire") / 1e6 };
     };
     const rows = sound(run).map(whole), results = compared(run).map((seed) => { // of the last loss
@@ -309,7 +313,9 @@
     host.replaceChildren(root);
     return { root, plot, x, y, box, width, height };
   };
-  const brief = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
+  /** A name in a sentence: one written from right to left turns nothing around it. */
+  const isolated = (name) => (/[\u0590-\u08ff\ufb1d-\ufefc]/.test(name) ? `\u2068${name}\u2069` : name);
+  const brief = (name) => isolated(name.length > 32 ? `${[...name].slice(0, 31).join("")}…` : name);
   const empty = (host, text) => host.replaceChildren(el("p", { class: "remark" }, text));
 
   /** Readers of a plot, by pointer and by keyboard: `at(px, py)` shows what is there, `keys(event)` moves. */
@@ -336,11 +342,11 @@
   };
   const showTip = (title, head, rows, px, py) => {
     const tip = $("tip");
-    tip.replaceChildren(el("b", {}, title));
+    tip.replaceChildren(el("b", { dir: "auto" }, title));
     if (rows.length) {
       tip.append(el("table", {},
         el("thead", {}, el("tr", {}, ...head.map((text, i) => el("th", { class: i ? null : "text" }, text)))),
-        el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, i) => el("td", { class: i ? null : "text" }, text)))))));
+        el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((text, i) => el("td", { class: i ? null : "text" }, i ? text : el("bdi", {}, text))))))));
     }
     tip.hidden = false;
     const size = tip.getBoundingClientRect();
@@ -379,6 +385,7 @@
 
   const drawCurves = () => {
     const host = $("curves"), axis = AXES[state.x], many = P.runs.length > 12;
+    if (axis.time && !isPriced()) return empty(host, unpriced());
     const all = shownRuns().map((run) => points(run, state.y, state.x)).filter((own) => own.ys.length);
     if (!all.length) return empty(host, "No run is shown: choose some below, or in the table.");
     const [unit, unitName] = axis.time ? timeUnit(all) : [axis.unit || 1, ""];
@@ -394,7 +401,7 @@
     const label = P.columns[state.y];
     const summary = `${label} against ${axisLabel(state.x, unitName)}. ` + shown.slice(0, 12).map((own) => {
       const i = own.ys.length - 1;
-      return `${own.run.name}: ${digits(own.ys[0])} to ${digits(own.ys[i])} at ${digits(own.xs[i])}`;
+      return `${isolated(own.run.name)}: ${digits(own.ys[0])} to ${digits(own.ys[i])} at ${digits(own.xs[i])}`;
     }).join("; ");
     const f = frame(host, { summary, xlabel: axisLabel(state.x, unitName), ylabel: label,
       x: (a, b) => scale(start, end, a, b, logx), y: (a, b) => scale(first, high + (logy ? 0 : 0.04 * (high - low)), a, b, logy) });
@@ -475,7 +482,7 @@
     P.runs.forEach((run, i) => {
       const at = crossings(run), said = never(at);
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
-      if (said || !timed) missing.push(`${run.name} (${said || "no hours"})`);
+      if (said || !timed) missing.push(`${isolated(run.name)} (${said || "no hours"})`);
       if (state.hide.has(i) || !timed || !at.some(Boolean)) return;
       /** The step at which a run might be at the target but for noise; null if not before it was measured there. */
       const might = (seed, own) => {
@@ -524,6 +531,7 @@
     $("never").textContent = [...left, ...P.doubts].map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`).join(" ");
     $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
     if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
+    if (!isGiven("compute")) return empty(host, unpriced());
     const inputs = [pages.indexOf(P), state.sec, state.size, state.target, ...state.hide].join();
     if (raced.key !== inputs) raced = { key: inputs, cells: delays.map((lat) => bits.map((bw) => race(found, spots, { ...place(), bw, lat }))) };
     const { cells } = raced;
@@ -533,11 +541,14 @@
     const counts = new Map();
     cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
     const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
+    const tiedIn = (own) => own.split(",").map((k) => brief(found[k].run.name));
+    const crowds = order.filter((own) => tiedIn(own).length > 2); // whose names stand below the map, by a letter
     const text = (own) => {
-      const tied = own.split(",").map((k) => brief(found[k].run.name));
-      return tied.length <= 4 ? tied.join(" or ") : `${tied.length} runs, among them ${tied.slice(0, 2).join(" and ")}`;
+      const tied = tiedIn(own), letter = crowds.indexOf(own);
+      return letter < 0 ? tied.join(" or ") : `${tied.length} tied${crowds.length > 1 ? ` (${letter < 26 ? String.fromCharCode(97 + letter) : letter + 1})` : ""}`;
     };
-    const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${text(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
+    const whole = (own) => (crowds.includes(own) ? `${text(own)}: ${tiedIn(own).slice(0, 12).join(", ")}${tiedIn(own).length > 12 ? ", …" : ""}` : text(own));
+    const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${whole(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
     const f = frame(host, { summary, height: clamp(widths.get(host) * 0.66, 240, 380), left: 62,
       xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
       xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(widths.get(host) / 75)),
@@ -576,13 +587,10 @@
       else beside.push(own);
     }
     const at = [clamp(state.bw, bits[0], bits[bits.length - 1]), clamp(state.lat, delays[0], delays[delays.length - 1])].map((v, i) => (i ? f.y(v) : f.x(v)));
-    f.plot.append(svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: panel(), "stroke-width": 4 }),
+    if (isGiven("network")) f.plot.append(svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: panel(), "stroke-width": 4 }),
       svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: dark.matches ? "#ffffff" : "#000000", "stroke-width": 1.8 }));
-    if (beside.length) {
-      host.append(el("p", { class: "remark" }, "also: ", ...beside.slice(0, 8).flatMap((own, n) => [n ? "; " : "",
-        svg("svg", { width: 14, height: 10, viewBox: "0 0 14 10", style: null, "aria-hidden": "true", class: "swatch" }, svg("rect", { width: 14, height: 10, fill: fill(own) })), ` ${text(own)}`])));
-      for (const swatch of host.querySelectorAll(".swatch")) Object.assign(swatch.style, { width: "14px", height: "10px", display: "inline-block" });
-    }
+    host.append(...order.filter((own) => beside.includes(own) || crowds.includes(own)).slice(0, 8).map((own) => el("p", { class: "remark key" },
+      svg("svg", { viewBox: "0 0 26 12", "aria-hidden": "true" }, svg("rect", { width: 26, height: 12, fill: fill(own) })), el("span", {}, whole(own)))));
     const nearest = (values, v) => values.reduce((a, b, i) => (Math.abs(Math.log(b / v)) < Math.abs(Math.log(values[a] / v)) ? i : a), 0);
     const where = (bw, lat) => (unit ? `${scaled(bw, RATES)}, ${delay(lat)}` : `bandwidth × ${digits(bw)}, latency × ${digits(lat)}`);
     const show = (i, j, screen) => {
@@ -599,14 +607,14 @@
       let i = nearest(bits, state.bw), j = nearest(delays, Math.max(state.lat, 1e-9));
       i = clamp(i + (way === "Right") - (way === "Left"), 0, bits.length - 1);
       j = clamp(j + (way === "Up") - (way === "Down"), 0, delays.length - 1);
-      set({ bw: Number(bits[i].toPrecision(4)), lat: Number(delays[j].toPrecision(4)) });
+      set({ bw: Number(bits[i].toPrecision(4)), lat: Number(delays[j].toPrecision(4)), on: "1" });
       render();
       show(i, j, onScreen(host, f.x(bits[i]), f.y(delays[j])));
     });
     host.onclick = (event) => {
       const edge = f.root.getBoundingClientRect(), zoom = f.width / edge.width;
       const [px, py] = [(event.clientX - edge.left) * zoom, (event.clientY - edge.top) * zoom];
-      if (inside(px, py)) { set({ bw: Number(f.x.back(px).toPrecision(3)), lat: Number(f.y.back(py).toPrecision(3)) }); render(); }
+      if (inside(px, py)) { set({ bw: Number(f.x.back(px).toPrecision(3)), lat: Number(f.y.back(py).toPrecision(3)), on: "1" }); render(); }
     };
   };
 
@@ -615,20 +623,29 @@
     hours: ["hours", () => "hours on the network"],
     dollars: ["dollars", () => "dollars, of all nodes"],
   };
+  /** As `vsim.records.fronts.within`: the losses to show; those above leave the picture, and bars are cut. */
+  const within = (all) => {
+    const losses = all.map((one) => one.loss).sort((a, b) => a - b), share = (p) => mixed(losses, between(losses.map((_, i) => i), p * (losses.length - 1)));
+    const most = share(0.75) + 3 * Math.max(share(0.75) - share(0.25), 0.05 * Math.abs(share(0.5)));
+    const kept = all.filter((one) => one.loss <= most), low = losses[0], high = Math.max(...kept.map((one) => one.loss)), span = high - low || Infinity;
+    const ends = kept.flatMap((one) => one.ends || []);
+    return [Math.max(Math.min(low, ...ends), low - span), Math.min(Math.max(high, ...ends), high + span)];
+  };
   const drawFront = (rows) => {
     const host = $("front"), key = state.cost;
-    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(compared(run).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), sd: run.row[`${P.lossTitle} std`] || 0 }))
+    if (key !== "wire" && !isPriced()) return empty(host, unpriced());
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(compared(run).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), ends: run.interval }))
       .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
     if (!all.length) return empty(host, "No shown run has a loss.");
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
-    let lowest = Infinity;
-    const front = sorted.filter((one) => one.run.ranked && one.loss < lowest && ((lowest = one.loss), true));
+    let last = { loss: Infinity };
+    const front = sorted.filter((one) => one.run.ranked && (one.loss < last.loss ? (last = one) : one.loss === last.loss && one.cost === last.cost));
     /** As `vsim.records.fronts.Front`: dominated only by runs from whose loss its own cannot be told. */
     const tied = (one) => one.run.ranked && sorted.every((other) => !other.run.ranked || other.cost > one.cost || other.loss > one.loss ||
       (other.cost === one.cost && other.loss === one.loss) || one.run.ties.includes(other.i));
     const costs = all.map((one) => one.cost).filter((v) => v > 0), free = all.some((one) => !(one.cost > 0));
     const log = costs.length > 0 && Math.max(...costs) > 8 * Math.min(...costs);
-    const low = Math.min(...all.map((one) => one.loss - one.sd)), high = Math.max(...all.map((one) => one.loss + one.sd)), pad = 0.1 * (high - low) || 0.05;
+    const [low, high] = within(all), pad = 0.1 * (high - low) || 0.05, isHigh = (one) => one.loss > high;
     const label = COSTS[key][1]();
     const summary = `${P.lossTitle} against ${label}. On the front: ${front.map((one) => `${one.run.name} ${digits(one.loss, 4)} for ${digits(one.cost)}`).join("; ")}`;
     let slot = 0;
@@ -639,7 +656,7 @@
         return scale(Math.min(...costs) / 1.4, Math.max(...costs) * 1.4, a + slot, b, true);
       }, y: (a, b) => scale(low - pad, high + pad, a, b, false) });
     if (slot) f.root.append(svg("text", { class: "soft", x: f.box.left + 10, y: f.box.bottom + 16, "text-anchor": "middle" }, "0"));
-    const sit = (one) => [one.cost > 0 || !log ? f.x(one.cost) : f.box.left + 10, f.y(one.loss)];
+    const sit = (one) => [one.cost > 0 || !log ? f.x(one.cost) : f.box.left + 10, isHigh(one) ? f.box.top + 7 : f.y(one.loss)];
     const path = front.map((one, i) => { const [x, y] = sit(one); return i ? `H${x.toFixed(1)}V${y.toFixed(1)}` : `M${x.toFixed(1)},${f.box.top}V${y.toFixed(1)}`; }).join("") + `H${f.box.right}`;
     f.plot.append(svg("path", { d: path, fill: "none", stroke: dark.matches ? "#a4abb5" : "#5a6069", "stroke-width": 1.3, "stroke-dasharray": "4 3" }));
     const taken = [];
@@ -648,13 +665,13 @@
     for (const one of sorted) {
       const [x, y] = sit(one), faint = front.includes(one) ? 1 : tied(one) ? 0.75 : 0.45, colour = ink(one.run);
       const group = svg("g", { opacity: faint });
-      if (one.sd > 0) group.append(svg("line", { x1: x, x2: x, y1: f.y(one.loss - one.sd), y2: f.y(one.loss + one.sd), stroke: colour, "stroke-width": 1.6 }));
-      const dot = marker(one.run, x, y, P.runs.length > 40 ? 3 : 4.6);
+      if (one.ends && !isHigh(one)) group.append(svg("line", { x1: x, x2: x, y1: f.y(one.ends[0]), y2: f.y(one.ends[1]), stroke: colour, "stroke-width": 1.6 }));
+      const dot = marker(isHigh(one) ? { ...one.run, marker: "^" } : one.run, x, y, P.runs.length > 40 ? 3 : 4.6);
       dot.setAttribute("fill", colour);
       group.append(dot);
       f.plot.append(group);
-      if (P.runs.length > 20 && faint < 1) continue;
-      const wide = brief(one.run.name).length * 6.3;
+      if (P.runs.length > 20 && faint < 1 && !isHigh(one)) continue;
+      const said = brief(one.run.name) + (isHigh(one) ? ` ${digits(one.loss)} ↑` : ""), wide = said.length * 6.3;
       const ways = [[x + 9, y + 4, "start"], [x - 9, y + 4, "end"], [x, y - 10, "middle"], [x, y + 18, "middle"], [x + 8, y - 9, "start"], [x - 8, y - 9, "end"], [x + 8, y + 17, "start"], [x - 8, y + 17, "end"]];
       const spot = ways.find(([tx, ty, anchor]) => {
         const left = anchor === "start" ? tx : anchor === "end" ? tx - wide : tx - wide / 2, own = [left, ty - 10, left + wide, ty + 3];
@@ -662,7 +679,7 @@
         taken.push(own);
         return true;
       });
-      if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, brief(one.run.name)));
+      if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, said));
     }
     const dearest = Math.max(...costs, 0), cheap = sorted.filter((one) => one.cost > 0 && one.cost < 0.95 * dearest);
     const more = (one) => `${brief(one.run.name)} in about ${digits((mean(sound(one.run).map(lastStep)) * dearest) / one.cost)} steps`;
@@ -673,7 +690,7 @@
     let cursor = -1;
     const show = (one, screen) => {
       const i = P.runs.indexOf(one.run), own = rows[i];
-      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss, one.sd)], ["wire MB", cell("MB", ...own.wire)], ["hours", cell("hours", ...own.hours)],
+      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss) + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], ["wire MB", cell("MB", ...own.wire)], ["hours", cell("hours", ...own.hours)],
         ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
     };
     readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
@@ -706,7 +723,7 @@
     if (line) {
       const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
       const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait"].map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
-        height: 62 + 46 * line.nodes, left: 62, xlabel: "seconds", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
+        height: 62 + 46 * line.nodes, left: 62, xlabel: "seconds on the network", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
         y: (a, b) => Object.assign((row) => b + 24 + row * 46, { ticks: () => [] }) });
       const HEIGHTS = { compute: [-18, 16], wait: [-18, 16], send: [2, 12] };
       const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", send: ink(run) };
@@ -800,7 +817,8 @@
   const COLUMN_OF = { target: ["steps to target", "wire MB to target", "hours to target"] };
   const columnsShown = () => {
     const own = P.table.filter((key) => !COLUMN_OF.target.includes(key)), more = state.all === "1" ? P.more : [];
-    const live = ["hours", "utilization", ...(state.price ? ["dollars"] : []), ...COLUMN_OF.target];
+    const timed = ["hours", "utilization", ...(state.price ? ["dollars"] : []), ...COLUMN_OF.target];
+    const live = isPriced() ? timed : COLUMN_OF.target.slice(0, 2);
     return [...own.slice(0, -1), ...more, ...own.slice(-1), ...live].filter((key, i, all) => all.indexOf(key) === i);
   };
   const isLive = (key) => ["hours", "utilization", "dollars", ...COLUMN_OF.target].includes(key);
@@ -828,7 +846,7 @@
     }
     const said = (i, key) => {
       const [value, sd] = valueOf(P.runs[i], rows[i], key);
-      return [cell(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? " †" : ""), finite(value) ? value : null];
+      return [cell(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
     };
     const arrow = (key) => (by === key ? (down ? " ▼" : " ▲") : "");
     const form = [pages.indexOf(P), dark.matches, columns, [...state.hide], state.sort].join("|");
@@ -859,8 +877,8 @@
       const run = P.runs[i], off = state.hide.has(i);
       const box = el("input", { type: "checkbox", "aria-label": `show ${run.name}`, onchange: () => toggle(i) });
       box.checked = !off;
-      const first = el("td", { class: "text" }, el("label", {}, box, sample(run), el("span", { class: "name" }, P.titles.length > 1 ? "" : run.labels[P.titles[0]])));
-      const titles = P.titles.length > 1 ? P.titles.map((key) => el("td", { class: "text" }, run.labels[key])) : [];
+      const first = el("td", { class: "text" }, el("label", {}, box, sample(run), el("bdi", { class: "name", title: run.name }, P.titles.length > 1 ? "" : run.labels[P.titles[0]])));
+      const titles = P.titles.length > 1 ? P.titles.map((key) => el("td", { class: "text" }, el("bdi", {}, run.labels[key]))) : [];
       const cells = columns.map((key) => {
         const [text, value] = said(i, key), best = key === P.lossTitle && run.mark === "best";
         const node = el("td", { class: isLive(key) ? "live" : null, "data-key": key, "data-value": value }, best ? el("strong", {}, text) : text);
@@ -884,7 +902,7 @@
     const host = $("legend"), had = document.activeElement && document.activeElement.dataset.run;
     if (P.runs.length <= 12) {
       host.replaceChildren(...P.runs.map((run, i) => el("button", { type: "button", "data-run": i, "aria-pressed": String(!state.hide.has(i)), onclick: () => toggle(i) },
-        sample(run), el("span", { class: "name" }, run.diverged ? `${run.name}, ${run.diverged}` : run.name))));
+        sample(run), el("span", { class: "name" }, el("bdi", {}, run.name), run.diverged ? `, ${run.diverged}` : null))));
       const again = had !== undefined && host.querySelector(`[data-run="${Number(had)}"]`);
       if (again) again.focus();
       return;
@@ -904,25 +922,27 @@
 
   // Sliders -----------------------------------------------------------------------------------------------------------------
 
+  /** A number with a decimal point or comma; 1,500 could be either number, and is none. */
+  const numberOf = (text) => (/^[+-]?\d{1,3},\d{3}$/.test(text) ? NaN : Number(text.replace(",", ".") || NaN));
   const unitNumber = (text, units) => {
     const match = /^\s*([+-]?[\d.,]+(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*$/i.exec(text);
     if (!match) return NaN;
-    const number = Number(match[1].replace(/,/g, "")), unit = match[2].toLowerCase().replace("bps", "bit/s").replace("μ", "µ");
+    const number = numberOf(match[1]), unit = match[2].toLowerCase().replace("bps", "bit/s").replace("μ", "µ");
     return unit in units ? number * units[unit] : NaN;
   };
   const RATE_UNITS = { "": 1, "bit/s": 1, "kbit/s": 1e3, "mbit/s": 1e6, "gbit/s": 1e9, "tbit/s": 1e12, k: 1e3, m: 1e6, g: 1e9, t: 1e12 };
   const DELAY_UNITS = { "": 1, s: 1, ms: 1e-3, us: 1e-6, "µs": 1e-6, ns: 1e-9, min: 60, h: 3600 };
   const BYTE_UNITS = { b: 1, kb: 1e3, mb: 1e6, gb: 1e9, tb: 1e12 };
-  const plain = (text) => Number(String(text).replace(/[×x$,\s]/g, "") || NaN);
+  const plain = (text) => numberOf(text.replace(/[×x$\s]/g, ""));
   /** The sliders: range of the logarithm, whether 0 is at its lower end, how a value is written and read. */
   const sliders = () => {
     const equal = P.network.equal;
     const all = [
-      equal ? { key: "bw", label: "bandwidth", range: [4, 12.5], write: (v) => scaled(v, RATES), read: (t) => unitNumber(t, RATE_UNITS), note: P.network.collective }
-            : { key: "bw", label: "bandwidth", range: [-3, 4], write: (v) => `× ${digits(v)}`, read: plain, note: P.network.text },
-      equal ? { key: "lat", label: "latency", range: [-6, 1], zero: true, write: delay, read: (t) => unitNumber(t, DELAY_UNITS), note: "one way, of a message" }
-            : { key: "lat", label: "latency", range: [-3, 3], zero: true, write: (v) => `× ${digits(v)}`, read: plain, note: "of all links" },
-      { key: "sec", label: "seconds a step", range: [-4, 3], write: (v) => scaled(v, DELAYS), read: (t) => unitNumber(t, DELAY_UNITS), note: P.compute.alike ? "on each node" : "in the mean; nodes keep their ratios" },
+      equal ? { key: "bw", of: "network", label: "bandwidth", range: [4, 12.5], write: (v) => scaled(v, RATES), read: (t) => unitNumber(t, RATE_UNITS), note: P.network.collective }
+            : { key: "bw", of: "network", label: "bandwidth", range: [-3, 4], write: (v) => `× ${digits(v)}`, read: plain, note: P.network.text },
+      equal ? { key: "lat", of: "network", label: "latency", range: [-6, 1], zero: true, write: delay, read: (t) => unitNumber(t, DELAY_UNITS), note: "one way, of a message" }
+            : { key: "lat", of: "network", label: "latency", range: [-3, 3], zero: true, write: (v) => `× ${digits(v)}`, read: plain, note: "of all links" },
+      { key: "sec", of: "compute", label: "seconds a step", range: [-4, 3], write: (v) => scaled(v, DELAYS), read: (t) => unitNumber(t, DELAY_UNITS), note: P.compute.alike ? "on each node" : "in the mean; nodes keep their ratios" },
       { key: "size", label: "model size", range: [-2, 6], write: (v) => `× ${digits(v)}`, read: (t) => { const bytes = unitNumber(t, BYTE_UNITS); return finite(bytes) && /b\s*$/i.test(t) ? bytes / P.weights : plain(t); },
         note: () => `${scaled(P.weights * state.size, BYTES)} of weights: all bytes in proportion, losses as measured` },
       { key: "price", label: "dollars an hour", range: [-2, 3], zero: true, write: (v) => (v ? `$ ${digits(v)}` : "$ 0"), read: plain, note: "of a node" },
@@ -930,13 +950,13 @@
     ];
     return all;
   };
-  /** Lowest loss of any run, highest at a start, and one that all sound runs (of many, a quarter) reach before their end. */
+  /** Lowest loss of any run, highest at a start, and one that the median run reaches with all seeds, before its end. */
   const targets = () => {
-    const all = P.runs.flatMap((run) => run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length);
-    if (!all.length) return [0, 1, 0.5];
-    const low = Math.min(...all.map((own) => Math.min(...own))), high = Math.max(...all.map((own) => own[0])), lowest = all.map((own) => Math.min(...own)).sort((a, b) => a - b);
-    const worst = lowest[P.runs.length > 12 ? lowest.length >> 2 : lowest.length - 1];
-    return [low, Math.max(high, low + 1e-9), Number((worst + 0.1 * Math.max(0, high - worst)).toPrecision(3))];
+    const runs = P.runs.map((run) => (run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length)).filter((own) => own.length);
+    if (!runs.length) return [0, 1, 0.5];
+    const lowest = runs.map((own) => own.map((losses) => Math.min(...losses))), high = Math.max(...runs.flat().map((losses) => losses[0]));
+    const low = Math.min(...lowest.flat()), reached = lowest.map((own) => Math.max(...own)).sort((a, b) => a - b)[runs.length >> 1];
+    return [low, Math.max(high, low + 1e-9), Number((reached + 0.1 * Math.max(0, high - reached)).toPrecision(3))];
   };
   const STEPS = 1000;
   const toSlider = (own, v) => {
@@ -950,25 +970,27 @@
     return Number((10 ** (own.range[0] + (at / STEPS) * (own.range[1] - own.range[0]))).toPrecision(3));
   };
   const drawSliders = () => {
+    $("assumed").textContent = !isPriced() ? unpriced() : P.assumed.length ? `No ${P.assumed.join(" and no ")} was given: a slider that was not moved is at a guess.` : "";
     for (const own of sliders()) {
-      const range = $(`slide-${own.key}`), text = $(`text-${own.key}`);
+      const range = $(`slide-${own.key}`), text = $(`text-${own.key}`), given = !own.of || isGiven(own.of);
       if (document.activeElement !== range) range.value = String(toSlider(own, state[own.key]));
-      range.setAttribute("aria-valuetext", own.write(state[own.key]));
-      if (document.activeElement !== text) text.value = own.write(state[own.key]);
-      if (typeof own.note === "function") $(`note-${own.key}`).textContent = own.note();
+      range.setAttribute("aria-valuetext", given ? own.write(state[own.key]) : "not given");
+      if (text.getAttribute("aria-invalid") === "true") continue;
+      if (document.activeElement !== text) text.value = given ? own.write(state[own.key]) : "";
+      $(`note-${own.key}`).textContent = typeof own.note === "function" ? own.note() : own.note;
     }
   };
   const makeSliders = () => {
     $("sliders").replaceChildren(...sliders().map((own) => {
-      const change = (value) => { set({ [own.key]: value }); later(); };
+      const change = (value) => { set({ [own.key]: value, ...(own.of ? { on: "1" } : {}) }); later(); };
       const range = el("input", { type: "range", id: `slide-${own.key}`, min: 0, max: STEPS, step: 1, "aria-label": own.label, oninput: (event) => change(fromSlider(own, Number(event.target.value))) });
-      const text = el("input", { type: "text", id: `text-${own.key}`, spellcheck: "false", autocomplete: "off", "aria-describedby": `note-${own.key}`, onchange: (event) => {
+      const text = el("input", { type: "text", id: `text-${own.key}`, spellcheck: "false", autocomplete: "off", placeholder: own.of ? "not given" : null, "aria-describedby": `note-${own.key}`, onchange: (event) => {
         const value = own.read(event.target.value), fine = finite(value) && (own.zero ? value >= 0 : own.linear ? true : value > 0);
         event.target.setAttribute("aria-invalid", String(!fine));
         if (fine) change(value);
+        else $(`note-${own.key}`).textContent = `not read; write it as ${own.write(state[own.key])}`;
       }, onblur: (event) => { if (event.target.getAttribute("aria-invalid") !== "true") drawSliders(); } });
-      const note = typeof own.note === "function" ? "" : own.note;
-      return el("div", { class: "slider" }, el("div", { class: "line" }, el("label", { for: `text-${own.key}` }, own.label), text), range, el("small", { id: `note-${own.key}` }, note));
+      return el("div", { class: "slider" }, el("div", { class: "line" }, el("label", { for: `text-${own.key}` }, own.label), text), range, el("small", { id: `note-${own.key}` }));
     }));
   };
   $("sliders").addEventListener("submit", (event) => event.preventDefault());
@@ -979,11 +1001,11 @@
   const NUMBERS = ["bw", "lat", "sec", "size", "price", "target"];
   const defaults = () => ({
     bw: P.network.bandwidth, lat: P.network.latency, sec: P.compute.seconds, size: 1, price: P.compute.price || 0, target: targets()[2],
-    x: P.runs.some((run) => run.seeds.length) ? "hours" : "step", y: P.loss, logx: "", logy: "", cost: "wire", sort: "", all: "", run: 0,
+    on: P.assumed.length ? "" : "1", x: P.assumed.length ? "step" : "hours", y: P.loss, logx: "", logy: "", cost: "wire", sort: "", all: "", run: 0,
     heatx: P.varied[0] || "", heaty: P.varied[1] || "", shade: "loss", hide: new Set(),
   });
   const choices = () => ({
-    x: axesOf(), y: Object.keys(P.columns), logx: ["", "0", "1"], logy: ["", "1"], cost: Object.keys(COSTS), all: ["", "1"], heatx: P.varied, heaty: P.varied, shade: Object.keys(SHADES),
+    x: axesOf(), y: Object.keys(P.columns), logx: ["", "0", "1"], logy: ["", "1"], cost: Object.keys(COSTS), all: ["", "1"], on: ["", "1"], heatx: P.varied, heaty: P.varied, shade: Object.keys(SHADES),
   });
   const axesOf = () => {
     const has = (what) => P.runs.every((run) => run.seeds.every((seed) => seed[what].length));
@@ -1061,7 +1083,7 @@
   // The page ------------------------------------------------------------------------------------------------------------------------
 
   const fill = (select, options, chosen) => {
-    select.replaceChildren(...options.map(([value, text]) => el("option", { value }, text)));
+    select.replaceChildren(...options.map(([value, text]) => el("option", { value, dir: "auto" }, text)));
     select.value = chosen;
   };
   let waiting = false, drawn = "", mapping = null;
@@ -1107,7 +1129,6 @@
     fill($("heaty"), P.varied.map((key) => [key, key]), state.heaty);
     fill($("shade"), Object.entries(SHADES), state.shade);
     fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
-    $("assumed").textContent = P.assumed.length ? `No ${P.assumed.join(" and no ")} was given: where the sliders stand is only a beginning.` : "";
     $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text.includes("\n") ? el("details", {}, el("summary", {}, "all settings, data, versions and calls"), text) : text)]));
     makeSliders();
     render();

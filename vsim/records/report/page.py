@@ -65,8 +65,8 @@ def report(
 
     Args:
         comparisons: name on the page → comparison.
-        network, compute: initial values of the sliders; default: each comparison's, or else 1 Gbit/s, 20 ms and 1 s per
-            step, which the page then states.
+        network, compute: initial values of the sliders; default: each comparison's. Without them, the page has no hours
+            until a slider moves.
         title: the title of the page; default: the names of the comparisons.
 
     Raises:
