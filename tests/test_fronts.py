@@ -258,6 +258,11 @@ def test_a_front_shows_itself() -> None:
     assert labels == ["a", "b", "c"] and ax.get_ylabel() == "validation loss"
     (line,) = (line for line in ax.lines if line.get_drawstyle() == "steps-post")
     assert [*line.get_ydata()] == [2.0, 1.0]  # type: ignore[misc]
+    low = made(
+        **{f"r{i}": [run([3.0, 2.0, 1 + i / 10], i + 1)] for i in range(4)}, poor=[run([9.0, 9.0, 9.0])]
+    ).pareto()
+    ax = low.plot()
+    assert ax.get_ylim()[1] < 2 and "9" in [text.get_text() for text in ax.texts]
     assert "<img" in front._repr_html_() and "dominated_by" in repr(front)
     plt.close("all")
 

@@ -159,6 +159,18 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
         History.from_json(tmp_path / "run.json")
 
 
+def test_plot(history: History) -> None:
+    ax = history.plot()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "validation loss")
+    assert [*ax.lines[0].get_xdata()] == [0, 2, 4, 5]  # type: ignore[misc]
+    assert "time" in history.plot("time", network="1 Gbit/s", compute=1).get_xlabel()
+    assert history.plot("wire", "train_loss", ax, logy=True) is ax
+    with pytest.raises(TypeError, match="network"):
+        history.plot("time")
+    with pytest.raises(TypeError, match="x='step'"):
+        history.plot(compute=1)
+
+
 def test_pandas(history: History) -> None:
     frame = history.to_pandas()
     assert tuple(frame.columns) == COLUMNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -138,6 +139,19 @@ def test_names_may_be_sentences(count: int, width: float, tmp_path: Path) -> Non
         assert legend.x0 >= whole.x0 - 1 and legend.x1 <= whole.x1 + 1
         assert axes.get_window_extent().width > 0.3 * whole.width
         assert not legend.overlaps(axes.get_window_extent())
+
+
+@pytest.mark.parametrize("layout", [None, "tight", "constrained"])
+@pytest.mark.parametrize("count", [3, 7])
+def test_the_callers_axes_keep_labels_and_legend_in_a_column(count: int, layout: Any) -> None:
+    figure, ax = plt.subplots(figsize=(3.25, 2.4), layout=layout)
+    bands({f"DiLoCo {i}, a setting {'of many letters ' * 5 * (i == 1)}": history(3) for i in range(count)}, ax=ax)
+    figure.draw_without_rendering()
+    for part in (ax.get_legend(), ax.xaxis.label, ax.yaxis.label):
+        box = part.get_window_extent()  # type: ignore[union-attr]
+        assert min(box.x0, box.y0) > -1 and box.x1 < figure.bbox.x1 + 1 and box.y1 < figure.bbox.y1 + 1
+    assert ax.get_window_extent().height > 0.3 * figure.bbox.height
+    assert [*figure.get_size_inches()] == [3.25, 2.4]
 
 
 @pytest.mark.parametrize("width", [-1, 0, float("nan"), 1e4])

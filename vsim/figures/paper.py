@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from vsim.arguments import given
@@ -71,6 +73,17 @@ def new_figure(width: float, height: float) -> PaperFigure:
     import matplotlib.pyplot as plt  # here, as it may open windows
 
     return plt.figure(figsize=(width, height), dpi=150, layout="constrained", FigureClass=PaperFigure)  # type: ignore[return-value]
+
+
+def fit(ax: Axes) -> None:
+    """Make room for labels and legend of the caller's axes, if their figure has no layout that would."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    is_free = isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine | None)  # which tight_layout leaves behind
+    if is_free and all(own.get_subplotspec() is not None for own in figure.axes):
+        with warnings.catch_warnings():  # where there is no room
+            warnings.simplefilter("ignore")
+            figure.tight_layout()
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -28,7 +28,7 @@ from vsim.network.timeline import seconds_on
 from vsim.records.describe import BY_NAME, Conditions, Provenance, describe, provenance
 from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import TESTED, History, holding_a_record, read_json, write_csv, write_json
-from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, time_axis
+from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, x_axis
 from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
 from vsim.records.statistics import (
     NEVER,
@@ -1067,10 +1067,8 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
         if isinstance(x, str) and x == "time":
-            return time_axis(self._all_histories(), *self._must_be_priced(network, compute))
-        if network is not None or compute is not None:
-            raise TypeError(f"network and compute have no effect with x={x!r}; x='time' follows from them")
-        return x
+            network, compute = self._must_be_priced(network, compute)
+        return x_axis(x, self._all_histories(), network, compute)
 
     def figure(
         self,

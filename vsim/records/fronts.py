@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vsim.arguments import one_of, real_number
 from vsim.figures.style import literal, styled
 from vsim.network.links import seconds
-from vsim.records.plots import LEGEND, Looks
+from vsim.records.plots import Looks, add_legend
 from vsim.records.spent import Use, unused
 from vsim.records.statistics import contenders, pairwise_p
 
@@ -218,12 +218,14 @@ class Front:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw all runs with their intervals, dominated ones faint, and a line through the front; † marks ties.
 
+        A loss far above the others is marked at the upper edge, with its number; intervals end at the edges.
+
         Args:
             ax: default: the axes of a new figure as wide as a column.
         """
         from vsim.figures.paper import axes_of
 
-        ax = axes_of(ax, 3.3, 2.7)
+        own, ax = ax is None, axes_of(ax, 3.3, 2.5)
         kind = COSTS[self.cost]
         known = self.frame[np.isfinite(self.frame["loss"])]
         costs = known[kind.column]
@@ -233,25 +235,38 @@ class Front:
             ax.set_xscale("log") if none_free else ax.set_xscale("symlog", linthresh=float(positive.min()) / 3)
         front = known[known["front"]].sort_values(kind.column)
         ax.plot(front[kind.column], front["loss"], drawstyle="steps-post", color="0.6", linewidth=1.0, zorder=1)
+        low, high = within(*known[["loss", "low", "high"]].to_numpy().T) if len(known) else (0.0, 1.0)
+        pad = 0.1 * (high - low) or 0.05
         for row in known.to_dict("records"):
             look, alpha = self.looks.by_name[row["strategy"]], 1.0 if row["front"] else 0.6 if row["tied"] else 0.3
             spread = [[row["loss"] - row["low"]], [row["high"] - row["loss"]]]
+            is_above = row["loss"] > high
+            if is_above:
+                said: Any = {
+                    "xytext": (0, -6),
+                    "textcoords": "offset points",
+                    "ha": "center",
+                    "va": "top",
+                    "fontsize": 6.5,
+                }
+                ax.annotate(f"{row['loss']:.3g}", (row[kind.column], high + pad), color=look.colour, **said)
             ax.errorbar(
                 row[kind.column],
-                row["loss"],
-                yerr=None if math.isnan(row["low"]) else spread,
+                high + pad if is_above else row["loss"],
+                yerr=None if is_above or math.isnan(row["low"]) else spread,
                 color=look.colour,
-                marker=look.marker or "o",
+                marker="^" if is_above else look.marker or "o",
+                clip_on=not is_above,
                 markersize=5,
                 capsize=2,
                 alpha=alpha,
                 linestyle="none",
                 label=literal(row["strategy"] + (" †" if row["tied"] else "")),
             )
-        ax.set(xlabel=kind.label.replace("per node", f"per {self.per}"), ylabel=self.loss)
+        ax.set(xlabel=kind.label.replace("per node", f"per {self.per}"), ylabel=self.loss, ylim=(low - pad, high + pad))
         styled(ax)
-        if len(known) <= _NAMED:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, **LEGEND)
+        if 0 < len(known) <= _NAMED:
+            add_legend(ax, Looks(self.looks.by_name), {}, own, inside=False)
         return ax
 
     def _repr_html_(self) -> str:
@@ -271,6 +286,24 @@ class Front:
 
 
 _NAMED = 12  # strategies that a legend names
+
+
+def within(losses: Floats, lows: Floats, highs: Floats) -> tuple[float, float]:
+    """Return the losses between which a front is drawn, so that neither one poor run nor wide intervals flatten it.
+
+    Losses above the third quartile by more than three interquartile ranges, or by more than 15 % of the median if that
+    is more, are outside. Intervals widen the range at most threefold.
+
+    >>> losses = np.array([1.0, 1.1, 1.2, 1.3, 9.0])
+    >>> within(losses, losses - 0.05, losses + 5)
+    (0.95, 1.6)
+    """
+    first, median, third = np.quantile(losses, [0.25, 0.5, 0.75])
+    kept = losses <= third + 3 * max(third - first, 0.05 * abs(median))
+    low, high = losses.min(), losses[kept].max()
+    span = high - low or math.inf
+    lowest, highest = np.nanmin([low, *lows[kept]]), np.nanmax([high, *highs[kept]])
+    return round(float(max(lowest, low - span)), 9), round(float(min(highest, high + span)), 9)
 
 
 def dominating(costs: Sequence[float], losses: Sequence[float]) -> list[list[int]]:

@@ -22,6 +22,7 @@ from vsim.writing import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 ACCURACIES = ("local_accuracy", "global_accuracy")
 VALIDATED = (
@@ -295,6 +296,24 @@ class History:
     ) -> Timeline:
         """Return when this run would have completed its steps on a network; see `vsim.timeline`."""
         return timeline(self, network, compute)
+
+    def plot(
+        self,
+        x: str = "step",
+        y: str | None = None,
+        ax: Axes | None = None,
+        *,
+        logy: bool = False,
+        network: Network | str | float | None = None,
+        compute: Compute | float | str | None = None,
+    ) -> Axes:
+        """Draw the loss of the run; see `Comparison.plot`."""
+        from vsim.records.plots import bands, x_axis  # here, as they draw histories
+
+        axis = x_axis(x, [self], network, compute)
+        if y is None:
+            y = "train_loss" if math.isnan(self.last("global_loss")) else "global_loss"
+        return bands({self.strategy or "run": self}, axis, y, ax, logy=logy)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row per step."""

@@ -12,7 +12,7 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 from vsim.arguments import one_of, real_number, true_or_false
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
-from vsim.records.history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from vsim.figures.paper import PaperFigure
 
-    Runs = Mapping[str, History | Sequence[History]]
+    Runs = Mapping[str, Any]  # name → a `History`, or one for each seed
+
+History: TypeAlias = Any  # whose module uses this one
 
 # Okabe and Ito's palette, which every kind of colour vision can distinguish, without its yellow, which is too pale for
 # a line. The purple at the end differs from all other colours more than they differ from each other, for every kind of
@@ -286,7 +287,7 @@ def bands(
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
     """
-    from vsim.figures.paper import axes_of, plain_ticks
+    from vsim.figures.paper import axes_of, fit, plain_ticks
 
     true_or_false("logy", logy)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
@@ -335,9 +336,10 @@ def bands(
         # Names must fit above the axes.
         which = literal(", ".join(silent)) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
         ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
-    rows = _add_legend(ax, looks, diverged) if legend and ax.get_lines() else 0
-    if own and (figure := ax.get_figure(root=True)) is not None:
-        figure.set_figheight(3.2 + 0.15 * rows)
+    if legend and ax.get_lines():
+        add_legend(ax, looks, diverged, own)
+    elif legend:
+        fit(ax)
     return ax
 
 
@@ -398,11 +400,28 @@ def time_axis(histories: Iterable[History], network: Network, compute: Compute) 
     )
 
 
+def x_axis(
+    x: str, histories: Sequence[History], network: Network | str | float | None, compute: Compute | float | str | None
+) -> str | XAxis:
+    """Return the axis that `x` names; "time" follows from network and compute, which nothing else takes.
+
+    Raises:
+        TypeError: "time" without network or compute, or another x with one of them.
+    """
+    if isinstance(x, str) and x == "time":
+        of_clients = any(history.is_of_cohorts for history in histories)
+        return time_axis(histories, Network.of(network, "server" if of_clients else "ring"), Compute.of(compute))
+    if network is not None or compute is not None:
+        raise TypeError(f"network and compute have no effect with x={x!r}; x='time' follows from them")
+    return x
+
+
 def mean_over_seeds(
     histories: Sequence[History], axis: XAxis, y: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both.
 
+    >>> from vsim import History
     >>> runs = [History(), History()]
     >>> for loss, run in zip([1.0, 3.0], runs): run.append({"step": 0, "train_loss": loss})
     >>> mean_over_seeds(runs, X_AXES["step"], "train_loss")
@@ -476,22 +495,36 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -
     return [Line2D([], [], **_line(look)) for _, look in lines], [literal(text) for text, _ in lines], len(groups)
 
 
-def _add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str]) -> int:
-    """Add a legend: a short one inside, one that would cover the lines below; return the number of rows below."""
+def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, inside: bool = True) -> None:
+    """Add a legend: a short one inside, one that would cover the lines below the axes.
+
+    Args:
+        own: the figure is vsim's, and grows; otherwise, names are cut to leave the axes their place.
+        inside: whether a legend may be inside.
+    """
     from matplotlib.transforms import ScaledTranslation
+
+    from vsim.figures.paper import fit
 
     figure = ax.get_figure(root=True)
     assert figure is not None
     width = 1.2 * figure.get_figwidth() * ax.get_position().width  # with the numbers of the y axis
     handles, labels, columns = _legend(ax, looks, diverged, width)
     place: Any = {}
-    is_below = bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
+    is_below = not inside or bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
+    if not own and not looks.key:
+        most = int(_CHARACTERS * width) // (2 if is_below else 1) - _BESIDE
+        cut = [label if len(label) <= most + 2 else f"{' '.join(label.split())[: most - 1]}…" for label in labels]
+        labels = cut if len(set(cut)) == len(cut) else labels
     if is_below:
         below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
         columns = columns if looks.key else legend_columns(labels, width)
     ax.legend(handles, labels, ncols=columns, **LEGEND, **place)
-    return _rows(labels, columns) if is_below else 0
+    if not own:
+        fit(ax)
+    elif is_below:
+        figure.set_figheight(figure.get_figheight() + 0.15 * _rows(labels, columns))
 
 
 def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:
@@ -520,7 +553,7 @@ def _line(look: Look, thin: bool = False) -> dict[str, Any]:
 
 
 def _lists(runs: Runs) -> dict[str, Sequence[History]]:
-    return {name: [given] if isinstance(given, History) else given for name, given in runs.items()}
+    return {name: given if isinstance(given, Sequence) else [given] for name, given in runs.items()}
 
 
 # Perceptually uniform, so that equal steps of loss look equal, and in grey as well: the lower, the brighter.

@@ -33,6 +33,8 @@ BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
 _ROWS, _NAMED = 5, 6
 # Regions smaller than this share of the map have no label next to it; this is the largest number of such labels.
 _SMALL, _BESIDE = 0.004, 4
+# Names in the label of a tie, and their letters.
+_TIED, _LONG = 4, 24
 # Equal but for rounding.
 _EQUAL = 1 + 1e-9
 
@@ -301,10 +303,13 @@ def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDA
     Args:
         x: (B,), y: (L,) of the cells, in data coordinates. regions: names → (L, B).
     """
+    from vsim.figures.paper import fit
+
     depths = {names: _depth(own) for names, own in regions.items()}
     outside: list[tuple[str, ...]] = []
     while True:  # a label next to the map makes the map narrower
         placed = _outside(ax, x, y, {names: depths[names] for names in outside})
+        fit(ax)
         ax.get_figure(root=True).draw_without_rendering()  # type: ignore[union-attr]
         missing = []
         for names, own in regions.items():
@@ -321,12 +326,19 @@ def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDA
 
 
 def _texts(names: tuple[str, ...]) -> list[str]:
-    """Return ways to write the names of a region, the widest first."""
+    """Return ways to write the names of a region, the widest first; of many names, the first."""
+    names = _short(names)
     whole = literal(" or ".join(names))
     lines = literal(" or\n".join(names))
     return list(
         dict.fromkeys([whole, lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")])
     )
+
+
+def _short(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names that are tied as a label has room for them: three, the others as a number, and none of them long."""
+    few = names if len(names) <= _TIED else (*names[: _TIED - 1], f"{len(names) - _TIED + 1} others")
+    return tuple(name if len(name) <= _LONG else f"{name[: _LONG - 1]}…" for name in few)
 
 
 def _inside(
@@ -368,7 +380,8 @@ def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], ND
     labels: list[tuple[float, float, Any]] = []  # (where its region is, its height, the text), in parts of the axes
     for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
         i, j = np.unravel_index(int(depth.argmax()), depth.shape)
-        said = literal(textwrap.fill(" or ".join(names), 16, break_long_words=False))
+        lines = [" or ".join(names)] if len(names) <= 2 else _short(names)
+        said = literal("\n".join(textwrap.fill(line, 16, break_long_words=False) for line in lines))
         where: Any = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "top"}
         text = ax.annotate(said, (x[j], y[i]), fontsize=6.5, arrowprops=line, **where)
         height = Text.get_window_extent(text).height / frame.height + 0.05  # without the line
