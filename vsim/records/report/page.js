@@ -749,6 +749,10 @@
   const SHADES = { loss: "loss", hours: "hours", "hours to target": "hours to target", "wire MB to target": "wire MB to target" };
   const drawSweep = (rows) => {
     if (!P.varied.length) return;
+    if (state.shade.startsWith("hours") && !isPriced()) {
+      for (const host of [$("heat"), $("parallel")]) empty(host, unpriced());
+      return;
+    }
     const values = P.runs.map((run, i) => metric(run, rows[i])), known = values.filter(finite);
     const low = Math.min(...known), high = Math.max(...known);
     const colour = (v) => shade(high > low ? 1 - (v - low) / (high - low) : 0.5);
@@ -784,16 +788,16 @@
     host.replaceChildren(root);
   };
   const drawParallel = (rows, values, colour, name) => {
-    const host = $("parallel"), width = Math.max(260, widths.get(host)), height = 320, top = 34, bottom = height - 18;
+    const host = $("parallel"), width = Math.max(260, widths.get(host)), height = 330, top = 44, bottom = height - 18;
     const numeric = (title, own) => {
-      const known = own.filter(finite), low = Math.min(...known), high = Math.max(...known);
-      return { title, y: (i) => (finite(own[i]) ? bottom - (high > low ? (own[i] - low) / (high - low) : 0.5) * (bottom - top) : null), ends: [digits(low), digits(high)] };
+      const known = own.filter(finite), to = scale(Math.min(...known), Math.max(...known), bottom, top, false);
+      return { title, y: (i) => (finite(own[i]) ? to(own[i]) : null), marks: to.ticks(5).map((v) => [tick(v), to(v)]) };
     };
     const axes = [...P.varied.map((key) => {
       const own = P.values[key], step = (bottom - top) / Math.max(1, own.length - 1);
       return { title: key, y: (i) => (own.length > 1 ? bottom - own.indexOf(P.runs[i].labels[key]) * step : (top + bottom) / 2), marks: own.map((text, j) => [text, own.length > 1 ? bottom - j * step : (top + bottom) / 2]) };
-    }), numeric("hours", rows.map((row) => row.hours[0])), numeric(P.lossTitle, P.runs.map((run) => run.row[P.lossTitle]))];
-    const at = (k) => 40 + (k * (width - 90)) / (axes.length - 1);
+    }), ...(isPriced() ? [numeric("hours", rows.map((row) => row.hours[0]))] : []), numeric(P.lossTitle, P.runs.map((run) => run.row[P.lossTitle]))];
+    const at = (k) => 12 + (k * (width - 62)) / (axes.length - 1), room = at(1) - at(0);
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Settings of each run, its hours and its loss, as lines across ${axes.map((axis) => axis.title).join(", ")}` });
     P.runs.forEach((run, i) => {
       if (state.hide.has(i)) return;
@@ -804,10 +808,13 @@
     axes.forEach((axis, k) => {
       const anchor = k === 0 ? "start" : k + 1 === axes.length ? "end" : "middle";
       root.append(svg("line", { class: "axis", x1: at(k), x2: at(k), y1: top, y2: bottom }));
-      root.append(svg("text", { class: "title", x: k === 0 ? 4 : k + 1 === axes.length ? width - 2 : at(k), y: 14, "text-anchor": anchor }, axis.title));
-      const marks = axis.marks || [[axis.ends[0], bottom], [axis.ends[1], top]];
-      const every = Math.ceil(marks.length / 14);
-      marks.forEach(([text, y], j) => { if (j % every === 0) root.append(svg("text", { class: "halo soft", x: at(k) + 5, y: y + 4 }, text)); });
+      root.append(svg("text", { class: "title", x: k === 0 ? 2 : k + 1 === axes.length ? width - 2 : at(k), y: k % 2 && room < 100 ? 32 : 14, "text-anchor": anchor }, axis.title));
+      const every = Math.ceil(axis.marks.length / 14), most = Math.max(4, Math.floor((room - 12) / 6.5));
+      axis.marks.forEach(([text, y], j) => {
+        if (j % every) return;
+        root.append(svg("line", { class: "axis", x1: at(k), x2: at(k) + 4, y1: y, y2: y }),
+          svg("text", { class: "halo", x: at(k) + 7, y: y + 4 }, text.length > most ? `${text.slice(0, most - 1)}…` : text, svg("title", {}, text)));
+      });
     });
     host.replaceChildren(root);
   };
