@@ -22,6 +22,7 @@ from vsim.data import digits, partition
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, History
 from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
+from vsim.records.tables import text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 
@@ -362,11 +363,30 @@ def test_settings_of_a_strategy_share_its_colour() -> None:
     assert len({look.dash for look in looks.values()}) == len({look.marker for look in looks.values()}) == 3
 
 
+def test_a_table_of_latex_is_whole() -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e3},
+        {"name": "c", "loss": 2.0, "hours": 0.0123, "wire MB": 2.5e6},
+    ]
+    text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B")
+    for part in (
+        r"\caption{A \& B}",
+        r"{\footnotesize 5 \% $^{\dagger}$ of a\_b\par}",
+        r"2.00\phantom{ ± 0.10}",
+        "2.50 TB",
+    ):
+        assert part in text
+    assert "12.000" in text and "0.012" in text  # aligned at their points
+    assert r"\begin{table}" not in text_table(rows, "latex_longtable", ["name"], caption="A")
+
+
 def test_a_table_for_a_paper() -> None:
     runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
     text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
-    assert text.startswith(r"\begin{tabular}{lrr}") and r"\toprule" in text
-    assert [cell.strip() for cell in text.splitlines()[2].rstrip("\\").split("&")] == [
+    lines = text.splitlines()
+    assert lines[0] == r"\begin{table}" and lines[-1] == r"\end{table}" and r"\toprule" in text
+    assert lines[2].startswith(r"\caption{") and lines[3].startswith(r"\label{") and lines[4] == r"\begin{tabular}{lrr}"
+    assert [cell.strip() for cell in lines[6].rstrip("\\").split("&")] == [
         "strategy",
         "wire MB/node",
         "validation loss",

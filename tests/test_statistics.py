@@ -80,7 +80,9 @@ def test_a_table_marks_what_cannot_be_told_from_the_best() -> None:
     marked = {line.split()[0] for line in table.splitlines() if line.endswith("†")}
     assert marked == {"three"} and "p > 0.05" in table.splitlines()[-1]
     latex = comparison(one=ONE, three=THREE).table("latex", columns=["validation loss"])
-    assert "$^{\\dagger}$" in latex and latex.splitlines()[-1].startswith("% †")
+    assert "\\rlap{$^{\\dagger}$}" in latex and latex.splitlines()[-2].startswith(
+        "{\\footnotesize $^{\\dagger}$ not told"
+    )
     html = comparison(one=ONE, three=THREE).table("html", columns=["validation loss"])
     assert html.endswith("</p>") and "†" in html
 

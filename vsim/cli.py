@@ -585,7 +585,7 @@ def time(
                 "time": duration(seconds),
                 "a step": duration(seconds / steps),
                 "compute": f"{line.utilization:.1%}",
-                "payload per node": f"{sent:.3g} GB" if sent < 1000 else f"{sent:,.0f} GB",
+                "payload per node": f"{sent:.3g} GB" if sent < 1000 else f"{sent / 1000:,.2f} TB",
             }
         )
     print(f"{parameters:.4g} parameters, {nodes} nodes, {steps} steps\n{on!r}, {computing!r}\n")

@@ -954,9 +954,10 @@ class Comparison(Mapping[str, ComparedRun]):
             network, compute: add hours; see `rows`.
             stays: see `steps_to`.
 
-        A † marks losses that do not differ significantly from the best: their p in `differences()` is above 0.05. LaTeX
-        sets the best in bold. Lines below say if one seed allows no test, if seeds differ, and which strategies have
-        runs without a result.
+        A † marks losses that do not differ significantly from the best: their p in `differences()` is above 0.05. Lines
+        below say if one seed allows no test, if seeds differ, and which strategies have runs without a result. A LaTeX
+        table is a float with a caption, the label tab:comparison and the notes below; the best is in bold, and numbers
+        are aligned at their points.
 
         Raises:
             ValueError: there is no such column.
@@ -981,7 +982,7 @@ class Comparison(Mapping[str, ComparedRun]):
             marks = Marks(self._loss_title, best, others, remarks)
         notes = [*self._budgeted(), *([*self._tuning(), *self._unformed()] if has_loss else [])]
         notes += [*(self._noisy(stays) if loss is not None else []), *self._resized()]
-        return text_table(rows, format, titles, columns, digits, marks, notes)
+        return text_table(rows, format, titles, columns, digits, marks, notes, self._title())
 
     def _unformed(self) -> list[str]:
         """Return a note on final losses of models that no node has, if there are any."""
@@ -1145,7 +1146,7 @@ class Comparison(Mapping[str, ComparedRun]):
             numbers["payload MB/node"] = history.last("payload_bytes") / 1e6
         of_allreduce *= self.allreduce_bytes * steps
         numbers["times less than AllReduce"] = of_allreduce / sent if sent else math.nan
-        numbers["seconds"] = history.last("seconds")
+        numbers["machine seconds"] = history.last("seconds")
         if self._validated:
             numbers["validation seconds"] = history.last("validation_seconds")
         if target is not None:
@@ -1305,7 +1306,7 @@ def no_comparison(name: str, given: Any, kind: type[Comparison] = Comparison) ->
 def _size(num_bytes: float) -> str:
     """Return the size of a model as text."""
     if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.3g} GB"
+        return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
 
 

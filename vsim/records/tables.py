@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ _CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, w
 _CLIENT_ACCURACIES = ("client accuracy", "client accuracy, 10th percentile", "client accuracy, worst")
 _DIGITS = {
     **dict.fromkeys(("validation loss", "training loss", "test loss", *_CLIENT_LOSSES), 4),
-    **dict.fromkeys(("seconds", "validation seconds"), 1),
+    **dict.fromkeys(("machine seconds", "validation seconds"), 1),
 }
 # Stand for LaTeX commands, which tabulate would escape.
-_BOLD, _END, _DAGGER = "\ue000", "\ue001", "\ue002"
+_BOLD, _END, _DAGGER, _PHANTOM = "\ue000", "\ue001", "\ue002", "\ue003"
+_COMMANDS = {_BOLD: r"\textbf{", _END: "}", _DAGGER: r"\rlap{$^{\dagger}$}", _PHANTOM: r"\phantom{"}
+_NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %| TB|×|)")
 _MARKDOWN = ("github", "pipe")
 _USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
 _PERCENT, _TIMES = (
@@ -55,6 +58,7 @@ def text_table(
     digits: int | Mapping[str, int] | None = None,
     marks: Marks | None = None,
     notes: Sequence[str] = (),
+    caption: str = "",
 ) -> str:
     """Return rows of numbers and text as a table.
 
@@ -68,6 +72,7 @@ def text_table(
         marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and lines below
             that explain the † and how rows were compared.
         notes: lines below the table.
+        caption: of a LaTeX table, which is a float with a label; "" for a bare tabular.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -83,38 +88,77 @@ def text_table(
     for name in by_column:
         one_of("digits: a column", name, known)
     own = {name: whole_number("digits", n, at_least=0) for name, n in by_column.items() if n is not None}
-    below, asked = list(notes), columns
+    below, asked, latex = list(notes), columns, format.startswith("latex")
     if columns is None:
         columns = [name for name in known if name not in ON_DEMAND]
     shown = [*titles, *(name for name in columns if name not in titles)]
+    if latex:  # as many digits in all rows
+        for key in shown:
+            known_digits = [_default_digits(key, row[key]) for row in rows if not isinstance(row[key], str)]
+            own.setdefault(key, max(known_digits, default=0))
     cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
+    if latex:
+        cells = [list(row) for row in zip(*map(_padded, zip(*cells, strict=True)), strict=True)]
     widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
     if asked is None and shown[-1:] == ["note"] and format == "simple" and sum(widths) - 2 > _PAGE:
         names = [", ".join(row[: len(titles)]) for row in cells]
         below += [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
         cells, shown = [row[:-1] for row in cells], shown[:-1]
     if marks is None:
-        return with_notes(aligned(cells, shown, format, len(titles)), below, format)
-    latex, place = format.startswith("latex"), shown.index(marks.column)
+        return with_notes(aligned(cells, shown, format, len(titles)), below, format, caption)
+    place = shown.index(marks.column)
     for i, row in enumerate(cells):
         if i in marks.undecided:
             row[place] += _DAGGER if latex else " †"
         elif i in marks.best and latex:
             row[place] = f"{_BOLD}{row[place]}{_END}"
     table = aligned(cells, shown, format, len(titles))
-    for mark, command in ((_DAGGER, r"$^{\dagger}$"), (_BOLD, r"\textbf{"), (_END, "}")):
-        table = table.replace(mark, command)
     if marks.undecided:
         below.append(f"† {UNDECIDED}")
-    return with_notes(table, [*below, *marks.remarks], format)
+    return with_notes(table, [*below, *marks.remarks], format, caption)
 
 
-def with_notes(table: str, notes: Sequence[str], format: str) -> str:
+def _padded(column: Sequence[str]) -> list[str]:
+    """Return the cells of a column with invisible text that puts the points of its numbers below each other."""
+    found = [_NUMBER.fullmatch(cell) for cell in column]
+    widest = max((one[2] for one in found if one and one[2]), key=len, default="")
+
+    def padded(one: re.Match[str]) -> str:
+        number, spread, unit = one.groups()
+        if not spread:
+            return f"{number}{_PHANTOM} ± {widest}{_END}{unit}"
+        more = len(widest) - len(spread)
+        return f"{number} ± {_PHANTOM + more * '0' + _END if more else ''}{spread}{unit}"
+
+    return [padded(one) if one and widest else cell for one, cell in zip(found, column, strict=True)]
+
+
+def with_notes(table: str, notes: Sequence[str], format: str, caption: str = "") -> str:
     """Return a table with lines of text below it."""
+    if format.startswith("latex"):
+        return _float(table, notes, format, caption)
     if "html" in format:
         return "\n".join([table, *(f"<p>{html.escape(note)}</p>" for note in notes)])
-    begin = "% " if format.startswith("latex") else "\n" if format in _MARKDOWN else ""
+    begin = "\n" if format in _MARKDOWN else ""
     return "\n".join([table, *(begin + " ".join(note.split()) for note in notes)])
+
+
+def _float(table: str, notes: Sequence[str], format: str, caption: str) -> str:
+    """Return a table of LaTeX with its notes and, unless it is bare or spans pages, its caption and label."""
+    from tabulate import LATEX_ESCAPE_RULES
+
+    def text(own: str) -> str:
+        own = " ".join(own.split())
+        own = own if format == "latex_raw" else "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in own)
+        return own.replace("†", r"$^{\dagger}$")
+
+    for mark, command in _COMMANDS.items():
+        table = table.replace(mark, command)
+    below = [r"\par\smallskip", *(rf"{{\footnotesize {text(note)}\par}}" for note in notes)] if notes else []
+    if not caption or format == "latex_longtable":
+        return "\n".join([table, *below])
+    head = [r"\begin{table}", r"\centering", rf"\caption{{{text(caption)}}}", r"\label{tab:comparison}"]
+    return "\n".join([*head, table, *below, r"\end{table}"])
 
 
 def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:
@@ -154,6 +198,8 @@ def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> 
     unit, scale = (" %", 100.0) if key in _PERCENT else ("×", 1.0) if key in _TIMES else ("", 1.0)
     if digits is None:
         digits = _default_digits(key, value)
+    if "MB" in key and abs(value) >= 1e6:
+        unit, scale = " TB", 1e-6
     value *= scale
     number = f"{value:.{digits}f}" if abs(value) < 1e5 or key == "steps" else f"{value:.3g}"
     if deviation is None:

@@ -43,7 +43,7 @@
     if (typeof value === "string") return value;
     if (!finite(value)) return "–";
     const percent = PERCENT.has(key) || key.endsWith(" used"), times = key.startsWith("times less");
-    const v = percent ? 100 * value : value;
+    const large = key.includes("MB") && Math.abs(value) >= 1e6, v = percent ? 100 * value : large ? value / 1e6 : value;
     let n = FOUR.has(key) ? 4 : key.endsWith("seconds") ? 1 : 2;
     if (percent) n = 1;
     else if (times) n = v < 99.95 ? 1 : 0;
@@ -51,9 +51,9 @@
     else if (key.includes("MB") && v > 0 && v < 0.1) n = 4;
     else if (key.startsWith("steps")) n = 0;
     const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
-    const spread = finite(sd) ? (percent ? 100 * sd : sd) : 0;
+    const spread = finite(sd) ? (percent ? 100 * sd : large ? sd / 1e6 : sd) : 0;
     const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ±\u00a0${text(spread)}` : "";
-    return text(v) + shown + (percent ? "\u00a0%" : times ? "×" : "");
+    return text(v) + shown + (percent ? "\u00a0%" : large ? "\u00a0TB" : times ? "×" : "");
   };
 
   // The clock: the largest of planes, see vsim.network.planes -----------------------------------------------------------
