@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -206,7 +207,8 @@ def test_every_optimizer_skips_what_is_frozen(optim: OptimSpec, deterministic: b
 @pytest.mark.parametrize("name", sorted({*vsim.strategy.STRATEGIES} - {"sparseloco"}))  # its quantizer has no zero
 def test_what_is_frozen_from_the_start_stays_in_every_strategy(name: str) -> None:
     cls, options = vsim.strategy.STRATEGIES[name]
-    options = {**options, **({"H": 4} if "H" in options else {}), **({"weight_decay": 0.1} if name == "demo" else {})}
+    syncs = "H" in {*options, *inspect.signature(cls).parameters}
+    options = {**options, **({"H": 4} if syncs else {}), **({"weight_decay": 0.1} if name == "demo" else {})}
     of_clock = {"compute": 1.0} if cls.is_asynchronous else {}
     trainer = Trainer(small_mlp(), vectors())
     final = trainer.fit(strategy=cls(**options), **QUICK, callbacks=[frozen_between(0, -1)[0]], **of_clock)

@@ -17,7 +17,9 @@ from vsim.strategy import (
     STRATEGIES,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    EDiTStrategy,
     FedAvgStrategy,
+    SPARTADiLoCoStrategy,
     StatisticalQuantizer,
     TileTopK,
     TopK,
@@ -253,7 +255,9 @@ def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_compare_has_some_strategies_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", *QUICK, "--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path) == 0
     printed = capsys.readouterr().out
-    assert [name for name in STRATEGIES if re.search(rf"^ *{name} ", printed, re.M)] == COMPARED
+    assert [
+        line.split()[0] for line in printed.splitlines() if line.split(":")[0].split(" ")[0] in STRATEGIES
+    ] == COMPARED
 
 
 def test_logs(tmp_path: Path) -> None:
@@ -443,6 +447,8 @@ def test_parse_strategy() -> None:
         "lr_scheduler_kwargs": {"T_max": 3, "eta_min": 0.1},
         "personal": ["a, b", "c's"],
     }
+    for name, cls in (("diloco", DiLoCoStrategy), ("sparta_diloco", SPARTADiLoCoStrategy), ("edit", EDiTStrategy)):
+        assert repr(parse_strategy(name, lr=1e-3)) == repr(cls(lr=1e-3))  # the defaults of Python
     diloco = parse_strategy("diloco", lr=1e-3)
     assert isinstance(diloco, DiLoCoStrategy) and diloco.optim_spec.kwargs == {"lr": 1e-3}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import random
 import re
@@ -149,7 +150,7 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     name = draw(st.sampled_from([*lockstep, "modules"]))
     cls: Callable[..., Strategy] = STRATEGIES[name][0] if name in STRATEGIES else Strategy
     own: dict[str, Any] = {}
-    if "H" in STRATEGIES.get(name, (cls, {}))[1]:
+    if name in STRATEGIES and "H" in {*STRATEGIES[name][1], *inspect.signature(cls).parameters}:
         own["H"] = seldom(draw, SMALL, 0, -1, 1.5, "2", None)
     if name == "fedavg":
         given_at_times(draw, own, "island_size", 1, 2, 3, bad=(0, 9, "all"))

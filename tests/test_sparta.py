@@ -623,6 +623,7 @@ def test_the_global_model_is_the_mean_replica_or_the_outer_copy() -> None:
 @pytest.mark.parametrize("name", ["sparta", "sparta_diloco"])
 def test_strategies_by_name_learn(name: str) -> None:
     cls, options = STRATEGIES[name]
+    options = options | ({"H": 10, "outer_lr": 0.4} if name == "sparta_diloco" else {})
     trainer = Trainer(small_mlp(), vectors(), vectors())
     trainer.fit(strategy=cls(lr=1e-2, **options), num_nodes=2, max_steps=60, batch_size=8, progress=False)
     losses = trainer.history.node_losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import tempfile
 from dataclasses import replace
@@ -156,7 +157,11 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
 def test_built_in_strategies_are_bit_identical_on_one_node(name: str) -> None:
     """test_process_exactness.py has two and three."""
     cls, options = STRATEGIES[name]
-    report = verified(cls(**{**options, **({"H": 3} if "H" in options else {})}), 1, max_steps=8)
+    report = verified(
+        cls(**{**options, **({"H": 3} if "H" in {*options, *inspect.signature(cls).parameters} else {})}),
+        1,
+        max_steps=8,
+    )
     assert report.identical and report.steps == 8, report
 
 

@@ -487,9 +487,9 @@ def show(
     """
     given = None if compute is None else _number_or_text(compute)
     for name, comparison in read_comparisons(paths).items():
-        print(
-            f"{name}: {comparison._title()}\n\n{comparison.table(loss=target_loss, network=network, compute=given)}\n"
-        )
+        steps = {at for name, at in comparison._measured_at().items() if not comparison._note(name)}
+        title = comparison._title() + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
+        print(f"{name}: {title}\n\n{comparison.table(loss=target_loss, network=network, compute=given)}\n")
     return 0
 
 
@@ -596,7 +596,7 @@ def time(
 @app.command
 def verify(
     problem: Problem = Problem(steps=50),  # noqa: B008
-    strategy: str = "diloco",
+    strategy: str = "diloco:H=10",
     threads: Annotated[int | None, _optional(default="the machine's / K")] = None,
     processes: Annotated[int | None, _optional("N", "none")] = None,
 ) -> int:
@@ -852,12 +852,14 @@ def _about_strategies() -> str:
         "  an optimizer of torch.optim with its arguments, 'diloco:inner_optim=adamw(weight_decay=0.1)', or one of",
         "  these, 'diloco:average=mean() | compress(topk(0.01))':",
         *(f"    {line}" for line in callables),
-        "  Besides --lr the strategies are given:",
+        "  Besides --lr, and but for the defaults of their classes, the strategies are given:",
     ]
     for title, table in (("", STRATEGIES), ("presets:", PRESETS)):
         lines += ["", title] if title else []
         for name, (cls, own) in table.items():
-            given = ", ".join(f"{key}={value}" for key, value in own.items())
+            parameters = inspect.signature(cls).parameters
+            steps = {"H": parameters["H"].default} if "H" in parameters else {}
+            given = ", ".join(f"{key}={value}" for key, value in (steps | own).items())
             summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
             lines += [f"  {name:14} {given}"]
             lines += textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " ")
