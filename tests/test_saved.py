@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import shutil
 import signal
@@ -106,6 +107,24 @@ def test_runs_that_go_on_say_so(trained: tuple[vsim.Comparison, Path], tmp_path:
     assert "interrupted" in stopped.table()
 
 
+def test_the_loss_before_training_is_no_result(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "early"
+    log.mkdir(parents=True)
+    (log / "train.csv").write_text("step,train_loss,wire_bytes,payload_bytes,seconds\n1,2.0,4,4,0.1\n")
+    (log / "validation.csv").write_text("step,global_loss,global_accuracy\n0,2.3,0.1\n")
+    (row,) = read_comparison(tmp_path / "run").rows()
+    assert math.isnan(row["validation loss"]) and math.isnan(row["accuracy"])
+    stopped = vsim.Comparison(4)
+    for measured in (0, 3):
+        history = vsim.History("made", 1)
+        for step in range(6):
+            sent = {"step": step, "examples": step, "wire_bytes": 0, "payload_bytes": 0, "seconds": 0}
+            history.append(sent | ({"global_loss": 2.0} if step in (0, measured) else {}), [1.0] if step else None)
+        stopped._add(f"{measured}", vsim.ComparedRun(history, stopped_at=5))
+    table = stopped.table()
+    assert "step 5 (no loss yet)" in table and "step 5 (loss of step 3)" in table
+
+
 def test_only_runs_that_changed_are_read_and_priced(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
     shutil.copytree(trained[1] / "saved", tmp_path / "saved")
     ends = sorted((tmp_path / "saved").glob("*/end.json"))
@@ -174,7 +193,7 @@ def test_show_prints_tables(trained: tuple[vsim.Comparison, Path], capsys: pytes
     )
     printed = capsys.readouterr().out
     table = comparison.table(network="1 Gbit/s", compute=1)
-    assert table in printed
+    assert table in printed and f"losses at step {STEPS}\n" in printed
     assert printed.count("hours") == 2
     for wrong in ([], [str(folder / "no")], [str(folder / "saved"), str(folder / "saved")]):
         assert main(["show", *wrong]) == 2

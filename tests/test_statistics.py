@@ -40,7 +40,7 @@ def comparison(**runs: list[float]) -> vsim.Comparison:
     for name, finals in runs.items():
         for seed, loss in enumerate(finals):
             history = vsim.History(name, 2)
-            history.append({"step": 0, "examples": 0, "global_loss": loss})
+            history.append({"step": 1, "examples": 2, "global_loss": loss}, [loss, loss])
             made._add(name, vsim.ComparedRun(history, seed=seed))
     return made
 

@@ -969,6 +969,12 @@ class Comparison(Mapping[str, ComparedRun]):
                 row[self._loss_title] = diverged[name]
             if name in never:
                 row |= {key: never[name] for key in row if key.endswith(f" to {loss:g}")}
+        at = self._measured_at()
+        for name, row in zip(self._ordered(), rows, strict=True):
+            if name in diverged or any(run.ended for run in self._runs[name]):
+                continue
+            if not row["note"].endswith(f" step {at[name]}"):
+                row["note"] += f" (loss of step {at[name]})" if at[name] else " (no loss yet)"
         if self._sampled():
             for name, row in zip(self._ordered(), rows, strict=True):
                 row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in self.histories[name]))
@@ -983,6 +989,14 @@ class Comparison(Mapping[str, ComparedRun]):
         notes = [*self._budgeted(), *([*self._tuning(), *self._unformed()] if has_loss else [])]
         notes += [*(self._noisy(stays) if loss is not None else []), *self._resized()]
         return text_table(rows, format, titles, columns, digits, marks, notes, self._title())
+
+    def _measured_at(self) -> dict[str, str]:
+        """Return name → the steps of the final losses, as text; "" without any but that of the start."""
+        found = {}
+        for name, runs in self._runs.items():
+            steps = {run.history.measured("step", self._loss_column)[0].max(initial=0) for run in _sound(runs)}
+            found[name] = ", ".join(f"{step:g}" for step in sorted(steps) if step)
+        return found
 
     def _unformed(self) -> list[str]:
         """Return a note on final losses of models that no node has, if there are any."""
@@ -1125,7 +1139,7 @@ class Comparison(Mapping[str, ComparedRun]):
         loss = numbers[self._loss_title] = self._loss(run)
         numbers["perplexity"] = math.inf if loss >= 700 else math.exp(loss)
         if self._validated and any(not math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
-            numbers["accuracy"] = math.nan if run.diverged_at is not None else history.last("global_accuracy")
+            numbers["accuracy"] = math.nan if math.isnan(loss) else history.last("global_accuracy")
         for column in TESTED:
             if any(not math.isnan(h.last(column)) for h in self._all_histories()):
                 own = math.nan if run.diverged_at is not None else history.last(column)
@@ -1203,7 +1217,8 @@ class Comparison(Mapping[str, ComparedRun]):
         if run.diverged_at is not None:
             return math.nan
         if self._validated:
-            return run.history.last("global_loss")
+            steps, losses = run.history.measured("step", "global_loss")
+            return float(losses[-1]) if len(steps) and steps[-1] > 0 else math.nan
         (losses,) = run.history.measured("train_loss")
         return float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else math.nan
 
