@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import vsim
@@ -204,6 +204,9 @@ SEEDS = st.dictionaries(st.integers(0, 2), st.tuples(LOSSES, st.booleans()), min
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SEEDS, st.sampled_from([1, 2, 4])), min_size=1, max_size=4))
+@example(
+    [({0: ([5, 1, 1], False)}, 4), ({1: ([1], False), 2: ([1], False)}, 1), ({1: ([1], False), 2: ([5, 1], False)}, 1)]
+)
 @pytest.mark.filterwarnings("ignore:validation is too")
 def test_missing_seeds_follow_one_rule_everywhere(drawn: list[tuple[dict[int, tuple[list[float], bool]], int]]) -> None:
     """By a search: who is the best, on the front, first and cheapest, of strategies with missing and diverged seeds."""

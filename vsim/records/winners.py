@@ -91,16 +91,17 @@ class Race:
     def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return (M, …) whether a strategy is tied with the first there, by noise and by validation."""
         names = list(self.means)
+        lowest = np.min([own[0] for own in self.means.values()], axis=0)
         by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)
         for i, j in np.ndindex(len(names), len(names)):
-            here = self.first == i
+            here = self.means[names[i]][0] <= lowest * _EQUAL  # the first, and what equals it
             if i == j or not here.any():
                 continue
             latest, (_, earliest, least) = self.means[names[i]][0, here] * _EQUAL, self.means[names[j]][:, here]
             one, other = self.costs[names[i]], self.costs[names[j]]
             apart = [other[seed][0, here] - one[seed][0, here] for seed in shared_seeds([one, other])]
-            by_validation[j, here] = earliest <= latest
-            by_noise[j, here] = (least <= latest) | _seeds_cannot_tell(apart, math.comb(len(names), 2))
+            by_validation[j, here] |= earliest <= latest
+            by_noise[j, here] |= (least <= latest) | _seeds_cannot_tell(apart, math.comb(len(names), 2))
         return by_noise, by_validation
 
     @property

@@ -510,18 +510,19 @@
     const reached = found.map((one) => one.seeds.map(reach));
     const over = (k, value) => mean(found[k].decide.map((s) => value(found[k].seeds[s], reached[k][s])));
     const means = found.map((_, k) => over(k, (_own, time) => time)), best = means.indexOf(Math.min(...means)), tied = [];
-    found.forEach((one, k) => {
-      if (k === best) return tied.push(k);
+    const firsts = found.map((_, k) => k).filter((k) => means[k] <= means[best] * EQUAL); // the first, and what equals it
+    const isTied = (k, first) => {
       const earliest = (what) => over(k, (own, time) => (own[what] === null ? time : clock[own[what]]));
-      if (Math.min(earliest("first"), earliest("least")) <= means[best] * EQUAL) return tied.push(k);
+      if (k === first || Math.min(earliest("first"), earliest("least")) <= means[first] * EQUAL) return true;
       const pairs = [];
-      found[best].seeds.forEach((own, s) => {
-        const j = one.seeds.findIndex((other) => other.seed === own.seed);
-        if (j >= 0) pairs.push(reached[k][j] - reached[best][s]);
+      found[first].seeds.forEach((own, s) => {
+        const j = found[k].seeds.findIndex((other) => other.seed === own.seed);
+        if (j >= 0) pairs.push(reached[k][j] - reached[first][s]);
       });
       const quantile = (P.quantiles[pairs.length] || [])[found.length - 2];
-      if (quantile && pairs.every(finite) && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length)) tied.push(k);
-    });
+      return quantile && pairs.every(finite) && mean(pairs) <= (quantile * deviation(pairs)) / Math.sqrt(pairs.length);
+    };
+    found.forEach((_, k) => firsts.some((first) => isTied(k, first)) && tied.push(k));
     return { tied, means, best, key: tied.join() };
   };
 
