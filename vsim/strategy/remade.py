@@ -21,8 +21,8 @@ def remade(call: str) -> Algorithm | None:
 
     The text is parsed, not evaluated.
 
-    >>> remade("DiLoCoStrategy(H=10, inner_optim=OptimSpec(AdamW, weight_decay=0.1), average=mean(by='examples'))")
-    DiLoCoStrategy(H=10, inner_optim=OptimSpec(AdamW, weight_decay=0.1), average=mean(by='examples'))
+    >>> remade("DiLoCoStrategy(inner_optim=OptimSpec(AdamW, weight_decay=0.1), H=10, average=mean(by='examples'))")
+    DiLoCoStrategy(inner_optim=OptimSpec(AdamW, weight_decay=0.1), H=10, average=mean(by='examples'))
     >>> remade("DiLoCoStrategy(H=print(10))"), remade("MyStrategy(H=10)"), remade("DiLoCoStrategy")
     (None, None, None)
     """
