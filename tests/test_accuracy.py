@@ -342,7 +342,9 @@ def test_refused(accuracy: Any, error: type[Exception], message: str, executor: 
 
 @pytest.mark.parametrize("accuracy", [False, lambda outputs, y: 1.0])
 def test_no_effect_without_validation(accuracy: Any) -> None:
-    with pytest.raises(ValueError, match="accuracy has no effect without a val_dataset, client_val_dataset or test_dataset"):
+    with pytest.raises(
+        ValueError, match="accuracy has no effect without a val_dataset, client_val_dataset or test_dataset"
+    ):
         fitted(2, Y, val=None, accuracy=accuracy)
     history, _ = fitted(2, Y, val=None, accuracy=accuracy, client_val_dataset=lambda *_: TensorDataset(X, Y))
     assert history.client_val_accuracies.tolist() == ([1.0, 1.0] if accuracy else [])

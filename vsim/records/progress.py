@@ -339,6 +339,8 @@ class LiveTable:
     """
 
     def __init__(self, title: str = "", console: Any = None) -> None:
+        import rich.style  # noqa: F401 (draws from Python's random generator, which no run may see)
+
         self.title, self._console = title, console
         self._live: Any = None  # False: there is no terminal
         self._next = 0.0

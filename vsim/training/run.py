@@ -81,8 +81,8 @@ class Run:
         rungs: steps after which the run is validated, besides the requested ones.
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients, if the run has a population.
-        client_data: validation data of each node or client, for measuring the global model at the end; empty: none.
-        test_data: the test data, for the same; empty: none.
+        client_data: validation data of each node or client, for measuring the final global model; may be empty.
+        test_data: the test data, for the same; may be empty.
     """
 
     spec: RunSpec
