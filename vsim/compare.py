@@ -350,7 +350,7 @@ def train_entries(
             priced[1].steps(everyone)
     save_dir, resume = options.pop("save_dir", None), options.pop("resume", False)
     checkpoint_interval = options.pop("checkpoint_interval", None)
-    if not isinstance(resume, bool) and resume != "auto":
+    if not isinstance(resume, bool) and not (isinstance(resume, str) and resume == "auto"):
         raise TypeError(
             f'resume must be True, False or "auto", the comparison in save_dir is what resumes; got {given(resume)}'
         )

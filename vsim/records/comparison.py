@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from vsim.arguments import a_list, a_text, encodable, given, naming, one_of, real_number
+from vsim.arguments import a_list, a_text, encodable, given, naming, one_of, real_number, true_or_false
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
@@ -570,6 +570,7 @@ class Comparison(Mapping[str, ComparedRun]):
             stays: whether the loss counts as reached only where no later measurement is above it. Otherwise the first
                 measurement counts, which noise makes early: of two equal curves, the noisier one seems to be faster.
         """
+        true_or_false("stays", stays)
         ways = {f"{way}_bytes": way for way in ("wire", "payload")}
         if a_text("of", of) in ways:
             return {
@@ -679,6 +680,7 @@ class Comparison(Mapping[str, ComparedRun]):
         """
         loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
         priced = self._priced(network, compute) if hours is None else self._must_be_priced(network, compute)
+        true_or_false("stays", stays)
         racers, ended = self._racers(loss, stays), ""
         whole = {name: own for name, own in racers.items() if not any(math.isnan(at.step) for _, at, _ in own)}
         within, took = whole, dict[str, float]()
@@ -734,6 +736,7 @@ class Comparison(Mapping[str, ComparedRun]):
             collective: the algorithm of collectives, see `Network`.
             stays: see `steps_to`.
         """
+        true_or_false("stays", stays)
         bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
         delays = ascending("latencies", latencies, LATENCIES, lambda name, one: seconds(name, one, at_least=0))
         grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
@@ -915,6 +918,8 @@ class Comparison(Mapping[str, ComparedRun]):
                 hours to `loss`; see `vsim.timeline`; default: the comparison's.
             stays: see `steps_to`.
         """
+        if true_or_false("stays", stays) and loss is None:
+            raise TypeError("stays=True has no effect without loss=")
         rows, priced = [], self._priced(network, compute)
         of_clients = self._of_clients
         on_clients = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
