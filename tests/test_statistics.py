@@ -18,6 +18,13 @@ from vsim.records.statistics import contenders, crossing, differences, holm, pai
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
 
 
+@given(st.floats(0.05, 200), st.integers(2, 12), st.sampled_from([0.95, 0.99, 0.9975, 1 - 0.05 / 136]))
+def test_more_seeds_find_more(effect: float, seeds: int, level: float) -> None:
+    """Also far from 0, where scipy has no number for one of the tails."""
+    few, more = power(effect, seeds, level), power(effect, seeds + 1, level)
+    assert 0 <= few <= more + 1e-9 <= 1 + 1e-6
+
+
 @given(losses, st.integers(1, 30), st.floats(0, 10), st.data())
 def test_a_crossing_is_where_the_loss_is_measured(curve: list[float], every: int, target: float, data: Any) -> None:
     steps = [every * i for i in range(len(curve))]

@@ -129,7 +129,8 @@ def power(effect: float, seeds: int, level: float = 0.95) -> float:
 
     limit = stats.t.ppf((1 + level) / 2, seeds - 1)
     shift = effect * math.sqrt(seeds)
-    return float(stats.nct.sf(limit, seeds - 1, shift) + stats.nct.cdf(-limit, seeds - 1, shift))
+    # scipy has NaN for some of the other tail, which is below 1e-9 there.
+    return float(stats.nct.sf(limit, seeds - 1, shift) + np.nan_to_num(stats.nct.cdf(-limit, seeds - 1, shift)))
 
 
 def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
