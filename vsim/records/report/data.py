@@ -99,7 +99,7 @@ class _Page:
         cache: Cache,
     ) -> None:
         self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
-        self.assumed = assumed  # "network" or "compute", if nobody gave it
+        self.assumed = assumed  # "network" or "compute", if it was not given
         self.ledgers: list[dict[str, Any]] = []
         self.places: dict[str, int] = {}  # digest of what a clock depends on → place in `ledgers`
         self.cache = cache
