@@ -326,17 +326,11 @@ class Trainer:
             ensemble = prepare([spec], [recorder], [self.history], device)
             (self._last,) = ensemble.runs
             self.strategy = self._last.strategy
-            try:
-                train(ensemble)
-            finally:
-                (self._last,) = ensemble.runs  # another one where nodes have joined or left
-                self.strategy = self._last.strategy
+            train(ensemble)
             return self._last.mean_model()
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
         """Train in several processes, or as the rank that this process is."""
-        if under_torchrun() and spec.participation is not None:
-            raise ValueError("participation: nodes cannot join or leave under torchrun, only on this machine without")
         device = self.device if spec.device is None else spec.device
         number = number_of_processes(spec, device)
         if number == 1 and spec.num_processes == "auto" and not under_torchrun():

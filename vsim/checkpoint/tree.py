@@ -22,9 +22,10 @@ to tensors, generators, optimizers, modules and objects that are there; no name 
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vsim.cluster.collectives import Collectives, Pending
-from vsim.cluster.optimizers import JointOptimizers
+from vsim.cluster.optimizers import JointOptimizers, forget, nodes_of, stepped_tensors
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, name_of, with_extra_state
 from vsim.records.describe import flat_bytes
@@ -130,6 +131,9 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
         held: the number of rows that each process held.
     """
     first = parts[0]
+    if stacked and 0 in held:  # a process without a node has a row that belongs to nobody
+        having = [(part, own) for part, own in zip(parts, held, strict=True) if own]
+        return joined([part for part, _ in having], [own for _, own in having], True)
     if stacked and isinstance(first, Tensor) and [len(part) if _has_rows(part) else 0 for part in parts] == [*held]:
         return torch.cat([part.to(first.device) for part in parts])
     if stacked and isinstance(first, list) and all(isinstance(p, list) and len(p) == len(first) for p in parts):
@@ -159,7 +163,7 @@ def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
         return value
     ((kind, content),) = value.items()
     if kind == "nodes":
-        return {kind: [content[row if len(content) > 1 else 0] for row in rows]}
+        return {kind: [copy.deepcopy(content[row if len(content) > 1 else 0]) for row in rows]}
     if kind not in _WITH_ROWS:
         return own_of(value, rows, held)
     if (place := _WITH_ROWS[kind]) is None:
@@ -175,6 +179,7 @@ def own_of(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
     """Return a shared value, and where processes differ that of the process that held exactly these rows."""
     if isinstance(value, dict) and "each" in value:
         ranges = [[*range(end - own, end)] for own, end in zip(held, itertools.accumulate(held), strict=True)]
+        ranges = ranges if len(ranges) == len(value["each"]) else [own for own in ranges if own]
         return value["each"][ranges.index([*rows])] if [*rows] in ranges else value
     return value
 
@@ -191,6 +196,39 @@ def _equal(one: Encoded, other: Encoded) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     return bool(one == other or (one != one and other != other))
+
+
+def first_rows(value: Any, made: Any, number: int) -> Any:
+    """Return a live stacked value for so many nodes, to be filled: a part of what was `made` in the setup, where it is.
+
+    Optimizers and modules are changed in place, and lose their state.
+    """
+    if isinstance(value, Tensor):
+        same = isinstance(made, Tensor) and made.data_ptr() == value.data_ptr() and len(made) >= number
+        return made[:number] if same else None
+    if isinstance(value, nn.Module):
+        _resize(_tensors_of(value).values(), number)
+        return value
+    if isinstance(value, Optimizer | JointOptimizers):
+        _resize(stepped_tensors(value), number)
+        forget(value)
+        for nodes in nodes_of(value):
+            nodes.attend()
+        return value
+    if isinstance(value, dict):
+        return {k: first_rows(own, made.get(k) if isinstance(made, dict) else None, number) for k, own in value.items()}
+    if isinstance(value, list | tuple) and any(map(torch.is_tensor, value)):
+        known = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
+        return [first_rows(own, there, number) for own, there in zip(value, known, strict=True)]
+    return made[:number] if isinstance(made, list | tuple) else value
+
+
+def _resize(tensors: Iterable[Tensor], number: int) -> None:
+    """Let stacked tensors, which had as many rows in the setup, have this number of rows; likewise their gradients."""
+    for tensor in tensors:
+        grad, tensor.grad = tensor.grad, None
+        tensor.data = tensor.as_strided((number, *tensor.shape[1:]), tensor.stride()).data
+        tensor.grad = None if grad is None else grad.as_strided((number, *grad.shape[1:]), grad.stride())
 
 
 # Filling --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -89,28 +90,45 @@ class Collectives(ABC):
 
     Nodes are named by the numbers in `active`; rows and weights are in the order of `active`.
 
-    Attributes:
-        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the R
-            nodes held here. ranges: the nodes that each process holds, in the order of the processes.
+    Nodes that take part now have the places 0 … n − 1 in `active`. A process none of whose nodes takes part calls the
+    collectives all the same, with one row that nobody receives: so it has what all nodes have in common.
+
+    Args:
         ledger: records the calls.
+        machines: the machines of each process, in the order of the processes. A machine is a node, or computes for the
+            clients of a population. rank: the number of this process.
+
+    Attributes:
+        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the
+            places of those held here. ranges: the places of those that each process holds.
+        is_alone: whether this process holds all machines.
         position: the step and moment that calls now belong to: the ledger's.
         label: the label of the last call.
     """
 
-    def __init__(self, ledger: Ledger, nodes: range, active: Sequence[int] | None = None) -> None:
-        self.ledger, self.nodes, self.ranges = ledger, nodes, [nodes]
-        self.attend(range(ledger.num_nodes) if active is None else active)
+    def __init__(self, ledger: Ledger, machines: Sequence[range], rank: int = 0) -> None:
+        self.ledger, self.machines, self.rank = ledger, machines, rank
+        self.is_alone = len(machines) == 1
+        self.attend(range(sum(map(len, machines))))
         self.position = ledger.position
         self.label = ""
         self._billed = True
         self._joins = False
         self._delay = 0
 
-    def attend(self, active: Sequence[int]) -> None:
-        """Set the nodes that take part from now on, by their number in the ledger."""
+    def attend(self, active: Sequence[int], machines: Sequence[int] | None = None) -> None:
+        """Set the nodes that take part from now on, by their numbers in the ledger.
+
+        Args:
+            machines: those that compute, one for each; default the first.
+        """
         self.num_nodes, everyone = len(active), range(self.ledger.num_nodes)
         is_everyone = active == everyone if isinstance(active, range) else [*active] == [*everyone[: len(active) + 1]]
         self.active = everyone if is_everyone else active
+        machines = range(len(active)) if machines is None else machines
+        ends = [bisect_left(machines, own.stop) for own in self.machines]
+        self.ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self.nodes = self.ranges[self.rank]
 
     @_awaited
     def all_reduce(
@@ -353,7 +371,7 @@ class Collectives(ABC):
         may_share: bool = False,
         summable: bool = True,
     ) -> None:
-        rows, held = stacked.shape[:1], len(self.nodes)
+        rows, held = stacked.shape[:1], max(1, len(self.nodes))
         if collective != "pull" and rows != (held,) and not (may_share and rows == (1,)):
             allowed = f"with a row for each of {held} nodes in front"
             raise ValueError(f"{collective} takes a stacked tensor, {allowed}; got the shape {tuple(stacked.shape)}")
@@ -368,7 +386,7 @@ class Collectives(ABC):
             payload_bytes = size
         elif payload_bytes < size and not summable and label not in self.ledger.doubted:
             self.ledger.doubted.add(label)
-            if 0 in self.nodes:  # once a run
+            if self.rank == 0:  # once a run
                 warnings.warn(
                     f"{collective} with label={label!r}: payload_bytes={payload_bytes:g}, and a row has {size}. Short "
                     "messages can seldom be added up on their way around a ring: send them by all_gather, or give "
@@ -404,10 +422,6 @@ class Collectives(ABC):
 
     # What a backend defines -----------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def anew(self, active: Sequence[int]) -> Collectives:
-        """Return collectives for the nodes that take part from now on, with the same ledger."""
-
     def of_processes(self, value: Any) -> list[Any]:
         """Return the value of every process, in their order, when all have called this; it is not billed."""
         return [value]
@@ -423,6 +437,10 @@ class Collectives(ABC):
     def from_process(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the tensor of one process, when all have called this with tensors of its shape; it is not billed."""
         return tensor
+
+    def told(self, value: Any, rank: int = 0) -> Any:
+        """Return the value of one process, when all have called this; it is not billed."""
+        return value
 
     @abstractmethod
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:

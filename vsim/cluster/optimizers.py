@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar
@@ -69,11 +69,20 @@ class NodeOptimizers(JointOptimizers):
         self.stacked = stacked
         self._rows = [[p[row].detach() for p in stacked] for row in range(len(stacked[0]))]
         # Copy the options for each optimizer, because schedules change a learning rate in place if it is a tensor.
-        super().__init__([in_training(cls(rows, **copy.deepcopy(dict(options)))) for rows in self._rows])
+        self._all = [in_training(cls(rows, **copy.deepcopy(dict(options)))) for rows in self._rows]
+        super().__init__(self._all)
+
+    def attend(self) -> None:
+        """Step the present rows of the stacked tensors from now on, by as many of the optimizers."""
+        self.optimizers = self._all[: len(self.stacked[0])]
+        for number in range(len(self.optimizers)):
+            for own, stacked in zip(self._rows[number], self.stacked, strict=True):
+                own.data = stacked[number].detach()
 
     def step(self) -> None:
         """Step every node's optimizer with the node's row of the current gradients."""
-        for node, (optimizer, rows) in enumerate(zip(self.optimizers, self._rows, strict=True)):
+        for node, optimizer in enumerate(self.optimizers):
+            rows = self._rows[node]
             for own, stacked in zip(rows, self.stacked, strict=True):
                 own.grad = None if stacked.grad is None else stacked.grad[node]
             optimizer.step()
@@ -135,6 +144,21 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
             one.train()
         if with_modes:
             weights.copy_(trained)
+
+
+def move(tensors: Iterable[Tensor], earlier: Replicas, replicas: Replicas) -> None:
+    """Let stacked parameters, views of the earlier rows of a matrix, be views of others; likewise their gradients."""
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        grad, tensor.grad = tensor.grad, None
+        tensor.data = replicas.moved_view(tensor.data, earlier)
+        tensor.grad = None if grad is None else replicas.moved_view(grad, earlier)
+
+
+def nodes_of(optimizer: StackedOptimizer) -> list[NodeOptimizers]:
+    """Return the optimizers for each node that a stacked optimizer is made of."""
+    if isinstance(optimizer, NodeOptimizers):
+        return [optimizer]
+    return [one for part in getattr(optimizer, "optimizers", ()) for one in nodes_of(part)]
 
 
 def forget(optimizer: StackedOptimizer) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from vsim_kernels.alignment import ALIGNMENT
 
-from vsim.private_torch import has_gradient_hooks, hooks_of
+from vsim.private_torch import has_gradient_hooks, hooks_of, storage_key
 
 Copied = TypeVar("Copied")
 Views = dict[str, Tensor]
@@ -147,6 +147,18 @@ class Replicas:
             num_held=stop - start,
             first_node=self.first_node + start if first_node is None else first_node,
         )
+
+    def moved_view(self, view: Tensor, earlier: Replicas) -> Tensor:
+        """Return the same columns of these rows as `view` has of the weights or gradients of `earlier`, of one matrix.
+
+        Args:
+            view: a stacked tensor (R, …) with a row for each of the earlier rows of weights.
+        """
+        of_weights = storage_key(view) == storage_key(earlier.weights)
+        before, now = (earlier.weights, self.weights) if of_weights else (earlier.grads, self.grads)
+        offset = now.storage_offset() + view.storage_offset() - before.storage_offset()
+        size, strides = (len(self.weights), *view.shape[1:]), (now.stride(0), *view.stride()[1:])
+        return now.as_strided(size, strides, offset)
 
     def as_module(self, weights: Tensor, buffers: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
         """Return an ordinary copy of the model `like` that holds shared `weights` (P,) and `buffers`."""

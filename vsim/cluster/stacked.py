@@ -16,10 +16,9 @@ class StackedCollectives(Collectives):
     """Collectives of nodes that are rows of one tensor; a collective is a reduction over dim 0."""
 
     def __init__(self, ledger: Ledger, active: Sequence[int] | None = None) -> None:
-        super().__init__(ledger, range(ledger.num_nodes if active is None else len(active)), active)
-
-    def anew(self, active: Sequence[int]) -> StackedCollectives:
-        return StackedCollectives(self.ledger, active)
+        super().__init__(ledger, [range(ledger.num_nodes if active is None else len(active))])
+        if active is not None:
+            self.attend(active)
 
     def start(
         self, collective: str | Callable[..., Tensor], *arguments: Any, delay: int = 0, **options: Any

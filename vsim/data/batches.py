@@ -98,7 +98,7 @@ class Batches:
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
         """Return the batches (n, B, …) of n of the nodes, each of which has missed that many of the run's steps."""
         own = copy.copy(self)
-        own.order, own.shard_sizes = self.order.attended(nodes, missed), self.order.shard_sizes[list(nodes)]
+        own.order = self.order.attended(nodes, missed)
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:

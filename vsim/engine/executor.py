@@ -72,7 +72,7 @@ class Executor(ABC):
         self,
         replicas: Replicas,
         objective: Objective,
-        generators: Sequence[torch.Generator],
+        generators: list[torch.Generator],
         settings: Settings | None = None,
     ) -> None:
         self.replicas = replicas

@@ -144,9 +144,11 @@ class Objective(nn.Module):
         return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states that `extra_states` returned, in a resumed run."""
+        """Restore the states that `extra_states` returned, in a resumed run, or of rows that have moved."""
         self._restored.update(zip(rows, states, strict=True))
-        self._set_extra_state(self._restored.get(0, {}))
+        for row, state in zip(rows, states, strict=True):
+            if row == 0 or row in self._of_nodes:
+                self.of_row(row)._set_extra_state(state)
 
     def _set_extra_state(self, state: Mapping[str, Any]) -> None:
         for path, value in state.items():

@@ -29,14 +29,16 @@ import torch.distributed as dist
 from vsim.arguments import brief
 from vsim.engine.machine import settle_vector_functions
 from vsim.private_torch import register_recorders
-from vsim.process.collectives import CollectiveFailure
+from vsim.process.collectives import CollectiveFailure, completing, open_group
 from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
-from vsim.process.segments import Meeting, joined
 from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 
+# Time limit for the other interpreters to start and to read the shipped data. It may be generous, because the parent
+# notices an interpreter that dies.
+_START = timedelta(seconds=600)
 _speaking = threading.Lock()  # one message at a time
 
 
@@ -59,9 +61,7 @@ class Setup:
     """The arguments of a process, besides the run.
 
     Attributes:
-        rank: the number of the process; with a process for every node, the node's number.
-        ranks: the processes of its first segment. step: the first step of the segment.
-        copying: a peer, and the nodes that join with the peer's state; empty at the start of a run.
+        rank: the number of the process; with a process for every node, the node's number. size: that of all processes.
         port: the port of the run's store on this machine. backend: of torch.distributed.
         timeout_seconds: of a collective. device, threads: where and how the process computes.
         settings: see `torch_settings`.
@@ -70,9 +70,7 @@ class Setup:
     """
 
     rank: int
-    ranks: Sequence[int]
-    step: int
-    copying: Sequence[int]
+    size: int
     port: int
     backend: str
     timeout_seconds: float
@@ -203,21 +201,18 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
         if dist.get_rank() == 0:
             _say(parent, "report", (run, report))
 
-    def call(*joining: Any) -> None:
-        _say(parent, "joining", joining)
-
-    meeting, minibatch_size = Meeting(store, setup.backend, setup.rank, timeout, call), None
-    if setup.copying:
-        content, minibatch_size = joined(content, meeting, setup.copying, setup.step)
-    meeting.meet(setup.ranks, f"step {setup.step}")
-    outcomes: Sequence[Outcome | None]
+    store.set(f"started {setup.rank}", "")
+    with completing(f"meeting the other processes on rank {setup.rank}"):
+        # First wait for processes that start slowly, so that the timeout limits only collectives.
+        store.wait([f"started {rank}" for rank in range(setup.size)], _START + timeout)
+        open_group(setup.backend, store, setup.rank, setup.size, timeout)
+    outcomes: Sequence[Outcome]
     try:
         if isinstance(content, RunSpec) and content.num_processes is None:
-            report, joins = partial(send, 0), bool(setup.copying)
-            outcomes = [run_node(content, setup.device, report, interrupt, meeting, minibatch_size, joins)]
+            outcomes = [run_node(content, setup.device, partial(send, 0), interrupt)]
         else:
             outcomes = run_ranges(content, setup.device, send, interrupt)
-        _say(parent, "done", None if dist.get_rank() or outcomes == [None] else outcomes)
+        _say(parent, "done", None if dist.get_rank() else outcomes)
     except Interrupted:
         _say(parent, "interrupted", None)
     dist.destroy_process_group()

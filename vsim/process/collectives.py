@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vsim.cluster.collectives import Collectives, Finish
 from vsim.cluster.ledger import Ledger
-from vsim.cluster.reductions import reduce_rows
+from vsim.cluster.reductions import reduce_rows, rows_of
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Devices of the backends that cannot access the CPU's memory.
@@ -69,40 +69,32 @@ class ProcessCollectives(Collectives):
     The ranges are in the order of the ranks, and as equal as possible.
 
     Args:
-        ledger: records the calls; every rank records the same events.
+        ledger: records the calls; every rank records the same events. num_nodes: of all processes together.
         exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
             are bitwise equal to the simulator's. Otherwise reduce the rows held here, then use the process group's
             reduction.
-        active: the nodes that take part; default all.
         tags: numbers of messages, if several runs send messages between the same processes.
     """
 
     def __init__(
         self,
         ledger: Ledger,
+        num_nodes: int,
         exact: bool,
-        active: Sequence[int] | None = None,
         tags: Iterator[int] | None = None,
     ) -> None:
-        self.rank = dist.get_rank()
-        ranges = even_ranges(ledger.num_nodes if active is None else len(active), dist.get_world_size())
-        self.rank_of = [rank for rank, nodes in enumerate(ranges) for _ in nodes]
-        super().__init__(ledger, ranges[self.rank], active)
-        self.ranges = ranges
+        super().__init__(ledger, even_ranges(num_nodes, dist.get_world_size()), dist.get_rank())
         self.exact = exact
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
         self._gathers_at_once = dist.get_backend() == "nccl"
-        # All processes number their messages alike, so that messages are not confused. After a join they begin at 1.
-        self._common_tags, self._tags = tags, itertools.count(1) if tags is None else tags
+        # All processes number their messages alike, so that messages are not confused.
+        self._tags = itertools.count(1) if tags is None else tags
         if self._gathers_at_once:
             # nccl connects the ranks at the first call, which must therefore be one of all ranks: messages between some
             # of them would wait for the others. If two ranks have the same GPU, this call says so.
             with completing(f"the first collective of rank {self.rank}"):
                 dist.all_reduce(torch.ones(1, device=self.device))
-
-    def anew(self, active: Sequence[int]) -> ProcessCollectives:
-        return ProcessCollectives(self.ledger, self.exact, active, self._common_tags)
 
     def of_processes(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
@@ -115,9 +107,20 @@ class ProcessCollectives(Collectives):
         self._issue("broadcast", lambda: [dist.broadcast(there, rank, async_op=True)])()
         return there.to(tensor.device)
 
+    def told(self, value: Any, rank: int = 0) -> Any:
+        message = [value]
+        with completing(f"learning what process {rank} knows at step {self.position.step}"):
+            dist.broadcast_object_list(message, rank)
+        return message[0]
+
+    @property
+    def rank_of(self) -> list[int]:
+        """The process of each node that takes part."""
+        return [rank for rank, nodes in enumerate(self.ranges) for _ in nodes]
+
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
-        if self.exact or stacked.dtype not in _NATIVE:
-            rows = self._all_gather(stacked.expand(len(self.nodes), *stacked.shape[1:]))
+        if self.exact or stacked.dtype not in _NATIVE or not all(self.ranges):
+            rows = self._all_gather(stacked.expand(max(1, len(self.nodes)), *stacked.shape[1:]))
             return lambda: reduce_rows(rows(), op, shares)
         own = stacked.to(self.device, copy=True, memory_format=torch.contiguous_format)
         if shares is not None:
@@ -144,7 +147,7 @@ class ProcessCollectives(Collectives):
 
     def _gathered(self, stacked: Tensor, held: Sequence[int]) -> Finish:
         """Gather the rows of all processes, which hold that many."""
-        own, size = self._as_bytes(stacked), len(held)
+        own, size = self._as_bytes(stacked)[: held[self.rank]], len(held)
         rows = own.new_empty(sum(held), own.shape[1])
         by_rank = list(rows.split([*held]))
         if self._gathers_at_once:  # nccl knows the links between GPUs
@@ -161,7 +164,7 @@ class ProcessCollectives(Collectives):
         def turn(by: int) -> Callable[[], None]:
             src, dst = (self.rank - by) % size, (self.rank + by) % size
             both = [dist.P2POp(dist.irecv, by_rank[src], src, tag=tag), dist.P2POp(dist.isend, own, dst, tag=tag)]
-            return self._issue("all_gather", lambda: dist.batch_isend_irecv(both))
+            return self._issue_messages("all_gather", [one for one in both if one.tensor.numel()])
 
         first = [turn(1)] if size > 1 else []
 
@@ -183,6 +186,9 @@ class ProcessCollectives(Collectives):
         return self._delivered(pairs, lambda row, _: own[row], stacked)
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
+        if len(receivers) == self.num_nodes and not all(self.ranges):  # processes without a node here receive, too
+            rows = self._all_gather(stacked)
+            return lambda: rows_of(rows(), sources)
         one_a_rank = {self.rank_of[dst]: dst for dst in receivers}.values()
         return self._sent(stacked, [(src, dst) for dst in one_a_rank for src in sources])
 
@@ -216,13 +222,13 @@ class ProcessCollectives(Collectives):
                     place.copy_(sent)
             elif sent is not None:
                 messages.append(dist.P2POp(dist.isend, sent, self.rank_of[dst], tag=tag))
-        wait = self._issue("messages", lambda: dist.batch_isend_irecv(messages) if messages else [])
+        wait = self._issue_messages("messages", messages)
         return lambda: self._from_bytes(rows, like, wait)
 
     def _as_bytes(self, stacked: Tensor) -> Tensor:
         """Return the rows held here as bytes (R, n) on the backend's device, as some backends lack some dtypes."""
         rows = stacked.to(self.device).contiguous()
-        return rows.view(-1).view(torch.uint8).view(len(rows), rows[0].numel() * rows.element_size())
+        return rows.view(-1).view(torch.uint8).view(len(rows), math.prod(rows.shape[1:]) * rows.element_size())
 
     def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
         """Wait for the bytes of n rows, and return them in the dtype and shape of the rows of `stacked`."""
@@ -230,11 +236,15 @@ class ProcessCollectives(Collectives):
         # Flatten first, because rows of 0 bytes cannot be viewed in another dtype.
         return rows.to(stacked.device).flatten().view(stacked.dtype).view(len(rows), *stacked.shape[1:])
 
+    def _issue_messages(self, name: str, messages: list[Any]) -> Callable[[], None]:
+        return self._issue(name, lambda: dist.batch_isend_irecv(messages) if messages else [])
+
     def _issue(self, name: str, call: Callable[[], Sequence[Any]]) -> Callable[[], None]:
         """Issue messages, and return a function that waits for them. Both raise a `CollectiveFailure` on errors."""
         label = name if self.label == name else f"{name} of {self.label!r}"
         own = [self.active[node] for node in self.nodes]
-        where = f"{label} at step {self.position.step} on node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}"
+        whom = f"node{'s' if len(own) > 1 else ''} {str(own).strip('[]')}" if own else f"rank {self.rank}"
+        where = f"{label} at step {self.position.step} on {whom}"
         with completing(where):
             works = call()
 

@@ -39,7 +39,6 @@ from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
 from vsim.training.entries import Begun, Entries, Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.setup import plan_of
 from vsim.training.spec import RunSpec
 
 # "spawn" on macOS, because its frameworks do not survive a fork.
@@ -114,8 +113,7 @@ def train_in_processes(
 ) -> list[Outcome]:
     """Train in processes on this machine; return the outcome of a run. Those of a comparison's runs are reported.
 
-    With `num_processes`, each process trains a range of the nodes; else each trains one node. With a plan
-    (`fit(participation=…)`), a node has a process only while it takes part.
+    With `num_processes`, each process trains a range of the nodes; else each trains one node.
 
     multiprocessing's fork server starts the processes, and continues to run for later runs until the caller's program
     ends. The processes do not run the caller's main module again; its definitions (models, datasets, strategies) are
@@ -140,7 +138,6 @@ def train_in_processes(
     spec, *_ = _specs(content)
     of = "nodes" if spec.num_processes is None else "processes"
     check_room(options.num_processes, _LEAST_BYTES, torch.device("cpu"), of)
-    plan, first = (None if spec.num_processes else plan_of(spec, None)), spec.first_step
     with tempfile.TemporaryFile(prefix="vsim-") as file, ExitStack() as ending:
         _ship(content, file)
         # The store where the processes meet; it accepts connections only from this machine.
@@ -154,8 +151,7 @@ def train_in_processes(
             run.interrupt = content.interrupt  # which the caller has installed
         ending.callback(run.end)
         with run.interrupt:
-            ranks = range(options.num_processes) if plan is None else plan.machines(first)
-            run.start(ranks, ranks, first)
+            run.start()
             return run.listen()
 
 
@@ -243,17 +239,15 @@ class _Run:
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
 
-    def start(self, joining: Sequence[int], ranks: Sequence[int], step: int, copying: Sequence[int] = ()) -> None:
-        """Start the `joining` processes among the `ranks` that take part from a step on; see `Setup`."""
+    def start(self) -> None:
+        """Start all processes."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
         # The processes of one machine communicate only over its loopback interface.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         setups = [
             Setup(
                 rank,
-                ranks,
-                step,
-                copying,
+                self.options.num_processes,
                 self.port,
                 backend_for(self.options.devices, self.options.num_processes),
                 self.options.timeout_seconds,
@@ -264,7 +258,7 @@ class _Run:
                 signal.pthread_sigmask(signal.SIG_BLOCK, []),
                 multiprocessing.get_start_method(),
             )
-            for rank in joining
+            for rank in range(self.options.num_processes)
         ]
         if START_METHOD == "forkserver":
             self.context.set_forkserver_preload(PRELOAD)
@@ -344,14 +338,11 @@ class _Run:
                 self.report(number, report)
         elif kind == "warning":
             self._warn(*content)
-        elif kind == "joining":
-            copying, ranks, step = content
-            self.start(copying[1:], ranks, step, copying)
         elif kind == "interrupted":
             child.done = child.ended = True
         elif kind == "done":
             child.done = child.ended = True
-            if content is not None:  # only the first of the last segment's processes sends outcomes
+            if content is not None:  # only the first process sends outcomes
                 self.outcomes = content
         else:
             pickled, text = content

@@ -27,34 +27,20 @@ from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.objective import keep_assigned
 from vsim.process.collectives import ProcessCollectives
-from vsim.process.segments import Left, Meeting, NodeRun
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import train
+from vsim.training.run import Run
 from vsim.training.setup import assemble, client_datasets, plan_of, test_datasets
 from vsim.training.spec import RunSpec
 
 
-def run_node(
-    spec: RunSpec,
-    device: torch.device,
-    report: Reporter,
-    interrupt: Interrupt | None = None,
-    meeting: Meeting | None = None,
-    minibatch_size: int | None = None,
-    joins: bool = False,
-) -> Outcome | None:
-    """Train this process's node as a rank of the default process group; return None if it leaves before the end.
-
-    Args:
-        meeting: forms new process groups when nodes come or go.
-        joins: whether `spec.start` and `minibatch_size` come from a peer whose state the node copies.
-    """
+def run_node(spec: RunSpec, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
+    """Train this process's node as a rank of the default process group."""
     rank, history, reporters = dist.get_rank(), None, [report]
-    # Rank 0 writes the checkpoints. If nodes come and go, every process may become rank 0.
-    if spec.participation is not None or (rank == 0 and spec.saving is not None):
+    if rank == 0 and spec.saving is not None:  # rank 0 writes the checkpoints
         history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
         if spec.start is not None:
             spec.start.fill(history)
@@ -66,26 +52,15 @@ def run_node(
 
     ledger = Ledger(spec.population) if history is None else history.ledger
     with isolated(spec.seed, device):
-        collectives = ProcessCollectives(ledger, spec.deterministic, range(spec.population))
+        collectives = ProcessCollectives(ledger, spec.num_nodes, spec.deterministic)
         batches = NodeBatches(spec, rank, collectives)
-        plan = plan_of(spec, batches)
-        run = NodeRun(
-            *(spec, tell, history, collectives.nodes, collectives, batches),
-            minibatch_size=minibatch_size,
-            plan=plan,
-            continues=[0] if joins else None,
+        run = Run(
+            *(spec, tell, history, collectives, batches, plan_of(spec, batches)),
             client_data=client_datasets(spec),
             test_data=test_datasets(spec),
-            meeting=meeting,
         )
-        first = spec.first_step + joins
-        ensemble = assemble([run if plan is None else run.attended(first)], EagerExecutor, device, interrupt)
-        try:
-            train(ensemble)
-        except Left:
-            return None
-        (done,) = ensemble.runs
-        return Outcome.of(done.mean_model(), spec.callbacks)
+        train(assemble([run], EagerExecutor, device, interrupt))
+        return Outcome.of(run.mean_model(), spec.callbacks)
 
 
 class EagerExecutor(Executor):
@@ -149,7 +124,7 @@ class NodeBatches:
     def __init__(self, spec: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
         self._spec, everyone = spec, spec.population
         self._options, drop_last = loader_options(spec.dataloader_kwargs)
-        # If some nodes are absent, processes cannot ask each other, so each has the datasets of all nodes.
+        # Where clients are drawn, a process computes for any of them.
         self._all_here = spec.participation is not None
         whose = range(everyone) if self._all_here else range(rank, rank + 1)
         self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
@@ -160,7 +135,7 @@ class NodeBatches:
         order.check()
         self.steps_per_epoch, self.epoch_steps = order.steps_per_epoch, order.epoch_steps
         self.lengths, self.shard_sizes = order.lengths, order.shard_sizes
-        self._order, self._node, self._missed, self._drop_last = order, rank, 0, drop_last
+        self._node, self._missed, self._drop_last = rank, 0, drop_last
 
     num_rows = 1
 
@@ -174,10 +149,9 @@ class NodeBatches:
         return numbers if self._own else numbers[:1]
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
-        """See `Batches`. Returns this node's batches, after it has missed `missed[rank]` steps of the run."""
-        own, rank = copy.copy(self), dist.get_rank()
-        own._order, own.shard_sizes = self._order.attended(nodes, missed), self._order.shard_sizes[list(nodes)]
-        own._node, own._missed = nodes[rank], missed[rank]
+        """See `Batches`. Returns the batches of the only node."""
+        own = copy.copy(self)
+        ((own._node, own._missed),) = zip(nodes, missed, strict=True)
         own._dataset = self._datasets[own._node if self._own else 0]
         return own
 

@@ -39,7 +39,7 @@ class Ranks(Processes):
         return dist.get_rank() == 0
 
     def connect(self, ledger: Ledger, spec: RunSpec) -> ProcessCollectives:
-        return ProcessCollectives(ledger, spec.deterministic, tags=self.tags)
+        return ProcessCollectives(ledger, spec.num_nodes, spec.deterministic, self.tags)
 
     def agreed(self, value: Any) -> Any:
         message = [value]

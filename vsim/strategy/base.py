@@ -25,7 +25,15 @@ from vsim.arguments import real_number, reject_unknown
 from vsim.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec, clip_by_node, resolve_optim
-from vsim.cluster.optimizers import StackedOptimizer, evaluating, parts_of, torch_optimizers
+from vsim.cluster.optimizers import (
+    StackedOptimizer,
+    evaluating,
+    move,
+    nodes_of,
+    parts_of,
+    stepped_tensors,
+    torch_optimizers,
+)
 from vsim.cluster.plan import Seconds
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
@@ -83,6 +91,10 @@ class CommunicationModule(Configured):
     def shared_weights(self, weights: Tensor) -> Tensor:
         """Return the columns (…, p) of weights (…, P) that clients have in common after a sync; default: all."""
         return weights
+
+    def check_nodes(self, cluster: Cluster) -> None:
+        """Raise a ValueError if so many nodes as take part now are too few. Default: of the rule of `average`."""
+        self.average.rule.check(cluster.num_nodes)
 
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
@@ -257,6 +269,26 @@ class Algorithm(Configured):
     def inner_optimizer(self) -> StackedOptimizer:
         """Return the inner optimizer of the nodes of `cluster`."""
         return self.optim_spec.build_for(self.cluster.replicas, self.cluster.deterministic)
+
+    def attend(self, changed: bool = True) -> None:
+        """Go on with the nodes that take part in step `cluster.step`.
+
+        Args:
+            changed: whether these are others than before the step.
+        """
+        for module in self.communication_modules:
+            module.check_nodes(self.cluster)
+            if changed:
+                module.attend(self.cluster)
+
+    def move_rows(self, earlier: Replicas) -> None:
+        """Let the optimizer step the rows that nodes have now, `cluster.replicas`, in place of their `earlier` rows."""
+        move(self._stacked_parameters(), earlier, self.cluster.replicas)
+        for own in nodes_of(self.optim):
+            own.attend()
+
+    def _stacked_parameters(self) -> list[Tensor]:
+        return stepped_tensors(self.optim)
 
     def gradients(self) -> None:
         """Communicate the gradients in `cluster.grads`, then clip them."""

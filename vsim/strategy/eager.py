@@ -55,13 +55,13 @@ class EagerDiLoCoCommunicator(CommunicationModule):
         rows, columns = weights.shape
         outer, self.outer_gradient = (matrix(rows, columns, weights.dtype, weights.device) for _ in range(2))
         outer.copy_(weights)
-        optim = self.outer_optim_spec.build_over(outer, self.outer_gradient, cluster.deterministic)
+        optim = self.outer_optim_spec.build_rows(outer, self.outer_gradient, cluster.deterministic)
         self.keep_stacked(outer_weights=outer, outer_optim=optim, distances=torch.zeros_like(weights))
         self.keep_shared(pending=[])
 
     def sync(self, cluster: Cluster) -> None:
         distances = self.outer_weights - cluster.weights  # d_k(t), (R, P)
-        gradient = self.outer_gradient.zero_()
+        gradient = self.outer_gradient[: len(distances)].zero_()
         if self.eager:
             torch.sub(distances, self.distances, out=gradient).div_(cluster.num_nodes)
         for pending in self.pending:

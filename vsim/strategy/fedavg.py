@@ -34,10 +34,14 @@ class AveragingCommunicator(CommunicationModule):
     def setup(self, cluster: Cluster) -> None:
         if self.island_size is not None:
             whole_number("island_size", self.island_size, at_most=cluster.population)
-            self.average.rule.check(cluster.num_nodes % self.island_size or self.island_size)  # of the smallest island
+        self.check_nodes(cluster)
         if self.average.of_moves:
             self.keep_shared(outer_weights=cluster.weights[0].clone())
         self.average.setup(cluster)
+
+    def check_nodes(self, cluster: Cluster) -> None:
+        size = self.island_size or cluster.num_nodes
+        self.average.rule.check(cluster.num_nodes % size or size)  # of the smallest island
 
     def sync(self, cluster: Cluster) -> None:
         if self.average.of_moves:

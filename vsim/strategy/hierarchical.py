@@ -36,8 +36,11 @@ class GroupAverage(CommunicationModule):
         self.average = average_of(average, f"a group of {size}", origin=False)
 
     def setup(self, cluster: Cluster) -> None:
-        self.average.rule.check(self.size)
+        self.check_nodes(cluster)
         self.average.setup(cluster)
+
+    def check_nodes(self, cluster: Cluster) -> None:
+        self.average.rule.check(self.size)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         if self.H == 1 and not any(module.when.is_warmup(cluster.step) for module in self.larger):

@@ -82,6 +82,14 @@ class Strategy(Algorithm):
         self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
         return self.optim
 
+    def move_rows(self, earlier: Replicas) -> None:
+        super().move_rows(earlier)
+        self.model.move(self.cluster.replicas)
+        self._stepped = [(p, p.grad) for p in stepped_tensors(self.optim)]
+
+    def _stacked_parameters(self) -> list[Tensor]:
+        return [*super()._stacked_parameters(), *self.model.made()]
+
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Prepare the nodes; a subclass may extend this, and may set `self.optim`.
 
@@ -225,6 +233,16 @@ class StackedModel(nn.Module):
     def of_one_node(self) -> nn.Module:
         """The user's model, whose own tensors are not used."""
         return self._replicas.module
+
+    def made(self) -> list[nn.Parameter]:
+        """Return the stacked parameters, if anybody has asked for them."""
+        return [*(self._stacked or {}).values()]
+
+    def move(self, replicas: Replicas) -> None:
+        """Be the model of other rows, which the parameters have become views of."""
+        self._replicas = replicas
+        weights, grads = (replicas.views(rows) for rows in (replicas.weights, replicas.grads))
+        self._views = [(p, weights[name], grads[name]) for name, p in (self._stacked or {}).items()]
 
     def write_back(self) -> None:
         """Copy assigned tensors (`p.grad = …`, `p.data = …`) into the matrix, which all other code reads."""

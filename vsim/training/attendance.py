@@ -1,72 +1,85 @@
-"""Between steps, let nodes leave and join, assign rows to the clients of a new round, and compact remaining runs."""
+"""Between steps, nodes leave and join, rows are dealt to the clients of a new round, and runs end.
+
+Present rows come first. A stack's rows are permuted so that those of the running runs' present nodes are first in the
+matrix; everything that has rows is then a view of them, or is cut to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+import copy
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vsim.arguments import naming
+from vsim.checkpoint.files import packed, unpacked
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
-from vsim.cluster.randomness import NODE, DataStates, derive_seed, preserved
+from vsim.cluster.randomness import NODE, DataStates, derive_seed
 from vsim.cluster.stacked import StackedCollectives
-from vsim.cluster.state import CheckpointError
-from vsim.data.batches import joint_batches
+from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.training.clients import lasting
-from vsim.training.resume import begin, captured
+from vsim.training.resume import check_declared, fill_rows, note_undeclared, rows_of
 from vsim.training.run import Ensemble, Run, Stack
-from vsim.training.setup import assemble, source
 
-# Move the remaining runs once this share of the rows has left; until then the abandoned rows are still computed.
+# Where the executor of another number of rows is compiled first, rows that have left are still computed up to this
+# share of all.
 _SHARE = 0.2
 
 
 def attend(ensemble: Ensemble, step: int) -> None:
-    """Switch every run to the nodes that its plan names from step `step` on.
+    """Switch every run to the nodes that its plan names from step `step` on, and leave runs that have ended behind.
 
     Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
     In a round of clients, every row starts from the global weights.
 
     Raises:
-        CheckpointError: a strategy has state whose placement is unknown.
+        CheckpointError: the model or a strategy has state that would stay behind.
     """
-    if not any(run.begins_segment(step) for run in ensemble.runs):
-        return
-    for stack in list(ensemble.stacks):
+    for stack in ensemble.stacks:
         beginning = [run for run in stack.runs if run.begins_segment(step)]
+        if not beginning and not _has_left(stack):
+            continue
+        moving = {}
         for run in beginning:
             with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
                 if run.clients is not None:
                     _end_round(run)
-        if any(_changes(run, step) for run in beginning):
-            stacks = _changed(ensemble, stack, step)
-            place = ensemble.stacks.index(stack)
-            ensemble.stacks[place : place + 1] = stacks
-        else:
-            stacks = [stack]
-        for stack in stacks:
-            beginning = [run for run in stack.runs if run.begins_segment(step)]
-            for run in beginning:
-                run.ledger.position.begin(step, "start")
-            renewed = [run for run in beginning if run.clients is not None]
-            for run in renewed:
+                if _changes(run, step):
+                    moving[run] = _move_to(run, step)
+        if moving or _has_left(stack):
+            arrange(stack, moving)
+        for run in beginning:
+            run.ledger.position.begin(step, "start")
+            if run.clients is not None:
                 _begin_round(run, step)
-            if renewed:
-                fetching: dict[Any, DataStates | None] = {}
-                stack.batches = joint_batches([source(m, step - 1, fetching) for m in stack.runs], step - 1)
+        feed(stack, step - 1)
     for run in ensemble.training:
         if run.begins_segment(step):
             if not run.starts and run.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
-            others = not run.starts and (run.clients is not None or before.nodes != now.nodes)
-            for module in run.strategy.communication_modules if others else ():
-                module.attend(run.cluster)
+            if run.starts:  # the strategy was set up for all nodes, which are equal: nothing has to be sent
+                with run.collectives.unbilled():
+                    run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
+            else:
+                run.strategy.attend(run.clients is not None or before.nodes != now.nodes)
             run.ledger.attend(now)
+
+
+def _has_left(stack: Stack) -> bool:
+    """Return whether rows of runs that have ended are to be left out of what is computed."""
+    taking = [run for run in stack.taking if run.is_running]
+    computed, kept = (sum(len(run.nodes) for run in runs) for runs in (stack.taking, taking))
+    options = stack.runs[0].spec
+    bound = (options.dataloader_kwargs or {}).get("num_workers") or stack.runs[0].objective.unsaved()
+    if kept == computed or not taking or bound:
+        return False
+    return computed - kept >= (_SHARE * computed if options.compile else 1)
 
 
 def _plan(run: Run) -> Plan:
@@ -82,11 +95,115 @@ def _changes(run: Run, step: int) -> bool:
     return len(now) != run.cluster.num_nodes
 
 
-def _changed(ensemble: Ensemble, stack: Stack, step: int) -> list[Stack]:
-    """Rebuild a stack from the nodes that take part in `step`; return the stacks that replace it."""
-    runs = [run for run in stack.runs if run.is_running]
-    copies = [snapshot(run).moved(step) if run.begins_segment(step) else snapshot(run) for run in runs]
-    return put_together(ensemble, runs, copies)
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+class Move(NamedTuple):
+    """The rows of a run in the steps that come.
+
+    Attributes:
+        nodes: that take part, and the machines that compute for them.
+        rows: for each of those held here, the row that it continues from. −1: the row that another process has sent.
+        sent: that row, as a checkpoint has it.
+    """
+
+    nodes: Sequence[int]
+    machines: Sequence[int]
+    rows: Sequence[int]
+    sent: Mapping[str, Any] = MappingProxyType({})
+
+
+def move_at_first(run: Run, step: int) -> Move:
+    """Return the move of a run that is set up with all nodes to those that take part in `step`."""
+    plan = _plan(run)
+    nodes, machines = plan.segment(step).nodes, plan.machines(step)
+    own = run.collectives.machines[run.collectives.rank]
+    return Move(nodes, machines, [machine - own.start for machine in machines if machine in own] or [0])
+
+
+def _move_to(run: Run, step: int) -> Move:
+    """Return the move to the nodes that take part in `step`. A joining node continues from its peer's row."""
+    plan, collectives = _plan(run), run.collectives
+    nodes, machines = plan.segment(step).nodes, plan.machines(step)
+    own = collectives.machines[collectives.rank]
+    if run.clients is not None:  # all rows hold the global weights
+        return Move(nodes, machines, [0] * max(1, sum(machine in own for machine in machines)))
+    run.objective.check_portable()
+    check_declared(run)
+    before, sent = [*collectives.active], {}
+    place = before.index(plan.peer(step))
+    if plan.joining(step) and not collectives.is_alone:
+        (rank,) = (rank for rank, places in enumerate(collectives.ranges) if place in places)
+        row = rows_of(run, [place - run.nodes.start], True) if place in run.nodes else {}
+        sent = unpacked(*collectives.told(packed(row), rank))
+    rows = []
+    for node in (node for node in nodes if node in own):
+        at = before.index(node) if node in before else place
+        rows.append(at - run.nodes.start if at in run.nodes else -1)
+    return Move(nodes, machines, rows or [0], sent)
+
+
+@torch.no_grad()
+def arrange(stack: Stack, moving: Mapping[Run, Move]) -> None:
+    """Permute a stack's rows so that the present ones come first, and let all that has rows follow."""
+    stack.optimizers.part()
+    states = {run: rows_of(run, move.rows, sent=move.sent) for run, move in moving.items()}
+    python = {run: copy.deepcopy(run.objective.extra_states(run.rows)) for run in stack.runs if run not in moving}
+    for run, move in moving.items():
+        run.collectives.attend(move.nodes, move.machines)
+    present = [run for run in stack.runs if run.is_running and run.nodes]
+    whole, first = stack.matrix.whole, 0
+    sources, places = list[int](), {}
+    for run in [*present, *(run for run in stack.runs if run not in present)]:
+        rows = [max(0, row) for row in moving[run].rows] if run in moving else range(len(run.rows))
+        sources += [run.rows.start + row for row in rows]
+        places[run] = range(len(sources) - len(rows), len(sources))
+    while first < len(sources) and sources[first] == first:
+        first += 1
+    moved = sources[first:]
+    for matrix in (*(() if whole.shares_weights else (whole.weights,)), *whole.buffers.values()):
+        matrix[first : len(sources)] = matrix[moved]
+    for run, rows in places.items():
+        if rows == run.rows and run not in moving:
+            continue
+        earlier, run.rows = run.cluster.replicas, rows
+        at = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has the row of one
+        run.cluster.replicas = stack.matrix.part(rows, at, earlier)
+        run.strategy.move_rows(earlier)
+    for run, own in python.items():
+        run.objective.set_extra_states(run.rows, own)
+    for run, state in states.items():
+        fill_rows(run, state, moving[run].rows, moving[run].sent)
+        run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
+        note_undeclared(run)
+    stack.compute_first(present)
+
+
+def feed(stack: Stack, done: int) -> None:
+    """Give a stack the batches of its present rows after `done` steps."""
+    fetching: dict[Hashable, DataStates | None] = {}
+    sources = [_source(run, done, fetching) for run in stack.taking]
+    stack.batches = joint_batches(sources, done) if sources else iter(())
+
+
+def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
+    """Return the batches of a run after `done` steps.
+
+    Args:
+        fetching: key → the states that the data of runs with this key, whose batches are equal, draw from.
+    """
+    spec, batches, when = run.spec, run.batches, tuple[Any, ...]()
+    runs_code = one_in_memory(batches) is None
+    if run.plan is not None:
+        segment, missed = run.plan.segment(done + 1), run.plan.missed(done + 1)
+        own = slice(run.nodes.start, run.nodes.stop)
+        when, batches = (segment, *missed), batches.attended(segment.nodes[own], missed[own])
+    key: Hashable = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
+    run.data_states = fetching.setdefault(key, copy.copy(run.data_states))
+    return Source(batches, key, run.fetching if runs_code else nullcontext)
+
+
+# Joining, and rounds of clients ---------------------------------------------------------------------------------------
 
 
 def _join(run: Run, step: int) -> None:
@@ -119,7 +236,7 @@ def _bytes_of_a_node(run: Run) -> int:
 def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
     """Reseed the streams of nodes that begin to take part; a node gets a new seed each time that it returns."""
     times, begin, active = _plan(run).times(step), set(nodes), run.cluster.active
-    rows = {row: active[i] for row, i in enumerate(run.cluster.replicas.nodes) if active[i] in begin}
+    rows = {row: active[i] for row, i in enumerate(run.nodes) if active[i] in begin}
     for row, node in rows.items():
         again = [int(times[node])] if times[node] else []
         run.streams[row].manual_seed(derive_seed(run.spec.seed, NODE, node, *again))
@@ -167,7 +284,7 @@ def _begin_round(run: Run, step: int) -> None:
     cluster, strategy, plan = run.cluster, run.strategy, _plan(run)
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes
-    collectives.attend(nodes)
+    collectives.attend(nodes, plan.machines(step))
     pulled = _shared_bytes(run) + _statistics_bytes(run)
     # Only bills, late clients included: the rows already hold the weights.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
@@ -176,58 +293,4 @@ def _begin_round(run: Run, step: int) -> None:
     assert run.clients is not None
     run.clients.arrive(cluster)
     _seed(run, nodes, step)
-    run.batches = run.batches.attended(nodes, plan.missed(step))
-    cluster.shard_sizes = run.batches.shard_sizes
-
-
-# Moves ----------------------------------------------------------------------------------------------------------------
-
-
-def regroup(ensemble: Ensemble) -> None:
-    """Move the unfinished runs of an ensemble to smaller matrices, if that saves enough rows.
-
-    Moved runs resume from a snapshot in memory, bitwise unchanged. No run moves if one of them cannot: if the state of
-    its strategy cannot be saved, or cannot be restored in a new strategy, or if worker processes fetch its data.
-    """
-    remaining = ensemble.unfinished
-    if len(remaining) == sum(len(stack.runs) for stack in ensemble.stacks):
-        return
-    rows = sum(run.cluster.replicas.num_held for stack in ensemble.stacks for run in stack.runs)
-    kept = sum(run.cluster.replicas.num_held for run in remaining)
-    if not remaining or not ensemble.regroups or rows - kept < _SHARE * rows:
-        return
-    if (remaining[0].spec.dataloader_kwargs or {}).get("num_workers"):
-        return
-    try:
-        ensemble.stacks = put_together(ensemble, remaining, [snapshot(run) for run in remaining])
-    except CheckpointError:
-        ensemble.regroups = False
-
-
-def put_together(ensemble: Ensemble, runs: Sequence[Run], copies: Sequence[Run]) -> list[Stack]:
-    """Replace `runs` by `copies` in new matrices; return the new stacks."""
-    device = runs[0].cluster.weights.device
-    with preserved(device):
-        fresh = assemble(copies, ensemble.executor, device, ensemble.interrupt)
-    successors = dict(zip(runs, fresh.runs, strict=True))
-    for old, new in successors.items():
-        for name in ("examples", "tokens", "seconds", "validation_seconds", "row", "known_events"):
-            setattr(new, name, getattr(old, name))
-        begin(new)
-    ensemble.runs = [successors.get(run, run) for run in ensemble.runs]
-    return fresh.stacks
-
-
-def snapshot(run: Run) -> Run:
-    """Return a copy of a run that continues from the run's present state once the copy is placed.
-
-    Raises:
-        CheckpointError: the run has state that cannot be saved.
-    """
-    return replace(
-        run,
-        spec=replace(run.spec, start=captured(run, apart=True), max_memory_usage=None),
-        collectives=run.collectives.anew(run.cluster.active),
-        starts=True,
-        continues=range(len(run.nodes)),
-    )
+    cluster.shard_sizes = run.batches.shard_sizes[list(nodes)]

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming, retold
 from vsim.cluster.frozen import clear_gradients, skipping
-from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import global_states
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Uneven, sizes_of
@@ -23,7 +22,7 @@ from vsim.engine.machine import moved, repeating, synchronize
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
-from vsim.training.attendance import attend, regroup
+from vsim.training.attendance import attend
 from vsim.training.callbacks import tell, tell_row, watching
 from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupted
@@ -114,8 +113,6 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         if ensemble.stopping is not None:
             for run in ensemble.stopping(ensemble):
                 run.stopped = True
-        if step < ensemble.max_steps:
-            regroup(ensemble)
         yield step
         if not ensemble.unfinished:
             return
@@ -128,9 +125,10 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     device = runs[0].cluster.replicas.weights.device
     for run in runs:
         run.ledger.position.begin(step)
-        if run.plan is not None:
-            run.keep_resting()
         run.lr = run.strategy.lr
+    for run in stack.taking:
+        if run.plan is not None or not run.is_running:
+            run.keep_resting()
     if stack.workers is not None:
         (run,) = runs
         with _own(ensemble, run):
@@ -138,7 +136,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         run.seconds += time.perf_counter() - started
         return False
     try:
-        batch = next(stack.batches)
+        batch = next(stack.batches) if stack.taking else []
         if any(t.device != device for t in tree_leaves(batch)):
             batch = moved(batch, device)
     except Exception as error:
@@ -148,7 +146,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     with stack.threads():
         try:
             with runs[0].computing():
-                losses = stack.losses_and_grads(batch)
+                losses = stack.losses_and_grads(batch) if stack.taking else torch.empty(0)
         except Exception as error:  # in the model or the data, which all runs of the stack share
             given = stack.few.batch if isinstance(batch, Uneven) else batch
             _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
@@ -173,7 +171,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
         Whether a process of the run has been asked to stop after this step.
     """
     stops = False
-    stepping = [(run, rows) for run, rows in stack.rows if run.trains and run.cluster.step == step]
+    stepping = [(run, run.taking) for run in stack.runs if run.trains and run.cluster.step == step]
     # The one read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
     # but a run with a non-finite loss would train on: it must leave with the weights of its last good step, and
     # callbacks, loggers and early stopping get every step's losses in that step.
@@ -203,6 +201,9 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
     """Let every run communicate and step. Some runs may share optimizer calls."""
+    for run in stack.taking:
+        if not run.is_running:
+            run.put_back_resting()
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     for run in stepping:
         clear_gradients(run.cluster)
@@ -247,14 +248,6 @@ def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, others may not have this error
     run.error = error
-    # Until the others are regrouped, the run's rows are still computed: fill them with zeros, which are harmless.
-    replicas = run.cluster.replicas
-    for tensor in (replicas.weights, replicas.grads):
-        tensor.zero_()
-    for state in (s for o in torch_optimizers(run.strategy.optim) for s in o.state.values()):
-        for value in state.values():
-            if isinstance(value, Tensor) and value.dim():
-                value.zero_()
 
 
 def _all_leave(ensemble: Ensemble, runs: Sequence[Run], error: Exception) -> None:
@@ -434,8 +427,9 @@ def _of_all_nodes(
     and of tokens in the node's batch.
     """
     rows = [row for _, own in stepping for row in range(own.start, own.stop)]
-    sizes = [sizes_of(batch, [row]) for row in rows] if isinstance(batch, Uneven) else [sizes_of(batch)] * len(rows)
-    of_rows = torch.tensor([[requested, *own] for own in sizes]).double()
+    alike = [sizes_of(batch)] * len(rows) if rows and not isinstance(batch, Uneven) else []
+    sizes = alike or [sizes_of(batch, [row]) for row in rows]
+    of_rows = torch.tensor([[requested, *own] for own in sizes], dtype=torch.float64).view(-1, 3)
     own = torch.cat([losses[rows].cpu().double()[:, None], of_rows], 1)
     ranges = [run.cluster.collectives.ranges for run, _ in stepping]
     counts = [[len(nodes) for nodes in column] for column in zip(*ranges, strict=True)]  # by process, then run

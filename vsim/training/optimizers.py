@@ -35,6 +35,12 @@ class Optimizers:
             if len(neighbours) > 1:
                 self._together.append((neighbours, _Together(neighbours)))
 
+    def part(self) -> None:
+        """Let every strategy's optimizer continue by itself."""
+        for _, optimizer in self._together:
+            optimizer.part()
+        self._together = []
+
     def step(self, taking: set[Algorithm]) -> set[Algorithm]:
         """Step the joint optimizers of strategies in `taking`; return the strategies that they step."""
         remaining = []
@@ -121,7 +127,7 @@ class _Together:
 
 def _runs(strategies: Sequence[Algorithm]) -> list[tuple[int, Algorithm]]:
     """Number the strategies so that adjacent strategies that can be stepped together get the same number."""
-    numbered, number = [(0, strategies[0])], 0
+    numbered, number = [(0, strategy) for strategy in strategies[:1]], 0
     for before, strategy in pairwise(strategies):
         number += not _can_join(before, strategy)
         numbered.append((number, strategy))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
 from vsim.checkpoint.folder import checkpoint_path, prune
-from vsim.checkpoint.tree import Encoded, Filler, cut, encoded, joined, own_of
+from vsim.checkpoint.tree import Encoded, Filler, cut, encoded, first_rows, joined, own_of
 from vsim.checkpoint.undeclared import Contents, changed, contents_of, line_for
 from vsim.cluster.optim import OptimSpec
-from vsim.cluster.optimizers import StackedOptimizer, parts_of, torch_optimizers
+from vsim.cluster.optimizers import StackedOptimizer, forget, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import CheckpointError, Stateful, owners, placements_of
@@ -71,7 +71,7 @@ def _undeclared(run: Run) -> Contents:
 
 def check_declared(run: Run) -> None:
     """Raise a CheckpointError if attributes have changed that are not declared, which a checkpoint would not hold."""
-    parts, rows = owners(run.strategy), len(run.nodes)
+    parts, rows = owners(run.strategy), len(run.rows)
     if found := changed(run.undeclared, _undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
         raise CheckpointError(
@@ -90,9 +90,14 @@ def _settings(run: Run) -> dict[str, Any]:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
+def note_undeclared(run: Run) -> None:
+    """Note what the strategy does not declare now, for `check_declared`."""
+    run.undeclared = _undeclared(run)
+
+
 def begin(run: Run) -> None:
     """Note what the strategy does not declare, and find state that cannot be saved, before training."""
-    run.undeclared = _undeclared(run)
+    note_undeclared(run)
     if run.spec.saving is not None:
         _settings(run)  # in all processes
         if run.spec.saving.wanted:
@@ -119,7 +124,7 @@ def save_if_due(run: Run, stops: bool) -> bool:
 
 def _save(run: Run, folder: Path) -> None:
     run.check_weights()
-    if 0 in run.nodes and not run.objective.has_warned and (unsaved := run.objective.unsaved()):
+    if run.is_first and not run.objective.has_warned and (unsaved := run.objective.unsaved()):
         run.objective.has_warned = True
         warnings.warn(
             f"the model changes {listed(unsaved)} in forward, which a checkpoint does not hold: make it a buffer "
@@ -129,7 +134,7 @@ def _save(run: Run, folder: Path) -> None:
         )
     checkpoint = captured(run)
     try:
-        if 0 in run.nodes:
+        if run.is_first:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder may not exist yet
             checkpoint.save(checkpoint_path(folder, run.done))
             prune(folder, run.done)
@@ -138,20 +143,15 @@ def _save(run: Run, folder: Path) -> None:
             run.cluster.collectives.of_processes(None)
 
 
-def captured(run: Run, apart: bool = False) -> Checkpoint:
+def captured(run: Run) -> Checkpoint:
     """Return the checkpoint of a run between two steps.
 
-    With several processes, the first node's process gathers the state of all nodes. In one process, or with `apart`,
-    the checkpoint's tensors share the run's memory.
-
-    Args:
-        apart: take only this process's nodes.
+    With several processes, the first one gathers the state of all nodes. In one process, the checkpoint's tensors share
+    the run's memory.
 
     Raises:
         CheckpointError: the run stopped in the middle of a step, or has state that cannot be saved.
     """
-    if apart:
-        run.objective.check_portable()
     history = run.history
     if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
         raise CheckpointError(
@@ -166,17 +166,17 @@ def captured(run: Run, apart: bool = False) -> Checkpoint:
         stacked, shared = _encoded(run)
     except CheckpointError as error:
         problem = str(error)
-    if not run.is_alone and not apart:
+    if not run.is_alone:
         held = [len(nodes) for nodes in run.cluster.collectives.ranges]
         problem, stacked, shared = _gathered(run, problem, stacked, shared)
     if problem:
         raise CheckpointError(problem)
-    return Checkpoint(run.done, history or History(), {} if apart else _settings(run), held, stacked, shared)
+    return Checkpoint(run.done, history or History(), _settings(run), held, stacked, shared)
 
 
 def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     stacked, shared = _state(run)
-    rows = len(run.nodes)
+    rows = len(run.rows)
     return (
         {name: encoded(value, name, True, rows) for name, value in stacked.items()},
         {name: encoded(value, name) for name, value in {**shared, "process": run.random_states}.items()},
@@ -197,14 +197,65 @@ def _gathered(
     for digest, (rank, size) in first.items():
         flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
         flat = collectives.from_process(flat, rank)
-        if 0 in run.nodes:
+        if run.is_first:
             contents[digest] = flat
-    if 0 not in run.nodes:
+    if not run.is_first:
         return "", {}, {}
     trees = [unpacked(own, contents) for _, own, _ in told]
     held = [len(nodes) for nodes in collectives.ranges]
     whole = ({n: joined([t[i][n] for t in trees], held, i == 0) for n in trees[0][i]} for i in range(2))
     return "", *whole  # type: ignore[return-value]
+
+
+# Rows that move -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    run: Run, rows: Sequence[int], whole: bool = False, sent: Mapping[str, Encoded] | None = None
+) -> dict[str, Encoded]:
+    """Return what these rows of a run hold, encoded.
+
+    Args:
+        whole: weights and buffers, too. sent: what a row of another process holds; it is row −1.
+    """
+    held, found = [len(run.rows)], {}
+    for name, value in _state(run)[0].items():
+        if whole or not _is_in_matrix(name):
+            own = encoded(value, name, True, *held)
+            if not sent or min(rows) >= 0:
+                found[name] = cut(own, rows, held)
+            elif max(rows) < 0:
+                found[name] = cut(sent[name], [0] * len(rows), [1])
+            else:
+                both = joined([own, sent[name]], [*held, 1], True)
+                found[name] = cut(both, [row % (sum(held) + 1) for row in rows], [*held, 1])
+    return found
+
+
+def fill_rows(run: Run, state: Mapping[str, Encoded], rows: Sequence[int], sent: Mapping[str, Encoded]) -> None:
+    """Fill the present rows of a run, which may be fewer or more than before, with what `rows_of` returned."""
+    replicas, arriving = run.cluster.replicas, [place for place, row in enumerate(rows) if row < 0]
+    matrix = {"weights": replicas.weights, **{f"buffer {name}": buffer for name, buffer in replicas.buffers.items()}}
+    for name, tensor in matrix.items() if arriving else ():
+        tensor[[0] if len(tensor) < len(rows) else arriving] = sent[name].to(tensor.device)
+    filler, number = Filler(run.cluster.collectives, run.cluster.weights.device), len(run.rows)
+    forget(run.strategy.optim)
+    live = _state(run)[0]
+    live |= {name: first_rows(live[name], made, number) for name, made in run.made.items()}
+    filled = {name: filler.fill(own, live[name], name, True) for name, own in state.items()}
+    for name, owner, attribute, placement in _declared(run):
+        if placement == "stacked":
+            setattr(owner, attribute, filled[name])
+    run.objective.set_extra_states(run.rows, [own for (own,) in filled["extra state"]])
+
+
+def made_in_setup(run: Run) -> dict[str, Any]:
+    """Return name → value of what the strategy has declared as stacked."""
+    return {n: getattr(owner, own) for n, owner, own, placement in _declared(run) if placement == "stacked"}
+
+
+def _is_in_matrix(name: str) -> bool:
+    return name == "weights" or name.startswith("buffer ")
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -217,8 +268,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         CheckpointError: the checkpoint is of another run (the message names the differences), or is beyond this run's
             last step.
     """
-    same = run.continues is not None  # the same run, with other nodes
-    if not checkpoint.forks and not same:
+    if not checkpoint.forks:
         _check_same(run, checkpoint)
     if checkpoint.step > run.max_steps or (checkpoint.forks and checkpoint.step == run.max_steps):
         raise CheckpointError(
@@ -242,12 +292,11 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"the state in the checkpoint at step {checkpoint.step} cannot be restored: {error!r}"
         ) from error
-    if not same:
-        run.ledger.continue_from(checkpoint.ledger)
+    run.ledger.continue_from(checkpoint.ledger)
 
 
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
-    cluster, rows, held = run.cluster, _rows(run, checkpoint), checkpoint.held
+    cluster, rows, held = run.cluster, [*run.cluster.replicas.nodes], checkpoint.held
     filler = Filler(cluster.collectives, cluster.weights.device)
     stacked, shared = _state(run)
     filled = {}
@@ -257,7 +306,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
         if name in checkpoint.shared or not name.startswith("callback "):  # new here
             filled[name] = filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
     filler.check()
-    if any(filled[n] is not stacked[n] for n in stacked if n == "weights" or n.startswith("buffer ")):
+    if any(filled[n] is not stacked[n] for n in stacked if _is_in_matrix(n)):
         raise ValueError("weights or buffers have other shapes")
     for name, owner, attribute, _ in _declared(run):
         setattr(owner, attribute, filled[name])
@@ -266,16 +315,11 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
         for other in own[1:]:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
     run.objective.set_extra_states(run.rows, [state for (state,) in filled["extra state"]])
-    if held == [len(nodes) for nodes in cluster.collectives.ranges] and run.continues is None:  # as many processes
-        states = own_of(checkpoint.shared["process"], rows, held)
+    if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # as many processes
+        states = own_of(checkpoint.shared["process"], [*run.nodes], held)
         set_global_states(
             Filler(cluster.collectives, torch.device("cpu")).fill(states, None, "process"), cluster.weights.device
         )
-
-
-def _rows(run: Run, checkpoint: Checkpoint) -> list[int]:
-    """Return the checkpoint's rows for the nodes of this process."""
-    return list(run.cluster.replicas.nodes if run.continues is None else run.continues)
 
 
 def _check_same(run: Run, checkpoint: Checkpoint) -> None:
@@ -293,7 +337,7 @@ def _check_same(run: Run, checkpoint: Checkpoint) -> None:
             f"the checkpoint at step {checkpoint.step} is of another run: {'; '.join(changes)}. To start from its "
             f"weights all the same, fork: resume={where}.fork()"
         )
-    if versions[0] != versions[1] and 0 in run.nodes:
+    if versions[0] != versions[1] and run.is_first:
         warnings.warn(f"saved with {versions[0]}, resumed with {versions[1]}: bits may differ", UserWarning, 2)
 
 
@@ -314,7 +358,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         mark_stepped(optimizer)
     for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
-    filler, rows = Filler(run.cluster.collectives, replicas.weights.device), _rows(run, checkpoint)
+    filler, rows = Filler(run.cluster.collectives, replicas.weights.device), [*replicas.nodes]
     for name, owner, attribute, _ in _declared(run):
         if attribute in owner.carried and name in checkpoint.shared:
             setattr(owner, attribute, filler.fill(checkpoint.shared[name], getattr(owner, attribute), name))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Uneven
 from vsim.engine import Executor
 from vsim.engine.executor import bits_of
+from vsim.private_torch import storage_key
 
 _SHARED = (
     "the model changes its weights in forward, on each node in another way, and with this strategy all nodes share one "
@@ -26,34 +27,48 @@ _SHARED = (
 class Rows:
     """The rows that are computed, and the rows that the runs hold.
 
+    What a run holds is a view of `whole`. Exception: if all nodes of a run share one row of weights or gradients, and
+    other runs train beside it, the run holds that row apart.
+
     Attributes:
-        whole: all nodes.
-        parts: the nodes of each run, views of `whole`. Exception: if all nodes of a run share one row of weights or
-            gradients, the run holds that row apart.
-        spread: the runs that hold a row apart, each with its rows of `whole`.
+        whole: all rows.
     """
 
     whole: Replicas
-    parts: list[Replicas]
-    spread: list[tuple[Replicas, slice]] = field(default_factory=list)
 
-    def copy_out(self) -> None:
-        """Copy the shared row of weights of each `spread` run to all rows of the run."""
-        for own, rows in self.spread:
+    def part(self, rows: range, first_node: int, held: Replicas | None = None) -> Replicas:
+        """Return the rows of a run, which keeps the row that it has `held` apart."""
+        own = self.whole.rows(rows.start, rows.stop, first_node)
+        if held is not None and storage_key(held.weights) != storage_key(self.whole.weights):
+            own = replace(own, weights=held.weights)
+        if held is not None and storage_key(held.grads) != storage_key(self.whole.grads):
+            own = replace(own, grads=held.grads)
+        return own
+
+    def _apart(self, parts: Sequence[tuple[Replicas, slice]]) -> list[tuple[Replicas, slice]]:
+        return [(own, rows) for own, rows in parts if storage_key(own.weights) != storage_key(self.whole.weights)]
+
+    def copy_out(self, parts: Sequence[tuple[Replicas, slice]]) -> None:
+        """Copy rows of weights that runs hold apart to all rows of these runs.
+
+        Args:
+            parts: what each run holds, and its rows.
+        """
+        for own, rows in self._apart(parts):
             self.whole.weights[rows].copy_(own.weights)
 
-    def gather_gradients(self) -> None:
+    def gather_gradients(self, parts: Sequence[tuple[Replicas, slice]]) -> None:
         """Write the mean gradient to runs that share one row of gradients, and copy the shared row of weights back.
 
         Raises:
             ValueError: forward changed the copies of a shared row in different ways.
         """
-        for own, rows in self.spread:
+        for own, rows in self._apart(parts):
             copies = self.whole.weights[rows]
             own.weights.copy_(copies[:1])
             if not torch.equal(bits_of(own.weights).expand_as(copies), bits_of(copies)):
                 raise ValueError(_SHARED)
-            if own.shares_grads:
+            if storage_key(own.grads) != storage_key(self.whole.grads):
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
 
 
@@ -61,21 +76,24 @@ class FewRows:
     """Computes a part of an executor's rows, on copies; for instance, the rows whose batches have equal sizes.
 
     Args:
-        engine: computes all rows.
+        whole: as many rows as there can be.
         make: makes an executor for other rows and their random generators.
 
     Attributes:
+        engine: computes all rows that are present.
         batch: the stacked batch (n, B, …) that was computed last.
     """
 
-    def __init__(self, engine: Executor, make: Callable[[Replicas, list[torch.Generator]], Executor]) -> None:
-        self.engine, self._make = engine, make
+    engine: Executor
+
+    def __init__(self, whole: Replicas, make: Callable[[Replicas, list[torch.Generator]], Executor]) -> None:
+        self._whole, self._make = whole, make
         self._made: dict[int, Executor] = {}  # by number of rows
         self.batch: Any = None
 
     @cached_property
     def _copies(self) -> Replicas:
-        whole = self.engine.replicas
+        whole = self._whole
         size = whole.num_held, whole.num_parameters, whole.weights.dtype, whole.weights.device
         buffers = {name: b.clone() for name, b in whole.buffers.items()}
         return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
@@ -105,7 +123,7 @@ class FewRows:
             self._made[len(rows)] = self._make(self._copies.rows(0, len(rows)), [])
         executor = self._made[len(rows)]
         few = executor.replicas
-        executor.generators[:] = [self.engine.generators[row] for row in rows]  # type: ignore[index]
+        executor.generators[:] = [self.engine.generators[row] for row in rows]
         weights = whole.weights.expand(whole.num_held, -1)[places]
         few.weights.copy_(weights)
         for name, buffer in few.buffers.items():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, fingerprints, global_states
+from vsim.cluster.replicas import Replicas
 from vsim.data.batches import BatchSource, Uneven, ValidationExamples, of_rows
 from vsim.engine import Executor
 from vsim.engine.indices import is_off_cpu
@@ -50,19 +50,19 @@ class Diverged(FloatingPointError):
 class Run:
     """One strategy with one seed on K nodes. Its state and record are independent of the runs that train with it.
 
-    `vsim.training.setup` places a run in a matrix; until then the run has no rows, cluster or strategy. When nodes come
-    or go, a copy that continues from the run's state is placed instead.
+    `vsim.training.setup` places a run in a matrix; until then the run has no rows, cluster or strategy.
 
     Attributes:
         spec: the run's options. report: called with the outcome of every step.
         history: the record of these outcomes, if this process keeps one.
-        nodes: the nodes held in this process. collectives: how nodes communicate. batches: stacked batches (R, B, …).
+        collectives: how nodes communicate. batches: stacked batches (R, B, …), with a plan of all that may take part.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         data_states: what the run's data draw from; None: from the process's random generators, which are the run's own.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
-        continues: the rows of the start checkpoint that the nodes continue from; None: every node its own row.
-        rows: the run's rows of the stack's matrix. cluster: its nodes. strategy: its own copy.
-        streams: a random generator per node, for randomness in the model.
+        rows: the run's rows of the stack's matrix: of its present nodes that are held here, or one row if none is.
+        cluster: its nodes. strategy: its own copy.
+        generators: for randomness in the model, of as many nodes as are ever held here at once. made: what the strategy
+            declared as stacked in its setup, by name, for as many nodes.
         objective: model and loss, shared with its stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
         evaluator: measures the run on the validation data; None without validation data.
@@ -88,19 +88,18 @@ class Run:
     spec: RunSpec
     report: Reporter
     history: History | None
-    nodes: range
     collectives: Collectives
     batches: BatchSource
     plan: Plan | None = None
     data_states: DataStates | None = None
     minibatch_size: int | None = None
-    continues: Sequence[int] | None = None
     client_data: Sequence[Dataset[Any]] = ()
     test_data: Sequence[Dataset[Any]] = ()
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
-    streams: list[torch.Generator] = field(init=False)
+    generators: list[torch.Generator] = field(init=False)
+    made: dict[str, Any] = field(default_factory=dict)
     objective: Objective = field(init=False)
     interrupt: Interrupt = field(init=False)
     max_steps: int = field(init=False)
@@ -209,9 +208,30 @@ class Run:
         """The record of the run's communication."""
         return self.cluster.collectives.ledger
 
+    @property
+    def nodes(self) -> range:
+        """The places among the present nodes of those that this process holds."""
+        return self.collectives.nodes
+
+    @property
+    def taking(self) -> slice:
+        """The rows of the matrix whose nodes take part, and are held here."""
+        return slice(self.rows.start, self.rows.start + len(self.nodes))
+
+    @property
+    def streams(self) -> list[torch.Generator]:
+        """A random generator for each of the run's rows, for randomness in the model."""
+        return self.generators[: len(self.rows)]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the run's record, and writes its checkpoints."""
+        return self.collectives.rank == 0
+
     def keep_resting(self) -> None:
-        """Save the rows of nodes that rest in the next step."""
-        rows, buffers = self.cluster.resting, self.cluster.replicas.buffers
+        """Save the rows that the next step computes of nodes that rest, or of a run that has ended."""
+        rows = self.cluster.resting if self.is_running else [*range(len(self.nodes))]
+        buffers = self.cluster.replicas.buffers
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     @torch.no_grad()
@@ -236,7 +256,7 @@ class Run:
     @property
     def is_alone(self) -> bool:
         """Whether this process holds all nodes of the run."""
-        return self.cluster.replicas.num_held == self.cluster.num_nodes
+        return self.collectives.is_alone
 
     @property
     def model(self) -> nn.Module:
@@ -367,23 +387,6 @@ class Run:
         in_one = not self.spec.deterministic and min(map(len, self.collectives.ranges)) > 1
         strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
-
-    def attended(self, step: int) -> Run:
-        """Return a copy of the run, not set up yet, with the nodes that take part in step number `step`."""
-        assert self.plan is not None
-        nodes = self.plan.segment(step).nodes
-        collectives, batches = self.collectives.anew(nodes), self.batches.attended(nodes, self.plan.missed(step))
-        return replace(self, nodes=collectives.nodes, collectives=collectives, batches=batches)
-
-    def moved(self, step: int) -> Run:
-        """Return a copy of the run with the nodes that take part in `step`, and the rows that they continue from.
-
-        A joining node copies the first node that stays or, if none stays, the first node that leaves.
-        """
-        assert self.plan is not None
-        run, before, peer = self.attended(step), list(self.collectives.active), self.plan.peer(step)
-        rows = [before.index(node if node in before else peer) for node in run.collectives.active]
-        return replace(run, continues=rows)
 
     def fetching(self) -> AbstractContextManager[None]:
         """Return a context in which the run's data draw from the global generators as if the run were alone."""
@@ -528,52 +531,63 @@ class AsynchronousWorkers(Protocol):
 class Stack:
     """Runs of equal model and shapes. Their nodes are rows of one matrix, whose gradients are computed in one call.
 
+    Present rows come first: those of the runs in `taking`, which are computed. Behind them are the rows of runs that
+    have ended, and rows that nobody has now.
+
     Attributes:
-        matrix: the rows of the runs; see `vsim.training.rows`.
-        executor: computes the losses and gradients of all rows.
-        batches: stacked batches (R, B, …) for all rows, on any device.
+        matrix: all rows; see `vsim.training.rows`.
+        make: makes an executor for some of them and their random generators.
+        taking: the runs with present rows, in the order of these.
+        executor: computes the losses and gradients of the present rows.
+        few: computes some of the present rows, if nodes have batches of different sizes.
+        batches: stacked batches (R, B, …) for the present rows, on any device.
         minibatch_size: examples per node at once; None: the whole batch.
         optimizers: the runs' optimizers, stepped in few calls.
-        few: computes some of the rows, if nodes have batches of different sizes.
         workers: the workers of the stack's only run, if the run is asynchronous; they take the steps.
     """
 
     runs: list[Run]
     matrix: Rows
-    executor: Executor
-    batches: Iterator[Any]
-    minibatch_size: int | None
-    optimizers: Optimizers
-    few: FewRows
+    make: Callable[[Replicas, list[torch.Generator]], Executor]
+    executor: Executor = field(init=False)
+    few: FewRows = field(init=False)
+    optimizers: Optimizers = field(init=False)
+    taking: list[Run] = field(default_factory=list)
+    batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    minibatch_size: int | None = None
     workers: AsynchronousWorkers | None = None
+    _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread is enough
+    _is_small: bool = False
+
+    def compute_first(self, taking: Sequence[Run]) -> None:
+        """Compute the rows of these runs, which come first in the matrix, from now on."""
+        self.taking = [run for run in taking if run.nodes]
+        streams = [stream for run in self.taking for stream in run.streams]
+        if not streams and self._executors:
+            return
+        number = len(streams) or self.matrix.whole.num_held
+        if number not in self._executors:
+            made = self.make(self.matrix.whole.rows(0, number), streams)
+            self._executors[number] = made, takes_one_thread(made)
+        self.executor, self._is_small = self._executors[number]
+        self.executor.generators[:] = streams
+        self.few.engine = self.executor
+        self.optimizers = Optimizers([run.strategy for run in self.taking])
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write the gradients to the runs' rows."""
-        self.matrix.copy_out()
+        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows."""
+        apart = [(run.cluster.replicas, run.taking) for run in self.taking]
+        self.matrix.copy_out(apart)
         if isinstance(batch, Uneven):
             losses = self.few.of_uneven(batch, self.minibatch_size)
         else:
             losses = self.executor.losses_and_grads(batch, self.minibatch_size)
-        self.matrix.gather_gradients()
+        self.matrix.gather_gradients(apart)
         return losses
-
-    @cached_property
-    def _is_small(self) -> bool:
-        return takes_one_thread(self.executor)
 
     def threads(self) -> AbstractContextManager[None]:
         """Return the context of the stack's steps, which one thread computes if they are small."""
         return using_threads(1) if self._is_small else nullcontext()
-
-    @property
-    def rows(self) -> list[tuple[Run, slice]]:
-        """All runs, each with its rows."""
-        found, start = [], 0
-        for run in self.runs:
-            stop = start + run.cluster.replicas.num_held
-            found.append((run, slice(start, stop)))
-            start = stop
-        return found
 
 
 @dataclass(eq=False)

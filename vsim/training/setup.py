@@ -6,7 +6,7 @@ import copy
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -29,10 +29,7 @@ from vsim.cluster.state import check_rows
 from vsim.data.batches import (
     Batches,
     BatchSource,
-    Source,
     evened,
-    joint_batches,
-    one_in_memory,
     resolve,
     validation_examples,
 )
@@ -50,11 +47,11 @@ from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
 from vsim.training.alike import batch_shapes, same_model, settings_order
 from vsim.training.asynchronous import Workers
+from vsim.training.attendance import arrange, feed, move_at_first
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
-from vsim.training.optimizers import Optimizers
-from vsim.training.resume import begin_fork, resume
+from vsim.training.resume import begin_fork, made_in_setup, resume
 from vsim.training.rows import FewRows, Rows
 from vsim.training.run import Ensemble, Run, Stack
 from vsim.training.spec import RunSpec
@@ -90,7 +87,7 @@ def prepare(
     runs = []
     for spec, report, history in zip(specs, reports, histories, strict=True):
         ledger = history.ledger  # may be of another run
-        collectives = StackedCollectives(ledger) if connect is None else connect(ledger, spec)
+        collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
         check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
         own = None if len(specs) == 1 else DataStates(spec.seed, device)
         with nullcontext() if own is None else own.here():
@@ -100,9 +97,8 @@ def prepare(
             plan = plan_of(spec, batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
-        held = collectives.nodes, collectives, batches, plan, own
-        run = Run(spec, report, history, *held, client_data=client_data, test_data=test_data)
-        runs.append(run if plan is None else run.attended(spec.first_step))
+        held = collectives, batches, plan, own
+        runs.append(Run(spec, report, history, *held, client_data=client_data, test_data=test_data))
     return assemble(runs, executor_of(specs[0].executor), device, interrupt)
 
 
@@ -119,8 +115,9 @@ def bytes_of_node(spec: RunSpec) -> int:
 
 
 def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
-    """Return the batches of the nodes that this process holds."""
-    held, everyone = collectives.nodes, spec.population
+    """Return the batches of the nodes that this process holds; of all that may take part, where these come and go."""
+    everyone = spec.population
+    held = collectives.nodes if spec.participation is None else range(everyone)
     datasets = resolve(spec.train_dataset, everyone, held, True, "train_dataset")
     apart = is_factory(spec.train_dataset) and len(held) < everyone
 
@@ -196,33 +193,30 @@ def can_join(run: Run) -> bool:
     return not any(run.shares) or trainable <= _SMALL
 
 
-def rows_of(runs: Sequence[Run], device: torch.device) -> Rows:
-    """Lay out the rows of the runs of a stack, in their order."""
+def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Rows, list[Replicas]]:
+    """Return the rows of a stack, and what each of its runs holds, in their order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
     if len(runs) == 1:
         share_weights, share_grads = runs[0].shares
         whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
-        whole.first_node = runs[0].nodes.start
-        return Rows(whole, [whole])
+        rows = Rows(whole)
+        return rows, [rows.part(range(counts[0]), runs[0].nodes.start)]
     whole = Replicas.of_several(models, counts, device)
     # Shared rows are adjacent, so that one optimizer call can step them, too.
     num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
     weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
-    found, start, next_weights, next_grads = Rows(whole, []), 0, 0, 0
+    rows, parts, start, next_weights, next_grads = Rows(whole), list[Replicas](), 0, 0, 0
     for run, count in zip(runs, counts, strict=True):
-        rows = slice(start, start + count)
-        own = whole.rows(rows.start, rows.stop, run.nodes.start)
+        own = rows.part(range(start, start + count), run.nodes.start)
         share_weights, share_grads = run.shares
         if share_weights:
             row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
             own, next_weights = replace(own, weights=row), next_weights + 1
         if share_grads:
             own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
-        if share_weights or share_grads:
-            found.spread.append((own, rows))
-        found.parts.append(own)
+        parts.append(own)
         start += count
-    return found
+    return rows, parts
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
@@ -259,7 +253,7 @@ def _stacked(
     runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
 ) -> Stack:
     spec, steps = runs[0].spec, max(run.steps for run in runs)
-    rows = rows_of(runs, device)
+    rows, parts = laid_out(runs, device)
     whole = rows.whole
     kept = [module for module in whole.module.modules() if whole.module.training and not module.training]
     whole.module.train()  # which a model may override
@@ -273,13 +267,17 @@ def _stacked(
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
     settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
     first = 0
-    for run, replicas in zip(runs, rows.parts, strict=True):
+    for run, replicas in zip(runs, parts, strict=True):
         run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
         first = run.rows.stop
         with naming(run.spec.label if len(runs) > 1 else ""):
             _place(run, replicas)
-    streams = [stream for run in runs for stream in run.streams]
-    engine = executor(whole, objective, streams, settings)
+    stack = Stack(list(runs), rows, lambda own, streams: executor(own, objective, streams, settings))
+    stack.few = FewRows(whole, stack.make)
+    stack.compute_first(runs)
+    if moving := {run: move_at_first(run, run.spec.first_step) for run in runs if run.plan is not None}:
+        arrange(stack, moving)
+    engine = stack.executor
     _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
     for run in runs:
@@ -289,13 +287,13 @@ def _stacked(
             run.spec = replace(run.spec, start=None)  # a checkpoint holds memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
-    fetching: dict[Hashable, DataStates | None] = {}
-    batches = joint_batches([source(run, runs[0].done, fetching) for run in runs], runs[0].done)
-    minibatch_size = runs[0].minibatch_size or spec.minibatch_size
+    feed(stack, runs[0].done)
+    minibatch_size = spec.minibatch_size
     if spec.max_memory_usage is not None and runs[0].done < steps:
-        first = next(batches)
-        batches = itertools.chain([first], batches)
-        minibatch_size = _fitting_minibatch(spec, runs, engine, first)
+        batch = next(stack.batches)
+        stack.batches = itertools.chain([batch], stack.batches)
+        minibatch_size = _fitting_minibatch(spec, runs, engine, batch)
+    stack.minibatch_size = minibatch_size
     for run in runs:
         run.minibatch_size = minibatch_size
     # Evaluation keeps no activations, so more examples fit at once than in training.
@@ -305,10 +303,9 @@ def _stacked(
         if (own := run.validation) is not None:
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
             run.evaluator = evaluators.setdefault(id(own), evaluator)
-    optimizers = Optimizers([run.strategy for run in runs])
-    few = FewRows(engine, lambda copies, own: executor(copies, objective, own, settings))
-    workers = Workers(runs[0], engine, few, minibatch_size) if spec.strategy.is_asynchronous else None
-    return Stack(list(runs), rows, engine, batches, minibatch_size, optimizers, few, workers)
+    if spec.strategy.is_asynchronous:
+        stack.workers = Workers(runs[0], engine, stack.few, minibatch_size)
+    return stack
 
 
 def _place(run: Run, replicas: Replicas) -> None:
@@ -321,7 +318,7 @@ def _place(run: Run, replicas: Replicas) -> None:
         replicas,
         run.collectives,
         generator(spec.seed, SHARED),
-        run.batches.shard_sizes,
+        run.batches.shard_sizes[: run.collectives.num_nodes],
         run.steps,
         spec.deterministic,
         spec.compile,
@@ -340,7 +337,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and 0 in run.nodes:  # once a run
+    if spec.start is None and run.is_first:  # once a run
         _warn_of_what_comes_late(strategy, run)
     if run.client_data and any(module.personal_bytes for module in strategy.communication_modules):
         raise ValueError(
@@ -349,9 +346,10 @@ def _place(run: Run, replicas: Replicas) -> None:
         )
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
-    run.streams = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
+    run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
+    run.made = made_in_setup(run)
     if run.plan is not None and run.plan.renews:
-        run.clients = Clients(strategy, cluster, run.plan.store, claims=0 in run.nodes)
+        run.clients = Clients(strategy, cluster, run.plan.store, claims=run.is_first)
 
 
 def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
@@ -366,19 +364,6 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
             late.append(f"{type(run.spec.participation).__name__}: nodes first leave after step {first.last}")
     for one in late:
         warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
-
-
-def source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
-    """Return the batches of a run after `done` steps.
-
-    Args:
-        fetching: key → the states that the data of runs with this key, whose batches are equal, draw from.
-    """
-    spec, runs_code = run.spec, one_in_memory(run.batches) is None
-    when = () if run.plan is None else (run.plan.segment(done + 1), *run.plan.missed(done + 1))
-    key: Hashable = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
-    run.data_states = fetching.setdefault(key, copy.copy(run.data_states))
-    return Source(run.batches, key, run.fetching if runs_code else nullcontext)
 
 
 def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None:

@@ -26,7 +26,7 @@ from vsim.arguments import (
 )
 from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
-from vsim.cluster.participation import Deadline, Participation, Sample
+from vsim.cluster.participation import Participation
 from vsim.data.batches import Data, DatasetFactory, loader_options
 from vsim.engine import EXECUTORS
 from vsim.engine.machine import pick_device
@@ -221,9 +221,6 @@ class RunSpec:
             raise ValueError(f"{given} has no effect with executor='loop', which is eager and takes one node at a time")
 
     def _check_backend(self) -> None:
-        changing = isinstance(self.participation, Sample) and isinstance(self.participation.stragglers, Deadline)
-        if changing and self.backend == "process":
-            raise ValueError(f"{self.participation}: cohorts of changing size are simulated only, not in processes")
         of_processes = ("num_processes", "devices", "threads_per_process", "timeout_seconds")
         if self.backend == "stacked":
             idle = [name for name in of_processes if getattr(self, name) is not None]
@@ -235,11 +232,6 @@ class RunSpec:
                 self._set("num_processes", number)
             elif self.num_processes != "auto":
                 raise ValueError(f"num_processes must be a whole number or 'auto', got {self.num_processes!r}")
-            if self.participation is not None:
-                raise ValueError(
-                    f"{self.participation}: nodes come and go in the simulator, or with a process for every node "
-                    "(num_processes=None), but not where processes hold ranges of nodes"
-                )
         elif self.executor != "auto" or self.chunk_size is not None:
             given = f"executor={self.executor!r}" if self.chunk_size is None else f"chunk_size={self.chunk_size}"
             raise ValueError(
