@@ -114,12 +114,8 @@ class _SplitCollectives(Collectives):
     """The collectives of one of K nodes that hold a row each."""
 
     def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
-        super().__init__(Ledger(num_nodes), range(rank, rank + 1))
-        self.ranges = [range(node, node + 1) for node in range(num_nodes)]
-        self.meeting, self.rank = meeting, rank
-
-    def anew(self, active: Sequence[int]) -> _SplitCollectives:
-        return _SplitCollectives(self.meeting, self.rank, len(active))
+        super().__init__(Ledger(num_nodes), [range(node, node + 1) for node in range(num_nodes)], rank)
+        self.meeting = meeting
 
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         rows = self.meeting.all_rows(self.rank, stacked)

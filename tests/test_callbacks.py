@@ -22,7 +22,6 @@ import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
-from vsim.training.loop import steps
 from vsim.training.run import Run
 
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
@@ -684,7 +683,7 @@ def test_steps_taken_by_hand_and_explanations() -> None:
     heard = Heard()
     trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
     options = {**QUICK, "strategy": Strategy(), "callbacks": [heard, stopping_at(2)]}
-    assert list(steps(trainer.prepare(**options))) == [1, 2] and heard.words[-1] == "end 2"
+    assert list(trainer.prepare(**options).steps()) == [1, 2] and heard.words[-1] == "end 2"
     heard.words.clear()
     trainer.explain(**options)
     assert not heard.words

@@ -488,10 +488,10 @@ def test_an_all_reduce_of_fewer_bytes_than_its_tensor_gets_one_warning_a_label()
     with pytest.warns(UserWarning, match="'codes': payload_bytes=31, and a row has 32"):
         collectives.start("all_reduce", rows, "max", label="codes", payload_bytes=31, delay=2)
     collectives.all_reduce(rows, "mean", label="codes", payload_bytes=31)
-    later = collectives.anew([0, 2])
-    later.all_reduce(rows[:2], "mean", label="codes", payload_bytes=31)
+    collectives.attend([0, 2])
+    collectives.all_reduce(rows[:2], "mean", label="codes", payload_bytes=31)
     with pytest.warns(UserWarning, match="'signs'"):
-        later.all_reduce(rows[:2], "mean", label="signs", payload_bytes=1)
+        collectives.all_reduce(rows[:2], "mean", label="signs", payload_bytes=1)
     with pytest.warns(UserWarning, match="codes") as of_all:  # nodes apart: the first says it for all
         apart(3, lambda own: own.all_reduce(rows[:1], "mean", label="codes", payload_bytes=31))
     assert len(of_all) == 1

@@ -43,8 +43,7 @@ from vsim.strategy import (
 )
 from vsim.strategy.communicate import all_reduce
 from vsim.training import entries, setup
-from vsim.training.loop import steps
-from vsim.training.run import Ensemble
+from vsim.training.loop import Ensemble
 from vsim.training.setup import prepare
 
 CPU = torch.device("cpu")
@@ -277,14 +276,14 @@ def test_optimizers_with_equal_settings_are_stepped_in_one_call() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", step)
-        assert list(itertools.islice(steps(run), 2)) == [1, 2]
+        assert list(itertools.islice(run.steps(), 2)) == [1, 2]
     assert calls == [6, 6, 6, 6]  # two rates of 3 × 2 rows each, in two steps
 
 
 def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
     def run(change: bool) -> Ensemble:
         made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
-        for step in steps(made):
+        for step in made.steps():
             if step == 3 and change:
                 made.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
         return made
@@ -411,8 +410,8 @@ def test_rows_of_those_that_left_are_gone() -> None:
     run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)], small_mlp(), vectors(), num_nodes=2)
     own = run_of([FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
     run.stopping = lambda run: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
-    list(steps(run))
-    list(steps(own))
+    list(run.steps())
+    list(own.steps())
     assert [len(stack.executor.replicas.weights) for stack in run.stacks] == [2]
     assert torch.equal(run.runs[2].cluster.weights, own.runs[0].cluster.weights)
     assert [m.done for m in run.runs] == [3, 3, 6, 3]

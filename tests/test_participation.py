@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from separate import Noisy, shard_batches, small_mlp, vectors
 from separate import own_examples as dataset
 from test_strategies_common import TABLE
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 import vsim
@@ -52,6 +54,8 @@ from vsim.strategy import (
     clip,
     mean,
 )
+from vsim.training import attendance, setup
+from vsim.training.stack import Stack
 
 OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
 
@@ -215,15 +219,55 @@ def test_those_who_join_are_copies_of_a_peer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
-def test_every_strategy_lives_with_it() -> None:
-    schedule = Schedule({0: [0, 1], 2: [0, 2], 4: [0, 1, 2], 6: [2], 8: [1, 2, 3]})
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of absent nodes may hold anything: filled with NaN, they change nothing."""
+    schedule = Schedule({0: [1, 2, 3], 2: [0, 2], 4: [0, 1, 2, 3], 6: [2], 8: [1, 2, 3]})
     strategies = {row.name: row.make() for row in TABLE}
-    options: dict[str, Any] = {**OPTIONS, "num_nodes": 4, "participation": schedule, "max_steps": 10}
-    result = vsim.compare(MLP(6, (64, 16), 3, seed=0), dataset, strategies=strategies, **options)
-    for name, run in result.items():
+    options: dict[str, Any] = {**OPTIONS, "num_nodes": 4, "max_steps": 10, "deterministic": deterministic}
+
+    def compared() -> vsim.Comparison:
+        model = MLP(6, (64, 16), 3, seed=0)
+        return vsim.compare(model, dataset, strategies=strategies, participation=schedule, **options)
+
+    def spoiling(stack: Stack, moving: Any) -> None:
+        arrange(stack, moving)
+        for run in stack.runs:
+            made = [t for t in tree_leaves(list(run.made.values())) if isinstance(t, Tensor)]
+            for rows in (t[len(run.rows) :] for t in made if t.is_floating_point()):
+                rows.fill_(math.nan)
+        present = sum(len(run.rows) for run in stack.runs)
+        for rows in (stack.whole.weights, stack.whole.grads, *stack.whole.buffers.values()):
+            rows[present:] = math.nan
+        spoiled.append(len(stack.whole.weights) - present)
+
+    arrange, spoiled, expected = attendance.arrange, list[int](), compared()
+    for module in (attendance, setup):
+        monkeypatch.setattr(module, "arrange", spoiling)
+    for name, run in compared().items():
         assert run.ended and run.model is not None, (name, run.failure)
         assert all(t.isfinite().all() for t in run.model.state_dict().values()), name
-        assert np.isfinite(run.history["train_loss"][1:]).all(), name
+        np.testing.assert_array_equal(run.history.node_losses, expected[name].history.node_losses, err_msg=name)
+        assert list(run.ledger) == list(expected[name].ledger), name
+    assert max(spoiled) > 0
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
+def test_every_strategy_without_its_first_node() -> None:
+    """Three of four nodes train as a cluster of three, but where three are a share of four, or the setup drew pairs."""
+    strategies = {row.name: row.make() for row in TABLE if row.name != "hierarchical"}  # has levels for all four
+    options: dict[str, Any] = {**OPTIONS, "max_steps": 10, "deterministic": True, "strategies": strategies}
+    model = MLP(6, (64, 16), 3, seed=0)
+    without = vsim.compare(model, dataset, num_nodes=4, participation=Schedule({0: [1, 2, 3]}), **options)
+    three = vsim.compare(model, lambda rank, *_: dataset(rank + 1, 4, True), num_nodes=3, **options)
+    others = {
+        name
+        for name, run in three.items()
+        if not np.array_equal(without[name].history.node_losses[:, 1:], run.history.node_losses)
+    }
+    assert others == {"FedDyn", "NoLoCo", "QSGD", "SCAFFOLD"}
+    for name, run in three.items():
+        assert without[name].ledger.payload_bytes == run.ledger.payload_bytes, name
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")

@@ -18,7 +18,7 @@ from test_strategies_common import Row
 from test_torchrun import free_port, torchrun
 
 import vsim
-from vsim import Callback, Compute, EarlyStopping, KeepBest, Sample, Trainer, cli, load_checkpoint
+from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, cli, load_checkpoint
 from vsim.cluster.state import CheckpointError
 from vsim.data.partition import partition
 from vsim.logger import CSVLogger
@@ -389,8 +389,6 @@ def test_what_is_refused() -> None:
         trainer.fit(strategy=FedAvgStrategy(), **run, **in_processes(5))
     with pytest.raises(ValueError, match="num_processes has no effect with backend='stacked'"):
         trainer.fit(strategy=FedAvgStrategy(), **run, num_processes=2)
-    with pytest.raises(ValueError, match=r"Sample.*nodes come and go in the simulator"):
-        trainer.fit(strategy=FedAvgStrategy(), **run, participation=Sample(4, of=9), **in_processes(2))
     with pytest.raises(ValueError, match="asynchronous strategies are simulated only"):
         trainer.fit(strategy=AsyncDiLoCoStrategy(H=2), **run, compute=Compute(0.1), **in_processes(2))
     with pytest.raises(ValueError, match=r"executor='loop' has no effect with backend='process'.*num_processes="):

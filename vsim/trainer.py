@@ -48,9 +48,9 @@ from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.entries import for_elsewhere
 from vsim.training.interrupt import Interrupted
-from vsim.training.loop import steps, train
+from vsim.training.loop import Ensemble
 from vsim.training.resume import captured
-from vsim.training.run import Ensemble, Run
+from vsim.training.run import Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 
@@ -147,7 +147,7 @@ class Trainer:
     def prepare(self, **options: Any) -> Ensemble:
         """Set up the run of `fit(**options)` in the simulator, and return it before its first step; nothing is logged.
 
-        `vsim.training.loop.steps(ensemble)` takes its steps one by one.
+        `for step in ensemble.steps()` takes its steps one by one.
 
         Raises:
             TypeError, ValueError: see `fit`; or the backend is not the simulator.
@@ -177,7 +177,7 @@ class Trainer:
         run, stack = ensemble.only
         batch = next(stack.batches)
         stack.batches = itertools.chain([batch], stack.batches)
-        first = itertools.islice(steps(ensemble), 12)
+        first = itertools.islice(ensemble.steps(), 12)
         return explain(stack.executor, first, evened(batch), run.strategy.optim, stack.minibatch_size)
 
     @typed_by(RunSpec)
@@ -326,7 +326,7 @@ class Trainer:
             ensemble = prepare([spec], [recorder], [self.history], device)
             (self._last,) = ensemble.runs
             self.strategy = self._last.strategy
-            train(ensemble)
+            ensemble.train()
             return self._last.mean_model()
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:

@@ -131,7 +131,7 @@ def verify(
             only.
         fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
-            progress, accuracy. With `participation` processes start and end as nodes join and leave.
+            progress, accuracy.
 
     The simulator's states wait for the processes' in a temporary folder: max_steps · K times the size of a node's
     weights, buffers and optimizer state.

@@ -26,8 +26,7 @@ from torch.utils.data import TensorDataset
 from vsim import Trainer
 from vsim.models import MLP
 from vsim.strategy import SimpleReduceStrategy, Strategy
-from vsim.training.loop import steps
-from vsim.training.run import Ensemble
+from vsim.training.loop import Ensemble
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
 
@@ -89,7 +88,7 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
 
     stack.losses_and_grads = timed(stack.losses_and_grads, 0)  # type: ignore[method-assign]
     run.strategy.optim.step = timed(run.strategy.optim.step, 1)  # type: ignore[method-assign]
-    taking, wholes = steps(ensemble), []
+    taking, wholes = ensemble.steps(), []
     divided = []
     for _ in range(ROUNDS):
         spent[:] = 0.0, 0.0

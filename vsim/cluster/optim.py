@@ -193,7 +193,7 @@ class OptimSpec:
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
             # If the nodes share one row of weights, all rows of gradients are equal: use the first.
-            return self.build_rows(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
+            return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
         grads = replicas.views(replicas.grads[: len(replicas.weights)])
         named = {name: _with_grad(w, grads[name]) for name, w in replicas.views(replicas.weights).items()}
         for stacked in named.values():
@@ -219,19 +219,15 @@ class OptimSpec:
             return StackedMuon(tensors, **copy.deepcopy(self.kwargs))
         return NodeOptimizers(self.cls, tensors, self.kwargs)
 
-    def build_rows(self, weights: Tensor, grads: Tensor, deterministic: bool) -> StackedOptimizer:
-        """Build an elementwise optimizer that updates stacked `weights` (R, P) in place from `grads`."""
-        if deterministic and self.kwargs.get("fused"):
-            # In a node's own parameters, the last entries do not fill a vector, and are rounded in another way.
-            return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
-        return self.build_over(weights, grads, deterministic)
-
-    def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Optimizer:
+    def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Any:
         """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
 
         A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch). Fused kernels then read
         memory in whole vectors, so that equal rows are rounded alike wherever a thread's part ends.
         """
+        if deterministic and self.kwargs.get("fused"):
+            # In a node's own parameters, the last entries do not fill a vector, and are rounded in another way.
+            return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
     def build_shared(self, weights: Sequence[Tensor], grads: Sequence[Tensor], deterministic: bool) -> Optimizer:

@@ -82,8 +82,8 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         Exception: of the model itself, which the loop raises.
     """
     whole = executor.replicas
-    length = torch.linalg.vector_norm(whole.weights, dim=1).expand(whole.num_held)
-    alive = ((length > 0) & length.isfinite()).nonzero().flatten().tolist()  # rows of runs that have left are zero
+    finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite().expand(whole.num_held)
+    alive = finite.nonzero().flatten().tolist()  # a run that has diverged may still have its rows
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()

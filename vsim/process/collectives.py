@@ -69,21 +69,22 @@ class ProcessCollectives(Collectives):
     The ranges are in the order of the ranks, and as equal as possible.
 
     Args:
-        ledger: records the calls; every rank records the same events. num_nodes: of all processes together.
+        ledger: records the calls; every rank records the same events.
         exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
             are bitwise equal to the simulator's. Otherwise reduce the rows held here, then use the process group's
             reduction.
+        num_nodes: of all processes together, if they compute for a population.
         tags: numbers of messages, if several runs send messages between the same processes.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        num_nodes: int,
         exact: bool,
+        num_nodes: int | None = None,
         tags: Iterator[int] | None = None,
     ) -> None:
-        super().__init__(ledger, even_ranges(num_nodes, dist.get_world_size()), dist.get_rank())
+        super().__init__(ledger, even_ranges(num_nodes or ledger.num_nodes, dist.get_world_size()), dist.get_rank())
         self.exact = exact
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))

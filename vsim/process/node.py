@@ -31,7 +31,6 @@ from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt
-from vsim.training.loop import train
 from vsim.training.run import Run
 from vsim.training.setup import assemble, client_datasets, plan_of, test_datasets
 from vsim.training.spec import RunSpec
@@ -52,14 +51,14 @@ def run_node(spec: RunSpec, device: torch.device, report: Reporter, interrupt: I
 
     ledger = Ledger(spec.population) if history is None else history.ledger
     with isolated(spec.seed, device):
-        collectives = ProcessCollectives(ledger, spec.num_nodes, spec.deterministic)
+        collectives = ProcessCollectives(ledger, spec.deterministic, spec.num_nodes)
         batches = NodeBatches(spec, rank, collectives)
         run = Run(
             *(spec, tell, history, collectives, batches, plan_of(spec, batches)),
             client_data=client_datasets(spec),
             test_data=test_datasets(spec),
         )
-        train(assemble([run], EagerExecutor, device, interrupt))
+        assemble([run], EagerExecutor, device, interrupt).train()
         return Outcome.of(run.mean_model(), spec.callbacks)
 
 

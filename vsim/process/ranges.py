@@ -21,7 +21,6 @@ from vsim.records.history import History
 from vsim.records.progress import Recorder, StepReport
 from vsim.training.entries import Entries, Outcome, Processes
 from vsim.training.interrupt import Interrupt
-from vsim.training.loop import train
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
@@ -39,7 +38,7 @@ class Ranks(Processes):
         return dist.get_rank() == 0
 
     def connect(self, ledger: Ledger, spec: RunSpec) -> ProcessCollectives:
-        return ProcessCollectives(ledger, spec.num_nodes, spec.deterministic, self.tags)
+        return ProcessCollectives(ledger, spec.deterministic, spec.num_nodes, self.tags)
 
     def agreed(self, value: Any) -> Any:
         message = [value]
@@ -77,6 +76,6 @@ def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt |
 
     with isolated(spec.seed, device):
         ensemble = prepare([spec], [report], [history], device, Ranks().connect, interrupt)
-        train(ensemble)
+        ensemble.train()
         (run,) = ensemble.runs
         return Outcome.of(run.mean_model(), spec.callbacks)

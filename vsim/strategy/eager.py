@@ -55,7 +55,7 @@ class EagerDiLoCoCommunicator(CommunicationModule):
         rows, columns = weights.shape
         outer, self.outer_gradient = (matrix(rows, columns, weights.dtype, weights.device) for _ in range(2))
         outer.copy_(weights)
-        optim = self.outer_optim_spec.build_rows(outer, self.outer_gradient, cluster.deterministic)
+        optim = self.outer_optim_spec.build_over(outer, self.outer_gradient, cluster.deterministic)
         self.keep_stacked(outer_weights=outer, outer_optim=optim, distances=torch.zeros_like(weights))
         self.keep_shared(pending=[])
 

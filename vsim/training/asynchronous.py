@@ -22,8 +22,8 @@ from vsim.engine import Executor
 from vsim.engine.machine import moved
 from vsim.engine.objective import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.training.rows import FewRows
 from vsim.training.run import Run
+from vsim.training.stack import FewRows
 
 
 class Workers:

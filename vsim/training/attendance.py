@@ -23,15 +23,16 @@ from vsim.cluster.randomness import NODE, DataStates, derive_seed
 from vsim.cluster.stacked import StackedCollectives
 from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.training.clients import lasting
-from vsim.training.resume import check_declared, fill_rows, note_undeclared, rows_of
-from vsim.training.run import Ensemble, Run, Stack
+from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
+from vsim.training.run import Run
+from vsim.training.stack import Stack
 
 # Where the executor of another number of rows is compiled first, rows that have left are still computed up to this
 # share of all.
 _SHARE = 0.2
 
 
-def attend(ensemble: Ensemble, step: int) -> None:
+def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
     """Switch every run to the nodes that its plan names from step `step` on, and leave runs that have ended behind.
 
     Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
@@ -40,25 +41,26 @@ def attend(ensemble: Ensemble, step: int) -> None:
     Raises:
         CheckpointError: the model or a strategy has state that would stay behind.
     """
-    for stack in ensemble.stacks:
+    for stack in stacks:
         beginning = [run for run in stack.runs if run.begins_segment(step)]
-        if not beginning and not _has_left(stack):
+        if not beginning and all(run.is_running for run in stack.taking):
             continue
         moving = {}
         for run in beginning:
-            with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
+            with naming(run.spec.label if len(runs) > 1 else ""):
                 if run.clients is not None:
                     _end_round(run)
                 if _changes(run, step):
                     moving[run] = _move_to(run, step)
-        if moving or _has_left(stack):
+        if is_new := bool(moving) or _are_to_go(stack):
             arrange(stack, moving)
         for run in beginning:
             run.ledger.position.begin(step, "start")
             if run.clients is not None:
                 _begin_round(run, step)
-        feed(stack, step - 1)
-    for run in ensemble.training:
+        if is_new or any(run.clients is not None and not run.starts for run in beginning):
+            feed(stack, step - 1)
+    for run in runs:
         if run.begins_segment(step):
             if not run.starts and run.clients is None:
                 _join(run, step)
@@ -71,15 +73,14 @@ def attend(ensemble: Ensemble, step: int) -> None:
             run.ledger.attend(now)
 
 
-def _has_left(stack: Stack) -> bool:
-    """Return whether rows of runs that have ended are to be left out of what is computed."""
-    taking = [run for run in stack.taking if run.is_running]
-    computed, kept = (sum(len(run.nodes) for run in runs) for runs in (stack.taking, taking))
-    options = stack.runs[0].spec
-    bound = (options.dataloader_kwargs or {}).get("num_workers") or stack.runs[0].objective.unsaved()
-    if kept == computed or not taking or bound:
+def _are_to_go(stack: Stack) -> bool:
+    """Return whether runs have ended whose rows are to be left out of what is computed."""
+    left = [len(run.nodes) for run in stack.taking if not run.is_running]
+    if len(left) in (0, len(stack.taking)):
         return False
-    return computed - kept >= (_SHARE * computed if options.compile else 1)
+    run, computed = stack.runs[0], sum(len(run.nodes) for run in stack.taking)
+    bound = (run.spec.dataloader_kwargs or {}).get("num_workers") or run.objective.unsaved()
+    return not bound and (not run.spec.compile or sum(left) >= _SHARE * computed)
 
 
 def _plan(run: Run) -> Plan:
@@ -152,7 +153,7 @@ def arrange(stack: Stack, moving: Mapping[Run, Move]) -> None:
     for run, move in moving.items():
         run.collectives.attend(move.nodes, move.machines)
     present = [run for run in stack.runs if run.is_running and run.nodes]
-    whole, first = stack.matrix.whole, 0
+    whole, first = stack.whole, 0
     sources, places = list[int](), {}
     for run in [*present, *(run for run in stack.runs if run not in present)]:
         rows = [max(0, row) for row in moving[run].rows] if run in moving else range(len(run.rows))
@@ -164,18 +165,14 @@ def arrange(stack: Stack, moving: Mapping[Run, Move]) -> None:
     for matrix in (*(() if whole.shares_weights else (whole.weights,)), *whole.buffers.values()):
         matrix[first : len(sources)] = matrix[moved]
     for run, rows in places.items():
-        if rows == run.rows and run not in moving:
-            continue
-        earlier, run.rows = run.cluster.replicas, rows
-        at = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has the row of one
-        run.cluster.replicas = stack.matrix.part(rows, at, earlier)
-        run.strategy.move_rows(earlier)
+        if rows != run.rows or run in moving:
+            stack.place(run, rows)
     for run, own in python.items():
         run.objective.set_extra_states(run.rows, own)
     for run, state in states.items():
         fill_rows(run, state, moving[run].rows, moving[run].sent)
         run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
-        note_undeclared(run)
+        run.undeclared = undeclared(run)
     stack.compute_first(present)
 
 
@@ -239,7 +236,7 @@ def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
     rows = {row: active[i] for row, i in enumerate(run.nodes) if active[i] in begin}
     for row, node in rows.items():
         again = [int(times[node])] if times[node] else []
-        run.streams[row].manual_seed(derive_seed(run.spec.seed, NODE, node, *again))
+        run.generators[row].manual_seed(derive_seed(run.spec.seed, NODE, node, *again))
 
 
 @torch.no_grad()

@@ -34,8 +34,8 @@ from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
 from vsim.training.callbacks import Relay, savable, tell
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import train
-from vsim.training.run import Diverged, Drawn, Ensemble, Run
+from vsim.training.loop import Drawn, Ensemble
+from vsim.training.run import Diverged, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
@@ -336,7 +336,7 @@ class Entries:
                     if entry.finished_at is not None:
                         run.stop()
                 try:
-                    train(ensemble)
+                    ensemble.train()
                 finally:
                     self._collect(ensemble, running, watch, last=True)
                 if len(running) > 1 and fingerprints(self.device) != untouched:

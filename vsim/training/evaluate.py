@@ -21,8 +21,9 @@ from vsim.engine.executor import bits_of, check_examples
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
-from vsim.training.run import Run, Stack
+from vsim.training.run import Run
 from vsim.training.spec import Metric
+from vsim.training.stack import Stack
 
 # Columns of the node matrix that are compared at once, to bound the memory of the comparison.
 _COLUMNS_AT_ONCE = 2**18
@@ -226,7 +227,7 @@ def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = Fals
         of: "client" for the data of every client, or "test" for the test data.
         briefly: measure only the first client, or one batch of the test data.
     """
-    at_once = VmapExecutor.nodes_at_once(stack.matrix.whole, stack.executor.settings)
+    at_once = VmapExecutor.nodes_at_once(stack.whole, stack.executor.settings)
     own_python, groups = stack.executor.objective.differs, dict[Any, list[Run]]()
     for run in runs:
         data = run.spec.client_val_dataset if of == "client" else run.spec.test_dataset

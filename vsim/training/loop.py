@@ -4,68 +4,129 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming, retold
 from vsim.cluster.frozen import clear_gradients, skipping
-from vsim.cluster.randomness import global_states
+from vsim.cluster.randomness import fingerprints, global_states
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Uneven, sizes_of
 from vsim.engine.machine import moved, repeating, synchronize
+from vsim.engine.memory import Held
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend
 from vsim.training.callbacks import tell, tell_row, watching
 from vsim.training.evaluate import measured_on, replica_spread, validate
-from vsim.training.interrupt import Interrupted
-from vsim.training.run import Diverged, Ensemble, Run, Stack
+from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.run import Diverged, Run
+from vsim.training.stack import Stack
 
 
-def train(ensemble: Ensemble) -> None:
-    """Train to the last step, and report every step when it is done.
+class Drawn(BaseException):
+    """One of several runs draws from global random generators. It has none of its own, so it has to train by itself."""
 
-    Raises:
-        Interrupted: a process of the run was asked to stop; raised after the step.
+
+@dataclass(eq=False)
+class Ensemble:
+    """Runs that are set up to train together, with everything that the training loop needs.
+
+    Attributes:
+        runs: in the order in which they were given. stacks: the same runs, grouped as they are computed.
+        interrupt: the request to stop after a step.
+        tolerant: whether the other runs continue when a run fails; if False, the error is raised.
+        ends_early: whether an error in the first step is raised nevertheless, because no progress is lost.
+        watch: called as f(ensemble) when a step is reported for all runs.
+        stopping: called as f(ensemble) after a step; returns the runs to stop there.
+        memory: returns the bytes of a device that this process holds.
+        values: checksums of the parameters of models that callbacks get; see `vsim.training.callbacks.watching`.
     """
-    try:
-        with ensemble.interrupt:
-            for _ in steps(ensemble):
-                pass
-            if ensemble.is_alone and ensemble.interrupt.requested:
-                raise Interrupted(ensemble.max_steps, ensemble.runs[0].spec.saving)
-    finally:
-        end(ensemble)
 
+    runs: list[Run]
+    stacks: list[Stack]
+    max_steps: int
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    tolerant: bool = False
+    ends_early: bool = True
+    watch: Callable[[Ensemble], None] | None = None
+    stopping: Callable[[Ensemble], Collection[Run]] | None = None
+    memory: Held = field(default_factory=Held)
+    values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
 
-def end(ensemble: Ensemble) -> None:
-    """Release resources that only training needs, and keep the final states of the process's random generators."""
-    for run in ensemble.runs:
-        device = run.cluster.weights.device
-        if run.data_states is None:
-            run.left_states = global_states(device)
-        if run.clients is not None:
-            run.clients.release()
-    for stack in ensemble.stacks:
-        stack.batches = iter(())  # ends the worker processes of a DataLoader
+    def train(self) -> None:
+        """Train to the last step, and report every step when it is done.
 
+        Raises:
+            Interrupted: a process of the run was asked to stop; raised after the step.
+        """
+        try:
+            with self.interrupt:
+                for _ in self.steps():
+                    pass
+                if self.is_alone and self.interrupt.requested:
+                    raise Interrupted(self.max_steps, self.runs[0].spec.saving)
+        finally:
+            self.end()
 
-def steps(ensemble: Ensemble) -> Iterator[int]:
-    """Train, and yield the number of every step when it is done and reported.
+    def steps(self) -> Iterator[int]:
+        """Train, and yield the number of every step when it is done and reported.
 
-    Unlike `train`, this does not handle Ctrl-C, and leaves calling `end` to the caller.
-    """
-    repeats = any(run.spec.deterministic for run in ensemble.runs)
-    device = ensemble.runs[0].cluster.weights.device
-    with repeating(device) if repeats else nullcontext():
-        yield from _steps(ensemble)
+        Unlike `train`, this does not handle Ctrl-C, and leaves calling `end` to the caller.
+        """
+        repeats = any(run.spec.deterministic for run in self.runs)
+        device = self.runs[0].cluster.weights.device
+        with repeating(device) if repeats else nullcontext():
+            yield from _steps(self)
+
+    def end(self) -> None:
+        """Release resources that only training needs, and keep the final states of the process's random generators."""
+        for run in self.runs:
+            if run.data_states is None:
+                run.left_states = global_states(run.cluster.weights.device)
+            if run.clients is not None:
+                run.clients.release()
+        for stack in self.stacks:
+            stack.batches = iter(())  # ends the worker processes of a DataLoader
+
+    def states_for_trial(self, run: Run) -> dict[str, bytes]:
+        """Return the states of the global random generators, if `run` is one of several and in its first steps."""
+        return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
+
+    def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
+        """Raise `Drawn` if `who` has drawn from global random generators since `states_for_trial` returned `before`."""
+        now = self.states_for_trial(run) if before else {}
+        if found := [name for name, state in before.items() if state != now[name]]:
+            raise Drawn(f"{who} draws from the global random generators ({', '.join(found)})")
+
+    @property
+    def training(self) -> list[Run]:
+        """The runs that have neither failed nor been stopped."""
+        return [run for run in self.runs if run.trains]
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """The runs that will take another step."""
+        return [run for run in self.runs if run.is_running]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds all nodes; either all runs are so, or none is."""
+        return self.runs[0].is_alone
+
+    @property
+    def only(self) -> tuple[Run, Stack]:
+        """The run and stack of an ensemble with a single run."""
+        ((run,), (stack,)) = self.runs, self.stacks
+        return run, stack
 
 
 def _steps(ensemble: Ensemble) -> Iterator[int]:
@@ -80,14 +141,14 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
-    attend(ensemble, first + 1)
+    attend(ensemble.stacks, ensemble.training, first + 1)
     _report_start(ensemble)
     _tell_ends(ensemble, ensemble.training)
     if ensemble.watch is not None:
         ensemble.watch(ensemble)
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
-            attend(ensemble, step)
+            attend(ensemble.stacks, ensemble.training, step)
         taking = {run for run in ensemble.unfinished if run.done == step - 1}  # others resumed from a later step
         stops = False
         for stack in ensemble.stacks:
@@ -129,10 +190,10 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     for run in stack.taking:
         if run.plan is not None or not run.is_running:
             run.keep_resting()
-    if stack.workers is not None:
+    if stack.take_own_step is not None:
         (run,) = runs
         with _own(ensemble, run):
-            stack.workers.take_step()
+            stack.take_own_step()
         run.seconds += time.perf_counter() - started
         return False
     try:

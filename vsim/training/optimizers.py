@@ -30,7 +30,7 @@ class Optimizers:
 
     def __init__(self, strategies: Sequence[Algorithm]) -> None:
         self._together: list[tuple[list[Algorithm], _Together]] = []
-        for _, same in groupby(_runs(strategies), key=lambda pair: pair[0]):
+        for _, same in groupby(_runs(strategies) if len(strategies) > 1 else (), key=lambda pair: pair[0]):
             neighbours = [strategy for _, strategy in same]
             if len(neighbours) > 1:
                 self._together.append((neighbours, _Together(neighbours)))
@@ -127,7 +127,7 @@ class _Together:
 
 def _runs(strategies: Sequence[Algorithm]) -> list[tuple[int, Algorithm]]:
     """Number the strategies so that adjacent strategies that can be stepped together get the same number."""
-    numbered, number = [(0, strategy) for strategy in strategies[:1]], 0
+    numbered, number = [(0, strategies[0])], 0
     for before, strategy in pairwise(strategies):
         number += not _can_join(before, strategy)
         numbered.append((number, strategy))

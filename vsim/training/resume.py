@@ -36,7 +36,7 @@ def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     stacked: dict[str, Any] = {
         "weights": cluster.replicas.weights,
         **{f"buffer {name}": buffer for name, buffer in cluster.replicas.buffers.items()},
-        "streams": list(run.streams),
+        "streams": run.generators[: len(run.rows)],
         "optimizer": strategy.optim,
         "extra state": [(state,) for state in run.objective.extra_states(run.rows)],
     }
@@ -61,7 +61,8 @@ def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
             yield f"{part}.{attribute}", owner, attribute, placement
 
 
-def _undeclared(run: Run) -> Contents:
+def undeclared(run: Run) -> Contents:
+    """Return what the strategy does not declare."""
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
     known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
@@ -72,7 +73,7 @@ def _undeclared(run: Run) -> Contents:
 def check_declared(run: Run) -> None:
     """Raise a CheckpointError if attributes have changed that are not declared, which a checkpoint would not hold."""
     parts, rows = owners(run.strategy), len(run.rows)
-    if found := changed(run.undeclared, _undeclared(run)):
+    if found := changed(run.undeclared, undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
         raise CheckpointError(
             f"{listed([f'{part}.{name}' for part, name in found])} changed since the setup and is not declared, so "
@@ -90,14 +91,9 @@ def _settings(run: Run) -> dict[str, Any]:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def note_undeclared(run: Run) -> None:
-    """Note what the strategy does not declare now, for `check_declared`."""
-    run.undeclared = _undeclared(run)
-
-
 def begin(run: Run) -> None:
     """Note what the strategy does not declare, and find state that cannot be saved, before training."""
-    note_undeclared(run)
+    run.undeclared = undeclared(run)
     if run.spec.saving is not None:
         _settings(run)  # in all processes
         if run.spec.saving.wanted:
@@ -371,7 +367,9 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     )
     alike = [name for name in now if before[name] == now[name]]
     if "device" in alike:
-        filler.fill(cut(checkpoint.stacked["streams"], rows, checkpoint.held), list(run.streams), "streams", True)
+        filler.fill(
+            cut(checkpoint.stacked["streams"], rows, checkpoint.held), run.generators[: len(run.rows)], "streams", True
+        )
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
     if not replicas.shares_weights:

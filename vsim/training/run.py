@@ -1,14 +1,13 @@
-"""Runs, stacks of runs whose gradients are computed in one call, and the ensemble of all runs that train together."""
+"""A run: one strategy with one seed on K nodes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +21,14 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, fingerprints, global_states
-from vsim.cluster.replicas import Replicas
 from vsim.data.batches import BatchSource, Uneven, ValidationExamples, of_rows
-from vsim.engine import Executor
 from vsim.engine.indices import is_off_cpu
-from vsim.engine.machine import takes_one_thread, using_threads
-from vsim.engine.memory import Held
 from vsim.engine.objective import Objective, explained
 from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, TESTED, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Algorithm
 from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt
-from vsim.training.optimizers import Optimizers
-from vsim.training.rows import FewRows, Rows
 from vsim.training.spec import RunSpec
 
 _WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
@@ -217,11 +210,6 @@ class Run:
     def taking(self) -> slice:
         """The rows of the matrix whose nodes take part, and are held here."""
         return slice(self.rows.start, self.rows.start + len(self.nodes))
-
-    @property
-    def streams(self) -> list[torch.Generator]:
-        """A random generator for each of the run's rows, for randomness in the model."""
-        return self.generators[: len(self.rows)]
 
     @property
     def is_first(self) -> bool:
@@ -515,138 +503,3 @@ def _has_row_of(batch: Tensor, value: int) -> bool:
     """Return whether a stacked tensor of integers has a row in which every number is `value`."""
     whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
     return whole and bool((batch == value).flatten(1).all(1).any())
-
-
-class Drawn(BaseException):
-    """One of several runs draws from global random generators. It has none of its own, so it has to train by itself."""
-
-
-class AsynchronousWorkers(Protocol):
-    """The workers of one asynchronous run; see `vsim.training.asynchronous`."""
-
-    def take_step(self) -> None: ...
-
-
-@dataclass(eq=False)
-class Stack:
-    """Runs of equal model and shapes. Their nodes are rows of one matrix, whose gradients are computed in one call.
-
-    Present rows come first: those of the runs in `taking`, which are computed. Behind them are the rows of runs that
-    have ended, and rows that nobody has now.
-
-    Attributes:
-        matrix: all rows; see `vsim.training.rows`.
-        make: makes an executor for some of them and their random generators.
-        taking: the runs with present rows, in the order of these.
-        executor: computes the losses and gradients of the present rows.
-        few: computes some of the present rows, if nodes have batches of different sizes.
-        batches: stacked batches (R, B, …) for the present rows, on any device.
-        minibatch_size: examples per node at once; None: the whole batch.
-        optimizers: the runs' optimizers, stepped in few calls.
-        workers: the workers of the stack's only run, if the run is asynchronous; they take the steps.
-    """
-
-    runs: list[Run]
-    matrix: Rows
-    make: Callable[[Replicas, list[torch.Generator]], Executor]
-    executor: Executor = field(init=False)
-    few: FewRows = field(init=False)
-    optimizers: Optimizers = field(init=False)
-    taking: list[Run] = field(default_factory=list)
-    batches: Iterator[Any] = field(default_factory=lambda: iter(()))
-    minibatch_size: int | None = None
-    workers: AsynchronousWorkers | None = None
-    _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread is enough
-    _is_small: bool = False
-
-    def compute_first(self, taking: Sequence[Run]) -> None:
-        """Compute the rows of these runs, which come first in the matrix, from now on."""
-        self.taking = [run for run in taking if run.nodes]
-        streams = [stream for run in self.taking for stream in run.streams]
-        if not streams and self._executors:
-            return
-        number = len(streams) or self.matrix.whole.num_held
-        if number not in self._executors:
-            made = self.make(self.matrix.whole.rows(0, number), streams)
-            self._executors[number] = made, takes_one_thread(made)
-        self.executor, self._is_small = self._executors[number]
-        self.executor.generators[:] = streams
-        self.few.engine = self.executor
-        self.optimizers = Optimizers([run.strategy for run in self.taking])
-
-    def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows."""
-        apart = [(run.cluster.replicas, run.taking) for run in self.taking]
-        self.matrix.copy_out(apart)
-        if isinstance(batch, Uneven):
-            losses = self.few.of_uneven(batch, self.minibatch_size)
-        else:
-            losses = self.executor.losses_and_grads(batch, self.minibatch_size)
-        self.matrix.gather_gradients(apart)
-        return losses
-
-    def threads(self) -> AbstractContextManager[None]:
-        """Return the context of the stack's steps, which one thread computes if they are small."""
-        return using_threads(1) if self._is_small else nullcontext()
-
-
-@dataclass(eq=False)
-class Ensemble:
-    """Runs that are set up to train together, with everything that the training loop needs.
-
-    Attributes:
-        runs: in the order in which they were given. stacks: the same runs, grouped as they are computed.
-        executor: makes an executor for a stack, see `vsim.training.setup`.
-        interrupt: the request to stop after a step.
-        tolerant: whether the other runs continue when a run fails; if False, the error is raised.
-        ends_early: whether an error in the first step is raised nevertheless, because no progress is lost.
-        regroups: whether the remaining runs move to smaller matrices; see `vsim.training.attendance`.
-        watch: called as f(ensemble) when a step is reported for all runs.
-        stopping: called as f(ensemble) after a step; returns the runs to stop there.
-        memory: returns the bytes of a device that this process holds.
-        values: checksums of the parameters of models that callbacks get; see `vsim.training.callbacks.watching`.
-    """
-
-    runs: list[Run]
-    stacks: list[Stack]
-    max_steps: int
-    executor: Callable[..., Executor]
-    interrupt: Interrupt = field(default_factory=Interrupt)
-    tolerant: bool = False
-    ends_early: bool = True
-    regroups: bool = True
-    watch: Callable[[Ensemble], None] | None = None
-    stopping: Callable[[Ensemble], Collection[Run]] | None = None
-    memory: Held = field(default_factory=Held)
-    values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
-
-    def states_for_trial(self, run: Run) -> dict[str, bytes]:
-        """Return the states of the global random generators, if `run` is one of several and in its first steps."""
-        return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
-
-    def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
-        """Raise `Drawn` if `who` has drawn from global random generators since `states_for_trial` returned `before`."""
-        now = self.states_for_trial(run) if before else {}
-        if found := [name for name, state in before.items() if state != now[name]]:
-            raise Drawn(f"{who} draws from the global random generators ({', '.join(found)})")
-
-    @property
-    def training(self) -> list[Run]:
-        """The runs that have neither failed nor been stopped."""
-        return [run for run in self.runs if run.trains]
-
-    @property
-    def unfinished(self) -> list[Run]:
-        """The runs that will take another step."""
-        return [run for run in self.runs if run.is_running]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process holds all nodes; either all runs are so, or none is."""
-        return self.runs[0].is_alone
-
-    @property
-    def only(self) -> tuple[Run, Stack]:
-        """The run and stack of an ensemble with a single run."""
-        ((run,), (stack,)) = self.runs, self.stacks
-        return run, stack

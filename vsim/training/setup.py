@@ -51,10 +51,11 @@ from vsim.training.attendance import arrange, feed, move_at_first
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
+from vsim.training.loop import Ensemble
 from vsim.training.resume import begin_fork, made_in_setup, resume
-from vsim.training.rows import FewRows, Rows
-from vsim.training.run import Ensemble, Run, Stack
+from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim.training.stack import FewRows, Stack
 
 WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
@@ -179,7 +180,6 @@ def assemble(
         list(runs),
         stacks,
         max(run.steps for run in runs),
-        executor,
         interrupt=interrupt,
         tolerant=len(runs) > 1,
     )
@@ -193,21 +193,20 @@ def can_join(run: Run) -> bool:
     return not any(run.shares) or trainable <= _SMALL
 
 
-def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Rows, list[Replicas]]:
-    """Return the rows of a stack, and what each of its runs holds, in their order."""
+def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[Replicas]]:
+    """Return all rows of a stack, and what each of its runs holds, in their order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
     if len(runs) == 1:
         share_weights, share_grads = runs[0].shares
         whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
-        rows = Rows(whole)
-        return rows, [rows.part(range(counts[0]), runs[0].nodes.start)]
+        return whole, [whole.rows(0, counts[0], runs[0].nodes.start)]
     whole = Replicas.of_several(models, counts, device)
     # Shared rows are adjacent, so that one optimizer call can step them, too.
     num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
     weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
-    rows, parts, start, next_weights, next_grads = Rows(whole), list[Replicas](), 0, 0, 0
+    parts, start, next_weights, next_grads = list[Replicas](), 0, 0, 0
     for run, count in zip(runs, counts, strict=True):
-        own = rows.part(range(start, start + count), run.nodes.start)
+        own = whole.rows(start, start + count, run.nodes.start)
         share_weights, share_grads = run.shares
         if share_weights:
             row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
@@ -216,7 +215,7 @@ def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Rows, list[Repl
             own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
         parts.append(own)
         start += count
-    return rows, parts
+    return whole, parts
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
@@ -253,8 +252,7 @@ def _stacked(
     runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
 ) -> Stack:
     spec, steps = runs[0].spec, max(run.steps for run in runs)
-    rows, parts = laid_out(runs, device)
-    whole = rows.whole
+    whole, parts = laid_out(runs, device)
     kept = [module for module in whole.module.modules() if whole.module.training and not module.training]
     whole.module.train()  # which a model may override
     for module in kept:
@@ -272,7 +270,7 @@ def _stacked(
         first = run.rows.stop
         with naming(run.spec.label if len(runs) > 1 else ""):
             _place(run, replicas)
-    stack = Stack(list(runs), rows, lambda own, streams: executor(own, objective, streams, settings))
+    stack = Stack(list(runs), whole, lambda own, streams: executor(own, objective, streams, settings))
     stack.few = FewRows(whole, stack.make)
     stack.compute_first(runs)
     if moving := {run: move_at_first(run, run.spec.first_step) for run in runs if run.plan is not None}:
@@ -304,7 +302,7 @@ def _stacked(
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
             run.evaluator = evaluators.setdefault(id(own), evaluator)
     if spec.strategy.is_asynchronous:
-        stack.workers = Workers(runs[0], engine, stack.few, minibatch_size)
+        stack.take_own_step = Workers(runs[0], engine, stack.few, minibatch_size).take_step
     return stack
 
 
@@ -337,7 +335,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and run.is_first:  # once a run
+    if spec.start is None and 0 in run.nodes:  # once a run
         _warn_of_what_comes_late(strategy, run)
     if run.client_data and any(module.personal_bytes for module in strategy.communication_modules):
         raise ValueError(
@@ -347,7 +345,8 @@ def _place(run: Run, replicas: Replicas) -> None:
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
-    run.made = made_in_setup(run)
+    if run.plan is not None:
+        run.made = made_in_setup(run)
     if run.plan is not None and run.plan.renews:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=run.is_first)
 

@@ -1,0 +1,191 @@
+"""A stack: runs of equal model and shapes, whose nodes are rows of one matrix, computed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsim.cluster.reductions import rows_on
+from vsim.cluster.replicas import Replicas, matrix
+from vsim.data.batches import Uneven
+from vsim.engine import Executor
+from vsim.engine.executor import bits_of
+from vsim.engine.machine import takes_one_thread, using_threads
+from vsim.private_torch import storage_key
+from vsim.training.optimizers import Optimizers
+from vsim.training.run import Run
+
+_SHARED = (
+    "the model changes its weights in forward, on each node in another way, and with this strategy all nodes share one "
+    "row of them: with deterministic=True every node has a row of its own"
+)
+
+
+class FewRows:
+    """Computes a part of an executor's rows, on copies; for instance, the rows whose batches have equal sizes.
+
+    Args:
+        whole: as many rows as there can be.
+        make: makes an executor for other rows and their random generators.
+
+    Attributes:
+        engine: computes all rows that are present.
+        batch: the stacked batch (n, B, …) that was computed last.
+    """
+
+    engine: Executor
+
+    def __init__(self, whole: Replicas, make: Callable[[Replicas, list[torch.Generator]], Executor]) -> None:
+        self._whole, self._make = whole, make
+        self._made: dict[int, Executor] = {}  # by number of rows
+        self.batch: Any = None
+
+    @cached_property
+    def _copies(self) -> Replicas:
+        whole = self._whole
+        size = whole.num_held, whole.num_parameters, whole.weights.dtype, whole.weights.device
+        buffers = {name: b.clone() for name, b in whole.buffers.items()}
+        return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
+
+    def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
+        """Return the losses (R,) of all rows, and write their gradients, part by part."""
+        losses, replicas = torch.empty(0), self.engine.replicas
+        if replicas.shares_grads:
+            replicas.grads.zero_()
+        for rows, part in zip(batch.rows, batch.parts, strict=True):
+            own = self.losses_and_grads(rows, part, minibatch_size)
+            losses = losses if len(losses) else own.new_empty(replicas.num_held)
+            losses[rows_on(own.device, rows)] = own
+        return losses
+
+    def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
+        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
+
+        If all nodes share one row of gradients, add these rows' part of the mean to it.
+
+        Raises:
+            ValueError: the model changes weights that nodes share.
+        """
+        whole, self.batch = self.engine.replicas, batch
+        places = rows_on(whole.weights.device, rows)
+        if len(rows) not in self._made:
+            self._made[len(rows)] = self._make(self._copies.rows(0, len(rows)), [])
+        executor = self._made[len(rows)]
+        few = executor.replicas
+        executor.generators[:] = [self.engine.generators[row] for row in rows]
+        weights = whole.weights.expand(whole.num_held, -1)[places]
+        few.weights.copy_(weights)
+        for name, buffer in few.buffers.items():
+            buffer.copy_(whole.buffers[name][places])
+        executor.objective.callers = rows
+        try:
+            losses = executor.losses_and_grads(batch, minibatch_size)
+        finally:
+            executor.objective.callers = None
+        if not torch.equal(bits_of(few.weights), bits_of(weights)):
+            if whole.shares_weights:
+                raise ValueError(_SHARED)
+            whole.weights[places] = few.weights
+        if whole.shares_grads:
+            whole.grads.add_(few.grads.sum(0), alpha=1 / whole.num_held)
+        else:
+            whole.grads[places] = few.grads
+        for name, buffer in few.buffers.items():
+            whole.buffers[name][places] = buffer
+        return losses
+
+
+@dataclass(eq=False)
+class Stack:
+    """Runs of equal model and shapes. Their nodes are rows of one matrix, whose gradients are computed in one call.
+
+    Present rows come first: those of the runs in `taking`, which are computed. Behind them are the rows of runs that
+    have ended, and rows that nobody has now.
+
+    Attributes:
+        whole: all rows. If all nodes of a run share one row of weights or gradients, and other runs train beside it,
+            the run holds that row apart.
+        make: makes an executor for some of them and their random generators.
+        taking: the runs with present rows, in the order of these.
+        executor: computes the losses and gradients of the present rows.
+        few: computes some of the present rows, if nodes have batches of different sizes.
+        batches: stacked batches (R, B, …) for the present rows, on any device.
+        minibatch_size: examples per node at once; None: the whole batch.
+        optimizers: the runs' optimizers, stepped in few calls.
+        take_own_step: takes the step of the stack's only run, if the run is asynchronous.
+    """
+
+    runs: list[Run]
+    whole: Replicas
+    make: Callable[[Replicas, list[torch.Generator]], Executor]
+    executor: Executor = field(init=False)
+    few: FewRows = field(init=False)
+    optimizers: Optimizers = field(init=False)
+    taking: list[Run] = field(default_factory=list)
+    batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    minibatch_size: int | None = None
+    take_own_step: Callable[[], None] | None = None
+    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # what runs hold apart, and their rows
+    _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
+    _is_small: bool = False
+
+    def place(self, run: Run, rows: range) -> None:
+        """Give a run these rows, besides what it holds apart."""
+        earlier, run.rows = run.cluster.replicas, rows
+        first = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has the row of one
+        own = self.whole.rows(rows.start, rows.stop, first)
+        if storage_key(earlier.weights) != storage_key(self.whole.weights):
+            own = replace(own, weights=earlier.weights)
+        if storage_key(earlier.grads) != storage_key(self.whole.grads):
+            own = replace(own, grads=earlier.grads)
+        run.cluster.replicas = own
+        run.strategy.move_rows(earlier)
+
+    def compute_first(self, taking: Sequence[Run]) -> None:
+        """Compute the rows of these runs, which come first in the matrix, from now on."""
+        self.taking = [run for run in taking if run.nodes]
+        key = storage_key(self.whole.weights)
+        apart = (run for run in self.taking if storage_key(run.cluster.replicas.weights) != key)
+        self._apart = [(run.cluster.replicas, run.taking) for run in apart]
+        streams = [stream for run in self.taking for stream in run.generators[: len(run.rows)]]
+        if not streams and self._executors:
+            return
+        number = len(streams) or self.whole.num_held
+        if number not in self._executors:
+            made = self.make(self.whole.rows(0, number), streams)
+            self._executors[number] = made, takes_one_thread(made)
+        self.executor, self._is_small = self._executors[number]
+        self.executor.generators[:] = streams
+        self.few.engine = self.executor
+        self.optimizers = Optimizers([run.strategy for run in self.taking])
+
+    def losses_and_grads(self, batch: Any) -> Tensor:
+        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows.
+
+        Raises:
+            ValueError: forward changes the copies of a shared row in different ways.
+        """
+        for own, rows in self._apart:
+            self.whole.weights[rows].copy_(own.weights)
+        if isinstance(batch, Uneven):
+            losses = self.few.of_uneven(batch, self.minibatch_size)
+        else:
+            losses = self.executor.losses_and_grads(batch, self.minibatch_size)
+        for own, rows in self._apart:
+            copies = self.whole.weights[rows]
+            own.weights.copy_(copies[:1])
+            if not torch.equal(bits_of(own.weights).expand_as(copies), bits_of(copies)):
+                raise ValueError(_SHARED)
+            if storage_key(own.grads) != storage_key(self.whole.grads):
+                torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
+        return losses
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Return the context of the stack's steps, which one thread computes if they are small."""
+        return using_threads(1) if self._is_small else nullcontext()
