@@ -1,0 +1,57 @@
+"""The scripts of reproduced results: the page is what they found, and the quick form of each still finds it."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+from reproductions import result
+
+import vsim
+
+SCRIPTS = sorted(path.stem for path in result.HERE.glob("*.py") if "\nTABLE = " in path.read_text(encoding="utf-8"))
+# What users import from.
+PUBLIC = {"vsim", "vsim.data", "vsim.models", "vsim.network", "vsim.strategy", "vsim.strategy.communicate"}
+
+
+def test_the_page_is_what_the_files_give() -> None:
+    assert result.PAGE.read_text(encoding="utf-8") == result.page(), "run python -m tests.reproductions --page"
+
+
+def test_every_script_has_a_result_whose_text_is_the_scripts() -> None:
+    scripts = result.scripts()
+    assert [*scripts] == SCRIPTS == [found.name for found in result.results()]
+    for found in result.results():
+        assert found.table == result.as_json(scripts[found.name].TABLE), "run python -m tests.reproductions --page"
+        assert found.found and found.found.keys() <= found.table["rows"].keys()
+
+
+def test_a_number_that_disagrees_says_so() -> None:
+    rows = {"far": result.Row(1.0, within=0.1, note="too far"), "near": result.Row((1, 2)), "left out": result.Row(0)}
+    table = result.Table("Title", "Setting.", "Somebody 2027", "https://arxiv.org/abs/2701.00001", rows)
+    found = result.Result("name", result.as_json(table), {"far": [1.2], "near": [0.8, 1.0]}, 1.5, "command")
+    assert [good for *_, good in found.lines()] == [False, True]
+    section = found.section()
+    assert "| far | 1 ± 0.1 | 1.2 | **no** |" in section and "far: too far" in section
+    assert f"| near | 1 to 2 | 0.9 ± {12.7062 * 0.1414214 / math.sqrt(2):.2g} | yes |" in section
+
+
+@pytest.mark.parametrize("path", sorted(result.HERE.glob("*.py")), ids=lambda path: path.name)
+def test_scripts_import_what_users_import(path: Path) -> None:
+    tree = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in tree if isinstance(node, ast.ImportFrom) and not node.level}
+    assert {name for name in names if name.split(".")[0] == vsim.__name__} <= PUBLIC
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_quick_form_still_finds_it(name: str) -> None:
+    script = result.scripts()[name]
+    found = result.Result.of(script, script.measure(True), seconds=0.0)
+    assert found.found and found.found.keys() <= script.TABLE.rows.keys()
+    for row, expected, measured, good in found.lines():
+        assert all(map(math.isfinite, found.found[row]))
+        assert good or not script.TABLE.quick_agrees or found.table["rows"][row]["note"], (row, expected, measured)
