@@ -26,9 +26,9 @@ RUNS = {
 PUBLISHED = dict(zip(RUNS, (10.4, 6.9, 39.7, 20.1), strict=True))
 TABLE = Table(
     title="Communication under QSR",
-    setting="Syncs in percent of the steps. ViT-B: 300 epochs of 312 steps, of which 10,000 steps are a linear warm-up, "
-    "peak rate .008, α .0175. ResNet-152: 200 epochs, of which five are warm-up, peak rate .8, α .2 (H_base 2) and .25 "
-    "(H_base 4). The rate then falls to 0 along a cosine.",
+    setting="Syncs in percent of the steps. ViT-B: 300 epochs of 312 steps, of which 10,000 steps are a linear "
+    "warm-up (peak rate .008, α .0175). ResNet-152: 200 epochs, of which five are warm-up, peak rate .8, α .2"
+    " (H_base 2) and .25 (H_base 4). The rate then falls to 0 along a cosine.",
     source="Gu et al. 2024, tables of communication for ViT-B and ResNet-152",
     url="https://arxiv.org/abs/2310.14423",
     rows={name: Row(value, within=0.05, unit="%") for name, value in PUBLISHED.items()},
