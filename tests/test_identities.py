@@ -246,42 +246,6 @@ def slopes(strategy: Strategy, *gradients: float, steps: int, executor: str) -> 
 
 
 @both_executors
-def test_diloco_by_hand(executor: str) -> None:
-    # Two inner SGD steps of lr 0.1 with gradients 1 and 3 from φ = 1: θ = 0.8 and 0.4, Δ = mean(0.2, 0.6) = 0.4.
-    # Outer Nesterov SGD, lr 0.5, momentum 0.5: buf = 0.4, φ = 1 − 0.5·(0.4 + 0.5·0.4) = 0.7.
-    # Again: Δ = 0.4, buf = 0.5·0.4 + 0.4 = 0.6, φ = 0.7 − 0.5·(0.4 + 0.5·0.6) = 0.35. A wrong sign would give 1.3.
-    outer = OptimSpec("sgd", lr=0.5, momentum=0.5, nesterov=True)
-
-    def after(steps: int) -> list[float]:
-        strategy = DiLoCoStrategy(H=2, outer_optim=outer, inner_optim=SGD)
-        return slopes(strategy, 1.0, 3.0, steps=steps, executor=executor)
-
-    assert after(1) == pytest.approx([0.9, 0.7])
-    assert after(2) == pytest.approx([0.7, 0.7])
-    assert after(3) == pytest.approx([0.6, 0.4])
-    assert after(4) == pytest.approx([0.35, 0.35])
-
-
-@both_executors
-def test_the_default_outer_optimizer_by_hand(executor: str) -> None:
-    # Δ = mean(0.1, 0.3) = 0.2 after one step; the first move is lr·(1 + momentum)·Δ = 0.7·1.9·0.2 = 0.266.
-    moved = slopes(DiLoCoStrategy(H=1, inner_optim=SGD), 1.0, 3.0, steps=1, executor=executor)
-    assert moved == pytest.approx([0.734, 0.734])
-
-
-@both_executors
-def test_fedavg_by_hand(executor: str) -> None:
-    # Three nodes with gradients 1, 2 and 6 go 0.1, 0.2 and 0.6 a step; on average 0.3.
-    def after(steps: int, **options: Any) -> list[float]:
-        return slopes(FedAvgStrategy(inner_optim=SGD, **options), 1.0, 2.0, 6.0, steps=steps, executor=executor)
-
-    assert after(1, H=2) == pytest.approx([0.9, 0.8, 0.4])
-    assert after(2, H=2) == pytest.approx([0.4] * 3)
-    assert after(3, H=2) == pytest.approx([0.3, 0.2, -0.2])
-    assert after(1, H=1, island_size=3) == pytest.approx([0.7] * 3)
-
-
-@both_executors
 def test_fedavg_weighted_by_examples_by_hand(executor: str) -> None:
     # Shards of 2 and 6 examples weigh 1/4 and 3/4: θ = 1 − (0.1·1 + 0.3·3)/4 = 0.75; uniform it would be 0.8.
     def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:

@@ -9,7 +9,7 @@ from driven import Parameters, driven, driven_apart, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from vsim.strategy import DiLoCoStrategy, NoLoCoStrategy, OptimSpec
 
@@ -53,16 +53,6 @@ def test_every_round_has_the_update_rule(H: int, num_nodes: int, beta: float, ga
     run = driven(NoLoCoStrategy(SGD, H, beta=beta, gamma=gamma), model, gradients)
     expected = by_hand(model.p0.detach(), gradients, H, 0.5, beta, beta if gamma is None else gamma)
     np.testing.assert_allclose(run.cluster.weights.numpy(), expected, rtol=1e-10, atol=1e-12)
-
-
-def test_a_pair_by_hand() -> None:
-    # One weight, 0 at first; gradients −10 and −30, inner lr 0.1, H = 1, α = 0.5, β = 0.25. Round 1: Δ = 1 and 3, with
-    # mean 2, m = 0.5, φ = 0.5 on both. Round 2: Δ as before, m = 0.25 + 0.5, φ = 1.25.
-    model = Parameters((1,))
-    nn.init.zeros_(model.p0)
-    gradients = torch.tensor([[-10.0], [-30.0]]).expand(2, 2, 1)
-    run = driven(NoLoCoStrategy(SGD, 1, alpha=0.5, beta=0.25), model, gradients)
-    assert run.cluster.weights.tolist() == [[1.25], [1.25]]
 
 
 def test_two_nodes_are_diloco_with_plain_momentum() -> None:

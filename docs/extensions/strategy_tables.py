@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import vsim.strategy
 from vsim.strategy import Algorithm, CommunicationModule
 
 DOCS = Path(__file__).parents[1]
+GOLDEN = DOCS.parent / "tests" / "golden"
 FAMILIES = {
     "data parallel": "Every node communicates at every step.",
     "local steps": "Nodes train alone for H steps, then meet.",
@@ -50,8 +53,44 @@ def modules() -> list[str]:
 
 def reference(names: list[str]) -> str:
     """Entries of the reference."""
-    entries = [f".. autoclass:: vsim.strategy.{name}\n   :no-members:" for name in names]
+    entries = []
+    for name in names:
+        entries.append(f".. autoclass:: vsim.strategy.{name}\n   :no-members:")
+        if links := [f":ref:`{stem} <history-{stem}>`" for stem in golden().get(name, {})]:
+            entries.append(f"\nSix steps in numbers: {', '.join(links)}.\n")
     return "\n".join(["```{eval-rst}", *entries, "```\n"])
+
+
+def golden() -> dict[str, dict[str, Any]]:
+    """The histories of tests/golden: class → name → what its file holds."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(GOLDEN.glob("*.json")):
+        history = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(history["call"].partition("(")[0], {})[path.stem] = history
+    return found
+
+
+def histories() -> str:
+    """A table for each history: the weights of each node after each step, and the bytes that it sends."""
+    named = {name: history for cls in _named() for name, history in golden().get(cls, {}).items()}
+    most = max((history["gradients"] for history in named.values()), key=lambda steps: len(steps[0]))
+    sections = ["## Gradients", _table("gradient", [[*rows] for rows in most], range(1, len(most) + 1), {})]
+    for name, history in named.items():
+        steps = range(len(history["weights"]))
+        sent = {"bytes": ["", *(f"{size:g}" for size in history["bytes"])]}
+        table = _table("weights", history["weights"], steps, sent)
+        sections.append(f"(history-{name})=\n## {name}\n\n`{history['call']}`\n\n{table}")
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(what: str, steps: list[list[list[float]]], numbers: range, columns: dict[str, list[str]]) -> str:
+    """A row for each step, a column for each node, and more columns."""
+    heads = ["step", *(f"{what} of node {node}" for node in range(len(steps[0]))), *columns]
+    lines = [heads, ["---"] * len(heads)]
+    for i, (number, nodes) in enumerate(zip(numbers, steps, strict=True)):
+        values = [", ".join(f"{value:.5g}" for value in node).replace("-", "−") for node in nodes]
+        lines.append([str(number), *values, *(cells[i] for cells in columns.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def row(cls: type[Algorithm]) -> list[str]:
@@ -100,6 +139,7 @@ PAGES = {
     DOCS / "strategies.md": tables,
     DOCS / "api" / "strategies.md": lambda: reference(_named()),
     DOCS / "api" / "modules.md": lambda: reference(modules()),
+    DOCS / "api" / "histories.md": histories,
 }
 
 if __name__ == "__main__":

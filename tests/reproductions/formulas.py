@@ -192,6 +192,9 @@ class NoLoCo(Periodic):
         s["m"] = self.alpha * s["m"] + self.beta * (moved + moved[other]) / 2 + self.beta * pull
         s["θ"] = s["φ"] = phi + s["m"]
 
+    def sent(self, t: int, n: int) -> float:
+        return 2 * super().sent(t, n)  # Δ_k, and the new φ_k for the next round
+
 
 @dataclass(frozen=True)
 class Sparta(Formula):
@@ -218,3 +221,248 @@ def outer_step(by: DiLoCo, s: State, delta: Array) -> None:
     """torch.optim.SGD with momentum: v ← μ v + Δ; φ ← φ − ε (Δ + μ v) by Nesterov, else φ − ε v."""
     s["v"] = by.momentum * s["v"] + delta
     s["φ"] = s["φ"] - by.outer_lr * (delta + by.momentum * s["v"] if by.nesterov else s["v"])
+
+
+TENSORS = ((0, 1), (2,))  # columns of each parameter, where a formula treats parameters one by one
+
+
+@dataclass(frozen=True)
+class DesLoc(Formula):
+    """Iacob et al. 2025: Adam without weight decay, whose θ, m and v are averaged every H, H_m and H_v steps."""
+
+    periods: Sequence[int] = (2, 3, 6)
+    betas: tuple[float, float] = (0.9, 0.999)
+    own = ("m", "v")
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        b1, b2 = self.betas
+        s["m"], s["v"] = b1 * s["m"] + (1 - b1) * g, b2 * s["v"] + (1 - b2) * g**2
+        s["θ"] = s["θ"] - self.lr * (s["m"] / (1 - b1**t)) / (np.sqrt(s["v"] / (1 - b2**t)) + 1e-8)
+        for name, H in zip(("θ", "m", "v"), self.periods, strict=True):
+            if t % H == 0:
+                s[name] = all_of(s, mean(s[name]))
+
+    def sent(self, t: int, n: int) -> float:
+        return 4 * n * sum(t % H == 0 for H in self.periods)
+
+
+@dataclass(frozen=True)
+class GPA(AllReduce):
+    """Defazio et al. 2025: z ← z − lr mean_k g_k, g at y; x ← μ_x x + (1 − μ_x) z; y = μ_y x + (1 − μ_y) z. θ is y."""
+
+    mu_x: float = 0.5
+    mu_y: float = 0.75
+
+    def start(self, weights: Array) -> State:
+        return {"θ": weights, "x": weights, "z": weights}
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        s["z"] = s["z"] - self.lr * mean(g)
+        s["x"] = self.mu_x * s["x"] + (1 - self.mu_x) * s["z"]
+        s["θ"] = self.mu_y * s["x"] + (1 - self.mu_y) * s["z"]
+
+
+@dataclass(frozen=True)
+class FedOpt(Periodic):
+    """Reddi et al. 2020, algorithm 2: Δ = mean_k θ_k − φ; m ← β₁ m + (1 − β₁) Δ; φ ← φ + η m / (√v + τ), from v = τ².
+
+    "adam": v ← β₂ v + (1 − β₂) Δ²; "yogi": v ← v − (1 − β₂) Δ² sign(v − Δ²); "adagrad": v ← v + Δ².
+    """
+
+    kind: str = "adam"
+    server_lr: float = 0.03
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+    shared = ("φ", "m", "v")
+
+    def start(self, weights: Array) -> State:
+        state = super().start(weights)
+        return state | {"v": state["v"] + self.tau**2}
+
+    def meet(self, s: State, choice: int) -> None:
+        (b1, b2), delta, v = self.betas, mean(s["θ"]) - s["φ"], s["v"]
+        s["m"] = b1 * s["m"] + (1 - b1) * delta
+        s["v"] = {
+            "adam": b2 * v + (1 - b2) * delta**2,
+            "yogi": v - (1 - b2) * delta**2 * np.sign(v - delta**2),
+            "adagrad": v + delta**2,
+        }[self.kind]
+        s["φ"] = s["φ"] + self.server_lr * s["m"] / (np.sqrt(s["v"]) + self.tau)
+        s["θ"] = all_of(s, s["φ"])
+
+
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """Li et al. 2018: FedAvg with gradients of f_k(θ) + μ/2 ‖θ − φ‖²."""
+
+    mu: float = 0.5
+    shared = ("φ",)
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        super().step(t, s, g + self.mu * (s["θ"] - s["φ"]))
+
+    def meet(self, s: State, choice: int) -> None:
+        super().meet(s, choice)
+        s["φ"] = mean(s["θ"])
+
+
+@dataclass(frozen=True)
+class Scaffold(Periodic):
+    """Karimireddy et al. 2019, option II: θ_k ← θ_k − lr (g_k − c_k + c).
+
+    Every H steps c_k⁺ = c_k − c + (φ − θ_k) / (H lr), c ← c + mean_k (c_k⁺ − c_k), φ ← φ + η_g mean_k (θ_k − φ).
+    """
+
+    server_lr: float = 1.0
+    own = ("c_k",)
+    shared = ("φ", "c")
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        super().step(t, s, g - s["c_k"] + s["c"])
+
+    def meet(self, s: State, choice: int) -> None:
+        fresh = s["c_k"] - s["c"] + (s["φ"] - s["θ"]) / (self.H * self.lr)
+        s["c"], s["c_k"] = s["c"] + mean(fresh - s["c_k"]), fresh
+        s["φ"] = s["φ"] + self.server_lr * (mean(s["θ"]) - s["φ"])
+        s["θ"] = all_of(s, s["φ"])
+
+    def sent(self, t: int, n: int) -> float:
+        return 2 * super().sent(t, n)
+
+
+@dataclass(frozen=True)
+class FedNova(FedAvg):
+    """Wang et al. 2020: φ ← φ + (Σ_k p_k τ_k) Σ_k p_k (θ_k − φ) / τ_k, here with equal τ_k, which are sent, too."""
+
+    def sent(self, t: int, n: int) -> float:
+        return super().sent(t, n) + (4 if t % self.H == 0 else 0)
+
+
+@dataclass(frozen=True)
+class FedDyn(Periodic):
+    """Acar et al. 2021: gradients of f_k(θ) − ⟨h_k, θ⟩ + α/2 ‖θ − φ‖².
+
+    Every H steps h_k ← h_k − α (θ_k − φ), h ← h − α mean_k (θ_k − φ), φ ← mean_k θ_k − h / α.
+    """
+
+    alpha: float = 0.5
+    own = ("h_k",)
+    shared = ("φ", "h")
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        super().step(t, s, g - s["h_k"] + self.alpha * (s["θ"] - s["φ"]))
+
+    def meet(self, s: State, choice: int) -> None:
+        moved = s["θ"] - s["φ"]
+        s["h_k"], s["h"] = s["h_k"] - self.alpha * moved, s["h"] - self.alpha * mean(moved)
+        s["φ"] = mean(s["θ"]) - s["h"] / self.alpha
+        s["θ"] = all_of(s, s["φ"])
+
+
+@dataclass(frozen=True)
+class Personal(FedAvg):
+    """FedPer [Arivazhagan et al. 2019], FedBN [Li et al. 2021]: FedAvg of the first parameter; the others stay."""
+
+    def meet(self, s: State, choice: int) -> None:
+        shared = list(TENSORS[0])
+        s["θ"][:, shared] = mean(s["θ"][:, shared])
+
+    def sent(self, t: int, n: int) -> float:
+        return super().sent(t, len(TENSORS[0]))
+
+
+@dataclass(frozen=True)
+class Clipped(Periodic):
+    """McMahan et al. 2017, without noise: φ ← φ + mean_k (θ_k − φ) min(1, C / ‖θ_k − φ‖)."""
+
+    clip: float = 0.5
+    shared = ("φ",)
+
+    def meet(self, s: State, choice: int) -> None:
+        moved = s["θ"] - s["φ"]
+        norms = np.linalg.norm(moved, axis=1, keepdims=True)
+        s["φ"] = s["φ"] + mean(moved * np.minimum(1, self.clip / norms))
+        s["θ"] = all_of(s, s["φ"])
+
+
+@dataclass(frozen=True)
+class EDiT(DiLoCo):
+    """Cheng et al. 2024, while no norm is judged: Δ = Σ_k w_k D_k, w_k = softmax_k(−‖D_k‖) of each parameter.
+
+    ‖Δ‖ is at most `clip`. A norm of each parameter is sent besides the weights.
+    """
+
+    clip: float = 10.0
+
+    def meet(self, s: State, choice: int) -> None:
+        moved, delta = s["φ"] - s["θ"], np.zeros_like(s["φ"])
+        for columns in map(list, TENSORS):
+            weights = np.exp(-np.linalg.norm(moved[:, columns], axis=1))
+            delta[0, columns] = weights @ moved[:, columns] / weights.sum()
+        outer_step(self, s, delta * min(1, self.clip / np.linalg.norm(delta)))
+        s["θ"] = all_of(s, s["φ"])
+
+    def sent(self, t: int, n: int) -> float:
+        return super().sent(t, n) + (4 * len(TENSORS) if t % self.H == 0 else 0)
+
+
+@dataclass(frozen=True)
+class SparseLoCo(Periodic):
+    """Sarfi et al. 2025, without quantization, and the largest entry of each parameter.
+
+    e_k ← β e_k + φ − θ_k; q_k = top(e_k); e_k ← e_k − q_k; φ ← φ − α mean(q_k), of an entry over those who sent it.
+    Indices of packed bits: one of the first parameter's two entries, none of the second's one.
+    """
+
+    error_feedback: float = 0.95
+    outer_lr: float = 1.0
+    own = ("e",)
+    shared = ("φ",)
+
+    def meet(self, s: State, choice: int) -> None:
+        s["e"] = self.error_feedback * s["e"] + s["φ"] - s["θ"]
+        kept = largest(s["e"])
+        s["φ"] = s["φ"] - self.outer_lr * mean_of_senders(np.where(kept, s["e"], 0), kept)
+        s["e"] = np.where(kept, 0, s["e"])
+        s["θ"] = all_of(s, s["φ"])
+
+    def sent(self, t: int, n: int) -> float:
+        return 1 + 4 * len(TENSORS) if t % self.H == 0 else 0
+
+
+@dataclass(frozen=True)
+class DeMo(Formula):
+    """Peng et al. 2024: θ ← (1 − lr λ) θ; δ_k ← β δ_k + lr g_k; q_k = the largest DCT coefficient of each parameter.
+
+    δ_k ← δ_k − DCT⁻¹(q_k); θ ← θ − lr sign(DCT⁻¹(mean of the q_k, of each coefficient over those who sent it)). An
+    index of 8 bytes and a value of 4 for each parameter.
+    """
+
+    decay: float = 0.9
+    weight_decay: float = 0.0
+    own = ("δ",)
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        basis = np.eye(g.shape[1])  # rows: the orthonormal DCT-II of two entries, and that of one
+        basis[:2, :2] = np.array([[1, 1], [1, -1]]) / np.sqrt(2)
+        coefficients = (self.decay * s["δ"] + self.lr * g) @ basis.T
+        kept = largest(coefficients)
+        s["δ"] = np.where(kept, 0, coefficients) @ basis
+        step = np.sign(mean_of_senders(np.where(kept, coefficients, 0), kept) @ basis)
+        s["θ"] = (1 - self.lr * self.weight_decay) * s["θ"] - self.lr * step
+
+    def sent(self, t: int, n: int) -> float:
+        return 12 * len(TENSORS)
+
+
+def largest(rows: Array) -> NDArray[np.bool_]:
+    """Where each row has its largest magnitude of each parameter."""
+    kept = np.zeros(rows.shape, bool)
+    for columns in map(np.array, TENSORS):
+        kept[np.arange(len(rows)), columns[abs(rows[:, columns]).argmax(1)]] = True
+    return kept
+
+
+def mean_of_senders(sent: Array, kept: NDArray[np.bool_]) -> Array:
+    """(K, n) → (1, n): of each column the mean over the rows that sent it, 0 where none did."""
+    return sent.sum(0, keepdims=True) / np.maximum(kept.sum(0, keepdims=True), 1)
