@@ -1,4 +1,4 @@
-"""FedDyn against a reference in NumPy, and where it comes to: the minimum, also when nodes leave and join, and for cohorts."""
+"""FedDyn against a reference in NumPy, and where it comes to, also when nodes leave and join, and for cohorts."""
 
 from __future__ import annotations
 

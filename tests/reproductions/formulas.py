@@ -197,6 +197,35 @@ class NoLoCo(Periodic):
 
 
 @dataclass(frozen=True)
+class DelayedNesterov(Periodic):
+    """Liu et al. 2024, with equal speeds and N = K: workers arrive one after the other, and each takes the newest φ.
+
+    g = φ_k − θ_k; Δ ← Δ + g. The N-th: m ← β m + Δ / N; φ ← φ − ε ((1 − c N + c) β m + g / N); Δ ← 0. The others:
+    φ ← φ − ε (c β m + g / N).
+    """
+
+    outer_lr: float = 0.7
+    momentum: float = 0.9
+    c: float = 0.0
+    own = ("φ_k",)
+    shared = ("φ", "m")
+
+    def start(self, weights: Array) -> State:
+        return super().start(weights) | {"φ_k": weights}
+
+    def meet(self, s: State, choice: int) -> None:
+        N, theta, taken, total = len(s["θ"]), list(s["θ"]), list(s["φ_k"]), 0 * s["φ"]
+        for k in range(N):
+            g, share = taken[k] - theta[k], self.c
+            total = total + g
+            if k == N - 1:
+                s["m"], share = self.momentum * s["m"] + total / N, 1 - self.c * N + self.c
+            s["φ"] = s["φ"] - self.outer_lr * (share * self.momentum * s["m"] + g / N)
+            theta[k] = s["φ"][0]
+        s["θ"] = s["φ_k"] = np.stack(theta)
+
+
+@dataclass(frozen=True)
 class Sparta(Formula):
     """After every step an entry becomes its mean over the nodes, with probability 1 / `choices`: the first choice."""
 
