@@ -230,8 +230,8 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
         model = MLP(6, (64, 16), 3, seed=0)
         return vsim.compare(model, dataset, strategies=strategies, participation=schedule, **options)
 
-    def spoiling(stack: Stack, moving: Any) -> None:
-        arrange(stack, moving)
+    def spoiling(stack: Stack, *given: Any) -> None:
+        arrange(stack, *given)
         for run in stack.runs:
             made = [t for t in tree_leaves(list(run.made.values())) if isinstance(t, Tensor)]
             for rows in (t[len(run.rows) :] for t in made if t.is_floating_point()):
@@ -266,8 +266,8 @@ def test_every_strategy_without_its_first_node() -> None:
         if not np.array_equal(without[name].history.node_losses[:, 1:], run.history.node_losses)
     }
     assert others == {"FedDyn", "NoLoCo", "QSGD", "SCAFFOLD"}
-    for name, run in three.items():
-        assert without[name].ledger.payload_bytes == run.ledger.payload_bytes, name
+    for name in three.keys() - {"NoLoCo"}:  # of three nodes one has no partner
+        assert without[name].ledger.payload_bytes == three[name].ledger.payload_bytes, name
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK")

@@ -37,7 +37,7 @@ from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.collectives import CollectiveFailure, even_ranges
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
-from vsim.training.entries import Begun, Entries, Outcome
+from vsim.training.entries import Entries, Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 
@@ -332,8 +332,8 @@ class _Run:
             number, report = content
             if isinstance(report, StepReport):
                 self.last_step = int(report.row["step"])
-            elif isinstance(report, Begun):
-                self.last_step = max(self.last_step, report.step)
+            elif isinstance(report, Outcome) and report.record is not None:
+                self.last_step = max(self.last_step, report.record[1])
             with self.interrupt.requested_inside():
                 self.report(number, report)
         elif kind == "warning":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 # Import this module before there is a process group, because its functions keep the current group as a default. If an
 # optimizer imported it in its first step, gloo's threads would outlive the group, and a process that ends while one of
@@ -19,47 +18,23 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from vsim.arguments import is_factory
-from vsim.cluster.ledger import Ledger
-from vsim.cluster.randomness import LOADER, drawing_from, generator, isolated
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.randomness import LOADER, drawing_from, generator
 from vsim.data.batches import OfNode, check_tensors, loader_options, resolve
 from vsim.data.order import Order
 from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.objective import keep_assigned
-from vsim.process.collectives import ProcessCollectives
-from vsim.records.history import History
-from vsim.records.progress import Recorder, Reporter, StepReport
+from vsim.process.ranges import run_one
+from vsim.records.progress import Reporter
 from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt
-from vsim.training.run import Run
-from vsim.training.setup import assemble, client_datasets, plan_of, test_datasets
 from vsim.training.spec import RunSpec
 
 
 def run_node(spec: RunSpec, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
     """Train this process's node as a rank of the default process group."""
-    rank, history, reporters = dist.get_rank(), None, [report]
-    if rank == 0 and spec.saving is not None:  # rank 0 writes the checkpoints
-        history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
-        if spec.start is not None:
-            spec.start.fill(history)
-        reporters.insert(0, Recorder(history))
-
-    def tell(report: StepReport) -> None:
-        for reporter in reporters:
-            reporter(report)
-
-    ledger = Ledger(spec.population) if history is None else history.ledger
-    with isolated(spec.seed, device):
-        collectives = ProcessCollectives(ledger, spec.deterministic, spec.num_nodes)
-        batches = NodeBatches(spec, rank, collectives)
-        run = Run(
-            *(spec, tell, history, collectives, batches, plan_of(spec, batches)),
-            client_data=client_datasets(spec),
-            test_data=test_datasets(spec),
-        )
-        assemble([run], EagerExecutor, device, interrupt).train()
-        return Outcome.of(run.mean_model(), spec.callbacks)
+    return run_one(spec, device, report, interrupt, NodeBatches, EagerExecutor)
 
 
 class EagerExecutor(Executor):
@@ -120,8 +95,8 @@ class EagerExecutor(Executor):
 class NodeBatches:
     """The batches of one node: DistributedSampler and DataLoader, epoch after epoch."""
 
-    def __init__(self, spec: RunSpec, rank: int, collectives: ProcessCollectives) -> None:
-        self._spec, everyone = spec, spec.population
+    def __init__(self, spec: RunSpec, collectives: Collectives) -> None:
+        self._spec, everyone, rank = spec, spec.population, collectives.rank
         self._options, drop_last = loader_options(spec.dataloader_kwargs)
         # Where clients are drawn, a process computes for any of them.
         self._all_here = spec.participation is not None

@@ -9,19 +9,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
+from vsim.data.batches import BatchSource
+from vsim.engine import Executor
 from vsim.process.collectives import ProcessCollectives, completing
 from vsim.records.history import History
-from vsim.records.progress import Recorder, StepReport
+from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.entries import Entries, Outcome, Processes
 from vsim.training.interrupt import Interrupt
-from vsim.training.setup import prepare
+from vsim.training.setup import batches_of, prepare
 from vsim.training.spec import RunSpec
 
 Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or what else happens to it
@@ -56,14 +60,22 @@ def run_ranges(
         The outcome of a run, the same in all processes; the outcomes of the runs of a comparison are told.
     """
     if isinstance(content, RunSpec):
-        return [_run(content, device, tell, interrupt)]
+        return [run_one(content, device, partial(tell, 0), interrupt)]
     entries = replace(content, device=device, processes=Ranks(), tell=tell, progress=False)
     entries.interrupt = interrupt or content.interrupt
     entries.train_here()
     return []
 
 
-def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt | None) -> Outcome:
+def run_one(
+    spec: RunSpec,
+    device: torch.device,
+    tell: Reporter,
+    interrupt: Interrupt | None = None,
+    batches: Callable[[RunSpec, Collectives], BatchSource] = batches_of,
+    executor: Callable[..., Executor] | None = None,
+) -> Outcome:
+    """Train this process's nodes of a run, as a rank of the default process group; see `prepare`."""
     history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
     if spec.start is not None:
         spec.start.fill(history)
@@ -72,10 +84,11 @@ def _run(spec: RunSpec, device: torch.device, tell: Tell, interrupt: Interrupt |
 
     def report(report: StepReport) -> None:
         recorder(report)
-        tell(0, report)
+        tell(report)
 
     with isolated(spec.seed, device):
-        ensemble = prepare([spec], [report], [history], device, Ranks().connect, interrupt)
+        own = Ranks().connect, interrupt, batches, executor
+        ensemble = prepare([spec], [report], [history], device, *own)
         ensemble.train()
         (run,) = ensemble.runs
         return Outcome.of(run.mean_model(), spec.callbacks)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vsim.arguments import naming
 from vsim.checkpoint.files import packed, unpacked
+from vsim.checkpoint.tree import Filler
 from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, DataStates, derive_seed
@@ -51,9 +51,9 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
                 if run.clients is not None:
                     _end_round(run)
                 if _changes(run, step):
-                    moving[run] = _move_to(run, step)
+                    moving[run] = _rows_from(run, step)
         if is_new := bool(moving) or _are_to_go(stack):
-            arrange(stack, moving)
+            arrange(stack, step, moving)
         for run in beginning:
             run.ledger.position.begin(step, "start")
             if run.clients is not None:
@@ -99,36 +99,21 @@ def _changes(run: Run, step: int) -> bool:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-class Move(NamedTuple):
-    """The rows of a run in the steps that come.
-
-    Attributes:
-        nodes: that take part, and the machines that compute for them.
-        rows: for each of those held here, the row that it continues from. −1: the row that another process has sent.
-        sent: that row, as a checkpoint has it.
-    """
-
-    nodes: Sequence[int]
-    machines: Sequence[int]
-    rows: Sequence[int]
-    sent: Mapping[str, Any] = MappingProxyType({})
-
-
-def move_at_first(run: Run, step: int) -> Move:
-    """Return the move of a run that is set up with all nodes to those that take part in `step`."""
-    plan = _plan(run)
-    nodes, machines = plan.segment(step).nodes, plan.machines(step)
+def rows_at_first(run: Run, step: int) -> list[int]:
+    """Return the rows, of a run that is set up with all nodes, of those that take part in `step` and are held here."""
     own = run.collectives.machines[run.collectives.rank]
-    return Move(nodes, machines, [machine - own.start for machine in machines if machine in own] or [0])
+    return [machine - own.start for machine in _plan(run).machines(step) if machine in own] or [0]
 
 
-def _move_to(run: Run, step: int) -> Move:
-    """Return the move to the nodes that take part in `step`. A joining node continues from its peer's row."""
+def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
+    """Return the row that each node of `step` that is held here continues from; and what row −1 holds, which is sent.
+
+    A joining node continues from its peer's row, which may be another process's.
+    """
     plan, collectives = _plan(run), run.collectives
-    nodes, machines = plan.segment(step).nodes, plan.machines(step)
     own = collectives.machines[collectives.rank]
     if run.clients is not None:  # all rows hold the global weights
-        return Move(nodes, machines, [0] * max(1, sum(machine in own for machine in machines)))
+        return [0] * max(1, sum(machine in own for machine in plan.machines(step))), {}
     run.objective.check_portable()
     check_declared(run)
     before, sent = [*collectives.active], {}
@@ -137,26 +122,27 @@ def _move_to(run: Run, step: int) -> Move:
         (rank,) = (rank for rank, places in enumerate(collectives.ranges) if place in places)
         row = rows_of(run, [place - run.nodes.start], True) if place in run.nodes else {}
         sent = unpacked(*collectives.told(packed(row), rank))
-    rows = []
-    for node in (node for node in nodes if node in own):
-        at = before.index(node) if node in before else place
-        rows.append(at - run.nodes.start if at in run.nodes else -1)
-    return Move(nodes, machines, rows or [0], sent)
+    places = [before.index(node) if node in before else place for node in plan.segment(step).nodes if node in own]
+    return [at - run.nodes.start if at in run.nodes else -1 for at in places] or [0], sent
 
 
 @torch.no_grad()
-def arrange(stack: Stack, moving: Mapping[Run, Move]) -> None:
-    """Permute a stack's rows so that the present ones come first, and let all that has rows follow."""
+def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], Mapping[str, Any]]]) -> None:
+    """Permute a stack's rows so that those present in `step` come first, and let all that has rows follow.
+
+    Args:
+        moving: run → the rows that its nodes continue from, see `_rows_from`.
+    """
     stack.optimizers.part()
-    states = {run: rows_of(run, move.rows, sent=move.sent) for run, move in moving.items()}
+    states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
     python = {run: copy.deepcopy(run.objective.extra_states(run.rows)) for run in stack.runs if run not in moving}
-    for run, move in moving.items():
-        run.collectives.attend(move.nodes, move.machines)
+    for run in moving:
+        run.collectives.attend(_plan(run).segment(step).nodes, _plan(run).machines(step))
     present = [run for run in stack.runs if run.is_running and run.nodes]
     whole, first = stack.whole, 0
     sources, places = list[int](), {}
     for run in [*present, *(run for run in stack.runs if run not in present)]:
-        rows = [max(0, row) for row in moving[run].rows] if run in moving else range(len(run.rows))
+        rows = [max(0, row) for row in moving[run][0]] if run in moving else range(len(run.rows))
         sources += [run.rows.start + row for row in rows]
         places[run] = range(len(sources) - len(rows), len(sources))
     while first < len(sources) and sources[first] == first:
@@ -170,7 +156,7 @@ def arrange(stack: Stack, moving: Mapping[Run, Move]) -> None:
     for run, own in python.items():
         run.objective.set_extra_states(run.rows, own)
     for run, state in states.items():
-        fill_rows(run, state, moving[run].rows, moving[run].sent)
+        fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
         run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
         run.undeclared = undeclared(run)
     stack.compute_first(present)

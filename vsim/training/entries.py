@@ -107,43 +107,35 @@ class Processes:
         return value
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A message from the first process: the record of a run before the processes train it, and its last step.
-
-    The record consists of plain values.
-    """
-
-    history: dict[str, Any]
-    step: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A message from the first process: how a run has ended; see the attributes of `Entry`."""
-
-    error: Exception | None
-    stopped_at: int | None
-    finished_at: int | None
-
-
 @dataclass
 class Outcome:
-    """The result of a run in processes: the mean model's weights (P,) and buffers, and the states of callbacks."""
+    """A message from the first process: what is known of a run besides its steps.
 
-    weights: Tensor
-    buffers: Views
-    callbacks: dict[str, Any]
+    Attributes:
+        error, stopped_at, finished_at: see `Entry`.
+        record: the run's history before the processes train it, as plain values, and its last step.
+        weights, buffers: of the mean model (P,), and callbacks: the states of callbacks, if it has reached its end.
+    """
+
+    error: Exception | None = None
+    stopped_at: int | None = None
+    finished_at: int | None = None
+    record: tuple[dict[str, Any], int] | None = None
+    weights: Tensor | None = None
+    buffers: Views = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, callbacks: Sequence[Any]) -> Outcome:
-        """Return the outcome of a run with this mean model."""
+        """Return the outcome of a run that has reached its end with this mean model."""
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).cpu()
         buffers = {name: b.cpu() for name, b in model.named_buffers()}
-        return cls(weights, buffers, {name: one.state_dict() for name, one in savable(callbacks).items()})
+        states = {name: one.state_dict() for name, one in savable(callbacks).items()}
+        return cls(weights=weights, buffers=buffers, callbacks=states)
 
     def model(self, like: nn.Module) -> nn.Module:
         """Return the mean model, as a copy of the model that was trained."""
+        assert self.weights is not None
         return Replicas.of(like, 1, torch.device("cpu")).as_module(self.weights, self.buffers, like=like)
 
 
@@ -163,7 +155,7 @@ class Entries:
         resume: whether to resume from that folder; "auto": if it holds a comparison.
         configs: the configuration of each run, which the folder keeps.
         processes: which process this is of those that compute the comparison.
-        tell: called as tell(number of an entry, its `StepReport`, `Begun`, `Ended` or `Outcome`).
+        tell: called as tell(number of an entry, its `StepReport` or `Outcome`).
         interrupt: the request to stop after a step.
     """
 
@@ -181,7 +173,7 @@ class Entries:
     processes: Processes = field(default_factory=Processes)
     tell: Callable[[int, Any], None] = lambda number, message: None
     interrupt: Interrupt = field(default_factory=Interrupt)
-    _told: dict[Entry, Ended] = field(default_factory=dict, init=False)
+    _told: dict[Entry, tuple[Any, ...]] = field(default_factory=dict, init=False)
 
     def run(self, train: Callable[[], None] | None = None) -> None:
         """Train all entries to their ends.
@@ -249,14 +241,13 @@ class Entries:
 
             def receive(number: int, message: Any) -> None:
                 entry = self.entries[number]
-                if isinstance(message, Begun):
-                    entry.history.continue_from(History.from_plain(message.history))
-                elif isinstance(message, Ended):
-                    for name, value in vars(message).items():
-                        setattr(entry, name, value)
-                elif isinstance(message, Outcome):
-                    entry.model = message.model(like=entry.spec.model)
-                    relays[number].end(message.callbacks)
+                if isinstance(message, Outcome):
+                    entry.error, entry.stopped_at, entry.finished_at = _end_of(message)
+                    if message.record is not None:
+                        entry.history.continue_from(History.from_plain(message.record[0]))
+                    if message.weights is not None:
+                        entry.model = message.model(like=entry.spec.model)
+                        relays[number].end(message.callbacks)
                 else:
                     relays[number](message)
                     if "train_loss" in message.row:
@@ -304,8 +295,7 @@ class Entries:
         running = self._resumed(entries)
         for entry in entries:
             if entry.has_begun:
-                self.tell(self.entries.index(entry), Begun(entry.history.as_plain(), int(entry.history["step"][-1])))
-                self._tell_end(entry)
+                self._tell_outcome(entry, Outcome(record=(entry.history.as_plain(), int(entry.history["step"][-1]))))
         if not running:
             return
         with ExitStack() as ending:
@@ -366,8 +356,7 @@ class Entries:
             entry.spec = replace(entry.spec, callbacks=callbacks)
             entry.history.continue_from(History(entry.spec.label, entry.spec.num_nodes, entry.spec.population))
             entry.model = entry.error = entry.stopped_at = entry.finished_at = None
-            self.tell(self.entries.index(entry), Begun(entry.history.as_plain(), 0))
-            self._tell_end(entry)
+            self._tell_outcome(entry, Outcome(record=(entry.history.as_plain(), 0)))
 
     def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
         """Keep the models of runs that have ended, note which have left, and show the progress of all.
@@ -382,11 +371,11 @@ class Entries:
                 entry.stopped_at = run.done
             if run.concluded and run.done < run.steps:
                 entry.finished_at = run.done
+            outcome = None
             if run.concluded and entry.model is None and (alone or not last):
                 entry.model = run.mean_model()
-                if not alone:
-                    self.tell(self.entries.index(entry), Outcome.of(entry.model, entry.spec.callbacks))
-            self._tell_end(entry)
+                outcome = None if alone else Outcome.of(entry.model, entry.spec.callbacks)
+            self._tell_outcome(entry, outcome)
             if not self.processes.is_first:
                 continue
             if entry.has_outcome and entry.folder is not None and not (entry.folder / "end.json").exists():
@@ -399,11 +388,14 @@ class Entries:
         watch.steps |= {entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)}
         watch.show(min(best, default=None), preparing, last)
 
-    def _tell_end(self, entry: Entry) -> None:
-        ended = Ended(entry.error, entry.stopped_at, entry.finished_at)
-        if ended != self._told.get(entry, Ended(None, None, None)):
-            self._told[entry] = ended
-            self.tell(self.entries.index(entry), ended)
+    def _tell_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
+        """Tell an outcome, or how the run has ended, if that is not told yet."""
+        known = _end_of(entry)
+        if outcome is not None or known != self._told.get(entry, (None, None, None)):
+            self._told[entry] = known
+            outcome = outcome or Outcome()
+            outcome.error, outcome.stopped_at, outcome.finished_at = known
+            self.tell(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
         """Return the runs that a rung stops when all have reached it: their names are not among the best."""
@@ -509,6 +501,10 @@ class Entries:
         for path in outdated if self.processes.is_first else ():
             path.unlink(missing_ok=True)
         return running
+
+
+def _end_of(run: Entry | Outcome) -> tuple[Exception | None, int | None, int | None]:
+    return run.error, run.stopped_at, run.finished_at
 
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:

@@ -207,38 +207,36 @@ def _gathered(
 
 
 def rows_of(
-    run: Run, rows: Sequence[int], whole: bool = False, sent: Mapping[str, Encoded] | None = None
+    run: Run, rows: Sequence[int], matrix: bool = False, sent: Mapping[str, Encoded] | None = None
 ) -> dict[str, Encoded]:
     """Return what these rows of a run hold, encoded.
 
     Args:
-        whole: weights and buffers, too. sent: what a row of another process holds; it is row −1.
+        matrix: weights and buffers, too. sent: what a row of another process holds; it is row −1.
     """
     held, found = [len(run.rows)], {}
     for name, value in _state(run)[0].items():
-        if whole or not _is_in_matrix(name):
+        if sent and max(rows) < 0:
+            found[name] = cut(sent[name], [0] * len(rows), [1])
+        elif sent or matrix or not _is_in_matrix(name):
             own = encoded(value, name, True, *held)
-            if not sent or min(rows) >= 0:
-                found[name] = cut(own, rows, held)
-            elif max(rows) < 0:
-                found[name] = cut(sent[name], [0] * len(rows), [1])
-            else:
-                both = joined([own, sent[name]], [*held, 1], True)
-                found[name] = cut(both, [row % (sum(held) + 1) for row in rows], [*held, 1])
+            both = joined([own, sent[name]], [*held, 1], True) if sent else own
+            found[name] = cut(both, [row % (held[0] + 1) for row in rows], [*held, 1] if sent else held)
     return found
 
 
-def fill_rows(run: Run, state: Mapping[str, Encoded], rows: Sequence[int], sent: Mapping[str, Encoded]) -> None:
-    """Fill the present rows of a run, which may be fewer or more than before, with what `rows_of` returned."""
-    replicas, arriving = run.cluster.replicas, [place for place, row in enumerate(rows) if row < 0]
-    matrix = {"weights": replicas.weights, **{f"buffer {name}": buffer for name, buffer in replicas.buffers.items()}}
-    for name, tensor in matrix.items() if arriving else ():
-        tensor[[0] if len(tensor) < len(rows) else arriving] = sent[name].to(tensor.device)
-    filler, number = Filler(run.cluster.collectives, run.cluster.weights.device), len(run.rows)
+def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
+    """Fill the rows of a run, which may be fewer or more than before, with what `rows_of` returned.
+
+    Raises:
+        ValueError: weights or buffers have other shapes.
+    """
     forget(run.strategy.optim)
     live = _state(run)[0]
-    live |= {name: first_rows(live[name], made, number) for name, made in run.made.items()}
+    live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.made.items()}
     filled = {name: filler.fill(own, live[name], name, True) for name, own in state.items()}
+    if any(own is not live[name] for name, own in filled.items() if _is_in_matrix(name)):
+        raise ValueError("weights or buffers have other shapes")
     for name, owner, attribute, placement in _declared(run):
         if placement == "stacked":
             setattr(owner, attribute, filled[name])
@@ -294,23 +292,20 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
 def _restore(run: Run, checkpoint: Checkpoint) -> None:
     cluster, rows, held = run.cluster, [*run.cluster.replicas.nodes], checkpoint.held
     filler = Filler(cluster.collectives, cluster.weights.device)
-    stacked, shared = _state(run)
-    filled = {}
-    for name, live in stacked.items():
-        filled[name] = filler.fill(cut(checkpoint.stacked[name], rows, held), live, name, True)
-    for name, live in shared.items():
-        if name in checkpoint.shared or not name.startswith("callback "):  # new here
-            filled[name] = filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
+    fill_rows(run, {name: cut(own, rows, held) for name, own in checkpoint.stacked.items()}, filler)
+    filled = {
+        name: filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
+        for name, live in _state(run)[1].items()
+        if name in checkpoint.shared or not name.startswith("callback ")  # new here
+    }
     filler.check()
-    if any(filled[n] is not stacked[n] for n in stacked if _is_in_matrix(n)):
-        raise ValueError("weights or buffers have other shapes")
-    for name, owner, attribute, _ in _declared(run):
-        setattr(owner, attribute, filled[name])
+    for name, owner, attribute, placement in _declared(run):
+        if placement == "shared":
+            setattr(owner, attribute, filled[name])
     cluster.frozen = filled["frozen"]
     for own in run.strategy.schedulers:
         for other in own[1:]:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
-    run.objective.set_extra_states(run.rows, [state for (state,) in filled["extra state"]])
     if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # as many processes
         states = own_of(checkpoint.shared["process"], [*run.nodes], held)
         set_global_states(

@@ -47,7 +47,7 @@ from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
 from vsim.training.alike import batch_shapes, same_model, settings_order
 from vsim.training.asynchronous import Workers
-from vsim.training.attendance import arrange, feed, move_at_first
+from vsim.training.attendance import arrange, feed, rows_at_first
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
@@ -66,56 +66,7 @@ WAYS_OUT = (
 _SMALL = 2**16
 
 
-def prepare(
-    specs: Sequence[RunSpec],
-    reports: Sequence[Reporter],
-    histories: Sequence[History],
-    device: torch.device,
-    connect: Callable[[Ledger, RunSpec], Collectives] | None = None,
-    interrupt: Interrupt | None = None,
-) -> Ensemble:
-    """Set up runs that train together.
-
-    Args:
-        specs, reports, histories: one per run; reports and histories receive the outcomes.
-        connect: makes the collectives of a run, which say which nodes this process holds; None: all nodes.
-        interrupt: the request to stop that all runs share.
-
-    Raises:
-        CheckpointError: a run does not fit the checkpoint that it starts from.
-        TypeError, ValueError: a spec is refused; with several runs, the run is named.
-    """
-    runs = []
-    for spec, report, history in zip(specs, reports, histories, strict=True):
-        ledger = history.ledger  # may be of another run
-        collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
-        check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
-        own = None if len(specs) == 1 else DataStates(spec.seed, device)
-        with nullcontext() if own is None else own.here():
-            batches = _batches(spec, collectives)
-            client_data, test_data = client_datasets(spec), test_datasets(spec)
-        with naming(spec.label if len(specs) > 1 else ""):
-            plan = plan_of(spec, batches)
-        if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
-            history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
-        held = collectives, batches, plan, own
-        runs.append(Run(spec, report, history, *held, client_data=client_data, test_data=test_data))
-    return assemble(runs, executor_of(specs[0].executor), device, interrupt)
-
-
-def bytes_of_node(spec: RunSpec) -> int:
-    """Return the bytes that a node takes at the least: for weights, gradients, buffers and the optimizer's state."""
-    row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
-    in_one = not spec.deterministic
-    optim = spec.strategy.optim_spec
-    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # others may keep less than a row
-    weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
-    grads = 0 if in_one and spec.strategy.shares_grads else row
-    of_generator = generator(spec.seed, NODE).get_state().nbytes
-    return of_generator + weights + grads + sum(b.nbytes for b in spec.model.buffers())
-
-
-def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
+def batches_of(spec: RunSpec, collectives: Collectives) -> BatchSource:
     """Return the batches of the nodes that this process holds; of all that may take part, where these come and go."""
     everyone = spec.population
     held = collectives.nodes if spec.participation is None else range(everyone)
@@ -132,33 +83,74 @@ def _batches(spec: RunSpec, collectives: Collectives) -> Batches:
     return Batches(datasets, everyone, *options, held=held, of_all=of_all if apart else list)
 
 
-def client_datasets(spec: RunSpec) -> list[Dataset[Any]]:
-    """Return the validation data of every node or client; empty without a `client_val_dataset`.
+def prepare(
+    specs: Sequence[RunSpec],
+    reports: Sequence[Reporter],
+    histories: Sequence[History],
+    device: torch.device,
+    connect: Callable[[Ledger, RunSpec], Collectives] | None = None,
+    interrupt: Interrupt | None = None,
+    batches: Callable[[RunSpec, Collectives], BatchSource] = batches_of,
+    executor: Callable[..., Executor] | None = None,
+) -> Ensemble:
+    """Set up runs that train together.
 
-    A Partition deals out one dataset: the training data, or another.
+    Args:
+        specs, reports, histories: one per run; reports and histories receive the outcomes.
+        connect: makes the collectives of a run, which say which nodes this process holds; None: all nodes.
+        interrupt: the request to stop that all runs share.
+        batches: makes the batches of a run. executor: computes the gradients; default as the specs say.
+
+    Raises:
+        CheckpointError: a run does not fit the checkpoint that it starts from.
+        TypeError, ValueError: a spec is refused; with several runs, the run is named.
     """
-    if spec.client_val_dataset is None:
-        return []
-    train, everyone = isinstance(spec.client_val_dataset, Partition), spec.population
-    return resolve(spec.client_val_dataset, everyone, range(everyone), train, "client_val_dataset")
+    runs = []
+    for spec, report, history in zip(specs, reports, histories, strict=True):
+        ledger = history.ledger  # may be of another run
+        collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
+        check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
+        own = None if len(specs) == 1 else DataStates(spec.seed, device)
+        with nullcontext() if own is None else own.here():
+            own_batches = batches(spec, collectives)
+            client_data, test_data = _measured_at_the_end(spec)
+        with naming(spec.label if len(specs) > 1 else ""):
+            plan = _plan_of(spec, own_batches)
+        if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
+            history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
+        held = collectives, own_batches, plan, own
+        runs.append(Run(spec, report, history, *held, client_data=client_data, test_data=test_data))
+    return assemble(runs, executor or executor_of(specs[0].executor), device, interrupt)
 
 
-def test_datasets(spec: RunSpec) -> list[Dataset[Any]]:
-    """Return the test data in a list; empty without a `test_dataset`."""
-    if spec.test_dataset is None:
-        return []
-    return resolve(spec.test_dataset, spec.num_nodes, range(1), False, "test_dataset")
+def bytes_of_node(spec: RunSpec) -> int:
+    """Return the bytes that a node takes at the least: for weights, gradients, buffers and the optimizer's state."""
+    row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
+    in_one = not spec.deterministic
+    optim = spec.strategy.optim_spec
+    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # others may keep less than a row
+    weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
+    grads = 0 if in_one and spec.strategy.shares_grads else row
+    of_generator = generator(spec.seed, NODE).get_state().nbytes
+    return of_generator + weights + grads + sum(b.nbytes for b in spec.model.buffers())
 
 
-def plan_of(spec: RunSpec, batches: BatchSource | None) -> Plan | None:
-    """Return which nodes take part in which steps of a run; None: all nodes in all steps.
+def _measured_at_the_end(spec: RunSpec) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
+    """Return the validation data of every node or client, and the test data in a list; empty where there are none."""
+    clients, test, everyone = spec.client_val_dataset, spec.test_dataset, range(spec.population)
+    train = isinstance(clients, Partition)  # which deals out one dataset: the training data, or another
+    return (
+        [] if clients is None else resolve(clients, len(everyone), everyone, train, "client_val_dataset"),
+        [] if test is None else resolve(test, spec.num_nodes, range(1), False, "test_dataset"),
+    )
 
-    Without batches, the plan does not know how many steps an epoch of each client takes.
-    """
+
+def _plan_of(spec: RunSpec, batches: BatchSource) -> Plan | None:
+    """Return which nodes take part in which steps of a run; None: all nodes in all steps."""
     if spec.participation is None:
         return None
     seconds = spec.compute.totals(spec.population) if isinstance(spec.compute, Compute) else None
-    epochs = np.zeros(spec.population) if batches is None else batches.epoch_steps.numpy().astype(np.float64)
+    epochs = batches.epoch_steps.numpy().astype(np.float64)
     syncs = spec.strategy.syncs(spec.max_steps, seconds)
     period = min((b - a for a, b in itertools.pairwise((0, *syncs))), default=spec.strategy.period)
     return spec.participation.plan(Round(spec.num_nodes, spec.seed, period, seconds, epochs, syncs))
@@ -273,8 +265,9 @@ def _stacked(
     stack = Stack(list(runs), whole, lambda own, streams: executor(own, objective, streams, settings))
     stack.few = FewRows(whole, stack.make)
     stack.compute_first(runs)
-    if moving := {run: move_at_first(run, run.spec.first_step) for run in runs if run.plan is not None}:
-        arrange(stack, moving)
+    for run in (run for run in runs if run.plan is not None):
+        first = run.spec.first_step
+        arrange(stack, first, {run: (rows_at_first(run, first), {})})
     engine = stack.executor
     _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
