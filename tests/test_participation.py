@@ -25,6 +25,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.cluster.plan import Round
 from vsim.models import MLP
@@ -330,6 +331,16 @@ def test_validation_examples_that_are_drawn_stay_where_nodes_come_and_go() -> No
     options = {"participation": Schedule({0: [0, 1, 2], 2: [0, 2]}), "num_nodes": 3, "max_steps": 4, "val_interval": 1}
     trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.0), batch_size=4, progress=False, **options)
     assert len(set(trainer.history["global_loss"])) == 1
+
+
+def test_rows_that_a_strategy_keeps_are_named() -> None:
+    class Keeps(SimpleReduceStrategy):
+        def setup(self, cluster: Cluster) -> None:
+            super().setup(cluster)
+            self.first = cluster.weights[0]
+
+    with pytest.raises(vsim.CheckpointError, match=r"Keeps\.first .*clone\(\)"):
+        trained(Keeps(), num_nodes=3, participation=Schedule({0: [0, 1]}))
 
 
 def test_modules_hear_of_changes_alone() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.cluster.replicas import Replicas
+from vsim.private_torch import mark_stepped
 
 
 class JointOptimizers:
@@ -75,6 +76,8 @@ class NodeOptimizers(JointOptimizers):
     def attend(self) -> None:
         """Step the present rows of the stacked tensors from now on, by as many of the optimizers."""
         self.optimizers = self._all[: len(self.stacked[0])]
+        for optimizer in self._all:
+            mark_stepped(optimizer)  # or torch warns of schedules that go on for absent nodes
         for number in range(len(self.optimizers)):
             for own, stacked in zip(self._rows[number], self.stacked, strict=True):
                 own.data = stacked[number].detach()

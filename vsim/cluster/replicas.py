@@ -152,10 +152,13 @@ class Replicas:
         """Return the same columns of these rows as `view` has of the weights or gradients of `earlier`, of one matrix.
 
         Args:
-            view: a stacked tensor (R, …) with a row for each of the earlier rows of weights.
+            view: a stacked tensor (R, …) with a row for each of the earlier rows of weights; any other is returned.
         """
-        of_weights = storage_key(view) == storage_key(earlier.weights)
-        before, now = (earlier.weights, self.weights) if of_weights else (earlier.grads, self.grads)
+        pairs = ((earlier.weights, self.weights), (earlier.grads, self.grads))
+        found = [pair for pair in pairs if storage_key(pair[0]) == storage_key(view)]
+        if not found:
+            return view
+        ((before, now),) = found
         offset = now.storage_offset() + view.storage_offset() - before.storage_offset()
         size, strides = (len(self.weights), *view.shape[1:]), (now.stride(0), *view.stride()[1:])
         return now.as_strided(size, strides, offset)

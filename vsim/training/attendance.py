@@ -21,7 +21,9 @@ from vsim.cluster.optimizers import forget, torch_optimizers
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, DataStates, derive_seed
 from vsim.cluster.stacked import StackedCollectives
+from vsim.cluster.state import CheckpointError, owners
 from vsim.data.batches import Source, joint_batches, one_in_memory
+from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
 from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
 from vsim.training.run import Run
@@ -156,10 +158,23 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     for run, own in python.items():
         run.objective.set_extra_states(run.rows, own)
     for run, state in states.items():
+        _check_views(run)
         fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
         run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
         run.undeclared = undeclared(run)
     stack.compute_first(present)
+
+
+def _check_views(run: Run) -> None:
+    """Raise a CheckpointError if a strategy has kept weights or gradients of rows that are others' now."""
+    matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
+    for part, owner in owners(run.strategy).items():
+        kept = [n for n, value in vars(owner).items() if isinstance(value, Tensor) and storage_key(value) in matrices]
+        if kept:
+            raise CheckpointError(
+                f"{part}.{kept[0]} keeps a part of the weights or gradients, whose rows change when nodes leave and "
+                "join: take cluster.weights or cluster.grads where they are used, or keep a clone()"
+            )
 
 
 def feed(stack: Stack, done: int) -> None:
