@@ -1,6 +1,6 @@
 """vsim: what would this training run have done on K machines, and how many bytes and hours would it have taken?"""
 
-from vsim import saved
+from vsim import saved, scaling
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
@@ -62,6 +62,7 @@ __all__ = [
     "price",
     "required_bandwidth",
     "saved",
+    "scaling",
     "sweep",
     "timeline",
     "verify",

@@ -1,0 +1,279 @@
+"""Scaling laws: the loss by the size of the model, the number of nodes and the steps between syncs.
+
+    power        L = A · N^a · M^b · H^c
+    floor        L = A · N^a · M^b · H^c + C
+    interaction  L = A · N^(a + b·M) · H^c + C
+
+with N parameters, M nodes (replicas) and H steps between syncs, each only where it varies. Fitted as in "Communication-
+Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for DiLoCo" [Charles et al. 2025,
+arXiv:2503.09799]: Huber's loss of the differences of logarithms, from many starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.arguments import one_of, real_number, whole_number
+from vsim.figures.style import STYLE, styled
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+FORMS = ("power", "floor", "interaction")
+VARIABLES = ("N", "M", "H")
+# Differences of logarithms above this count by their size, not by its square: two per cent, by which hardly a run of a
+# sweep differs from a law, so that only outliers count less.
+_HUBER = 0.02
+_STARTS = 32
+
+# Losses of the published table, by size: data-parallel training, then DiLoCo with 1, 2, 4 and 8 replicas.
+_PUBLISHED: dict[float, tuple[float, ...]] = {
+    35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
+    90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
+    180e6: (2.950, 2.943, 2.957, 2.981, 3.019),
+    335e6: (2.784, 2.777, 2.788, 2.808, 2.841),
+    550e6: (2.653, 2.645, 2.657, 2.673, 2.698),
+    1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
+    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
+    4e9: (2.224, 2.219, 2.220, 2.230),
+    10e9: (2.090, 2.086, 2.086, 2.096),
+}
+_HELD_OUT = (4e9, 10e9)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted loss, with what it rests on.
+
+    Attributes:
+        loss: by the law. low, high: a 95 % interval of the law there, by the bootstrap, without the noise of a run.
+        factor: the size over the largest measured one; above 1, the law is extrapolated.
+        held_out_error: how far the law was off, relative, at the largest measured size when fitted to the others.
+    """
+
+    loss: float
+    low: float
+    high: float
+    factor: float
+    held_out_error: float
+
+    def __repr__(self) -> str:
+        known = "" if np.isnan(self.held_out_error) else f"; {self.held_out_error:.2%} off at the size held out"
+        first = "extrapolated: " if self.factor > 100 else ""
+        return (
+            f"{first}{self.loss:.4g} ({self.low:.4g} to {self.high:.4g}), {self.factor:.3g} × the largest size{known}"
+        )
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted scaling law; see `fit`.
+
+    Attributes:
+        form: its name. parameters: "A", exponents "a" (of N), "b" (of M), "c" (of H), and "C", each that it has.
+        intervals: name of a parameter → 95 % interval by the bootstrap.
+        errors: name of a form → its mean relative error at the largest size, when fitted to the others.
+        data: the columns that it was fitted to.
+    """
+
+    form: str
+    parameters: Mapping[str, float]
+    data: Mapping[str, Floats]
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    draws: Sequence[Floats] = field(default=(), repr=False)
+
+    def predict(self, **at: float) -> Prediction:
+        """Return the loss for N, M and H, each that the law has.
+
+        Raises:
+            TypeError: one is missing, or the law lacks it. ValueError: one is not above 0.
+        """
+        needed = [name for name in VARIABLES if name in self.data]
+        if sorted(at) != sorted(needed):
+            raise TypeError(f"the law is of {', '.join(needed)}; predict() got {', '.join(at) or 'nothing'}")
+        point = {name: np.array([real_number(name, at[name], above=0)]) for name in needed}
+        loss, *drawn = (
+            float(np.exp(_log_loss(self.form, values, point))[0])
+            for values in (np.array([*self.parameters.values()]), *map(np.asarray, self.draws))
+        )
+        low, high = np.percentile(drawn, [2.5, 97.5]) if drawn else (np.nan, np.nan)
+        factor = at["N"] / self.data["N"].max() if "N" in at else 1.0
+        return Prediction(loss, float(low), float(high), factor, self.errors.get(self.form, np.nan))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the data with the law's losses and relative errors."""
+        import pandas as pd
+
+        values = np.array([*self.parameters.values()])
+        law = np.exp(_log_loss(self.form, values, self.data))
+        return pd.DataFrame({**self.data, "law": law, "error": law / self.data["loss"] - 1})
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw loss against N on logarithmic axes: points as measured, a line of the law for each M and H."""
+        import matplotlib.pyplot as plt
+
+        others = [name for name in ("M", "H") if name in self.data]
+        values = np.array([*self.parameters.values()])
+        ax = plt.subplots(figsize=(4.5, 3.2), layout="constrained")[1] if ax is None else ax
+        empty = np.zeros((len(self.data["loss"]), 0))
+        rows = np.stack([self.data[name] for name in others], 1) if others else empty
+        for number, own in enumerate(np.unique(rows, axis=0)):
+            there = (rows == own).all(1)
+            sizes = np.geomspace(self.data["N"].min(), self.data["N"].max(), 100)
+            at = {"N": sizes, **{name: np.full(100, value) for name, value in zip(others, own, strict=True)}}
+            label = ", ".join(f"{name} = {value:g}" for name, value in zip(others, own, strict=True))
+            ax.plot(sizes, np.exp(_log_loss(self.form, values, at)), color=f"C{number}", lw=1)
+            ax.plot(self.data["N"][there], self.data["loss"][there], "o", color=f"C{number}", ms=3, label=label)
+        ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel="loss")
+        for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            set_formatter("{x:g}")
+        styled(ax)
+        ax.tick_params(axis="y", which="both", labelsize=STYLE["ytick.labelsize"])
+        if others:
+            ax.legend(frameon=False, fontsize=STYLE["legend.fontsize"])
+        return ax
+
+
+def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int = 0, delta: float = _HUBER) -> Law:
+    """Fit a scaling law to measured losses.
+
+    Args:
+        frame: columns "loss" and "N", and "M" or "H" if they vary: a DataFrame, or a dict of lists.
+        form: "power", "floor" or "interaction"; default: the one that predicts the largest size best when fitted to the
+            others. The law is then fitted to all sizes.
+        bootstrap: number of fits to resampled residuals, for intervals.
+        seed: of the resampling and of the starts.
+        delta: of Huber's loss.
+
+    Raises:
+        ValueError: a column is missing, a value is not above 0, or there are too few rows for the form.
+    """
+    data = _columns(frame)
+    whole_number("bootstrap", bootstrap, at_least=0)
+    real_number("delta", delta, above=0)
+    forms = [one for one in FORMS if one != "interaction" or "M" in data] if form is None else [_form(form, data)]
+    stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
+    largest = data["N"] == data["N"].max()
+    errors = {}
+    for one in forms:
+        if len(np.unique(data["N"][~largest])) > 1:
+            below = {name: values[~largest] for name, values in data.items()}
+            if len(below["loss"]) > len(_names(one, data)):
+                there = {name: values[largest] for name, values in data.items()}
+                found = np.exp(_log_loss(one, _fitted(one, below, delta, stream), there))
+                errors[one] = float(np.mean(np.abs(found / there["loss"] - 1)))
+    chosen = min(errors, key=errors.__getitem__, default=forms[0])
+    names = _names(chosen, data)
+    if len(data["loss"]) <= len(names):
+        raise ValueError(f"{chosen} has {len(names)} parameters, and there are {len(data['loss'])} rows to fit it to")
+    values = _fitted(chosen, data, delta, stream)
+    logs = _log_loss(chosen, values, data)
+    residuals = np.log(data["loss"]) - logs
+    residuals = (residuals - residuals.mean()) * np.sqrt(len(logs) / (len(logs) - len(names)))
+    draws = [
+        _fitted(chosen, {**data, "loss": np.exp(logs + stream.choice(residuals, len(logs)))}, delta, stream, values)
+        for _ in range(bootstrap)
+    ]
+    bounds = np.percentile(draws, [2.5, 97.5], axis=0).T.tolist() if draws else []
+    return Law(
+        chosen,
+        dict(zip(names, values.tolist(), strict=True)),
+        data,
+        {name: (low, high) for name, (low, high) in zip(names, bounds, strict=False)},
+        errors,
+        draws,
+    )
+
+
+def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
+    """Return the law of DiLoCo's published losses, of N parameters and M replicas, fitted up to 2.4 billion parameters.
+
+    Source: arXiv:2503.09799; its joint fit of the power law has A = 19.226, a = −0.0985 and b = 0.0116. The paper gives
+    no losses by H.
+
+    Args:
+        form: see `fit`. held_out: fit also to the sizes of 4 and 10 billion, which the paper holds out.
+    """
+    rows = [
+        (size, replicas, loss)
+        for size, (_, *losses) in _PUBLISHED.items()
+        for replicas, loss in zip((1, 2, 4, 8), losses, strict=False)
+        if held_out or size not in _HELD_OUT
+    ]
+    return fit(dict(zip(("N", "M", "loss"), zip(*rows, strict=True), strict=True)), form)
+
+
+def _columns(frame: Any) -> dict[str, Floats]:
+    """Return the columns that vary, and the loss, as arrays."""
+    missing = [name for name in ("N", "loss") if name not in frame]
+    if missing:
+        raise ValueError(f"frame has no column {missing[0]!r}; it needs N and loss, and may have M and H")
+    data = {name: np.asarray(frame[name], dtype=np.float64) for name in (*VARIABLES, "loss") if name in frame}
+    for name, values in data.items():
+        if values.ndim != 1 or len(values) != len(data["loss"]) or not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(f"frame[{name!r}] must have a finite number above 0 in each of its rows")
+    return {name: values for name, values in data.items() if name in ("N", "loss") or len(np.unique(values)) > 1}
+
+
+def _form(form: str, data: Mapping[str, Floats]) -> str:
+    if one_of("form", form, FORMS) == "interaction" and "M" not in data:
+        raise ValueError("form='interaction' is of N and M, and M does not vary")
+    return form
+
+
+def _names(form: str, data: Mapping[str, Floats]) -> list[str]:
+    """Return the names of the parameters of a form, in their order."""
+    exponents = [exponent for exponent, name in zip("abc", VARIABLES, strict=True) if name in data]
+    return ["A", *exponents, *(["C"] if form != "power" else [])]
+
+
+def _log_loss(form: str, values: Floats, at: Mapping[str, Floats]) -> Floats:
+    """Return the logarithm of the law's loss, with the parameters in the order of `_names`."""
+    own = dict(zip(_names(form, at), values, strict=True))
+    logs = np.log(own["A"]) + own["a"] * np.log(at["N"])
+    if "M" in at:
+        logs = logs + own["b"] * (np.log(at["M"]) if form != "interaction" else at["M"] * np.log(at["N"]))
+    if "H" in at:
+        logs = logs + own["c"] * np.log(at["H"])
+    return logs if form == "power" else np.logaddexp(logs, np.log(own["C"]))
+
+
+def _fitted(
+    form: str, data: Mapping[str, Floats], delta: float, stream: np.random.Generator, near: Floats | None = None
+) -> Floats:
+    """Return the parameters with the least Huber loss, from many starts, or from parameters that are `near`."""
+    from scipy.optimize import least_squares
+
+    names, logs = _names(form, data), np.log(data["loss"])
+    positive = np.array([name in "AC" for name in names])
+
+    def of_all(unbound: Floats) -> Floats:
+        return np.where(positive, np.exp(np.clip(unbound, -50, 50)), unbound)
+
+    starts = []
+    if near is not None:
+        starts.append(np.where(positive, np.log(np.where(positive, near, 1.0)), near))
+    for share in stream.uniform(0.0, 0.95, 1 if form == "power" else _STARTS) if near is None else ():
+        floor = 0.0 if form == "power" else share * data["loss"].min()
+        columns = {"a": np.log(data["N"]), "c": np.log(data["H"]) if "H" in data else None}
+        columns["b"] = None if "M" not in data else np.log(data["M"])
+        if form == "interaction":
+            columns["b"] = data["M"] * np.log(data["N"])
+        design = np.stack([np.ones_like(logs), *(columns[name] for name in names[1:] if name in "abc")], 1)  # type: ignore[list-item]
+        linear = np.linalg.lstsq(design, np.log(data["loss"] - floor), rcond=None)[0]
+        starts.append(np.array([*linear, *([np.log(max(floor, 1e-12))] if form != "power" else [])]))
+    found = [
+        least_squares(
+            lambda v: _log_loss(form, of_all(v), data) - logs, start, loss="huber", f_scale=delta, x_scale="jac"
+        )
+        for start in starts
+    ]
+    return of_all(min(found, key=lambda one: float(one.cost)).x)
