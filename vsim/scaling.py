@@ -12,7 +12,7 @@ arXiv:2503.09799]: Huber's loss of the differences of logarithms, from many star
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +90,22 @@ class Law:
     errors: Mapping[str, float] = field(default_factory=dict)
     draws: Sequence[Floats] = field(default=(), repr=False)
 
+    def interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
+        """Return the 95 % interval of a number from what it was in the fits to resampled residuals, by Student's t.
+
+        Args:
+            positive: whether the number is above 0, and so has the interval of its logarithm.
+        """
+        from scipy.stats import t
+
+        if not len(drawn):
+            return np.nan, np.nan
+        width = t.ppf(0.975, len(self.data["loss"]) - len(self.parameters))
+        if positive:
+            apart = float(np.exp(width * np.std(np.log(drawn), ddof=1)))
+            return float(value / apart), float(value * apart)
+        return float(value - width * np.std(drawn, ddof=1)), float(value + width * np.std(drawn, ddof=1))
+
     def predict(self, **at: float) -> Prediction:
         """Return the loss for N, M and H, each that the law has.
 
@@ -104,9 +120,9 @@ class Law:
             float(np.exp(_log_loss(self.form, values, point))[0])
             for values in (np.array([*self.parameters.values()]), *map(np.asarray, self.draws))
         )
-        low, high = np.percentile(drawn, [2.5, 97.5]) if drawn else (np.nan, np.nan)
+        low, high = self.interval(loss, np.array(drawn), True)
         factor = at["N"] / self.data["N"].max() if "N" in at else 1.0
-        return Prediction(loss, float(low), float(high), factor, self.errors.get(self.form, np.nan))
+        return Prediction(loss, low, high, factor, self.errors.get(self.form, np.nan))
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the data with the law's losses and relative errors."""
@@ -182,15 +198,9 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
         _fitted(chosen, {**data, "loss": np.exp(logs + stream.choice(residuals, len(logs)))}, delta, stream, values)
         for _ in range(bootstrap)
     ]
-    bounds = np.percentile(draws, [2.5, 97.5], axis=0).T.tolist() if draws else []
-    return Law(
-        chosen,
-        dict(zip(names, values.tolist(), strict=True)),
-        data,
-        {name: (low, high) for name, (low, high) in zip(names, bounds, strict=False)},
-        errors,
-        draws,
-    )
+    law = Law(chosen, dict(zip(names, values.tolist(), strict=True)), data, errors=errors, draws=draws)
+    columns = zip(names, values, np.transpose(draws) if draws else (), strict=False)
+    return replace(law, intervals={name: law.interval(value, own, name in "AC") for name, value, own in columns})
 
 
 def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
