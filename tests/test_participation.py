@@ -220,7 +220,7 @@ def test_those_who_join_are_copies_of_a_peer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of absent nodes may hold anything: filled with NaN, they change nothing."""
     schedule = Schedule({0: [1, 2, 3], 2: [0, 2], 4: [0, 1, 2, 3], 6: [2], 8: [1, 2, 3]})
@@ -253,6 +253,7 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
     assert max(spoiled) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
 def test_every_strategy_without_its_first_node() -> None:
     """Three of four nodes train as a cluster of three, but where three are a share of four, or the setup drew pairs."""
