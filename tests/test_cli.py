@@ -329,6 +329,7 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         (["compare", "--data", "mnist"], "--data mnist needs --mnist-folder"),
         (["compare", "--data", "mnist", "--mnist-folder", "no/such/dir"], "no/such/dir"),
         (["compare", "--mnist-folder", "."], "--mnist-folder has no effect without --data mnist"),
+        (["compare", "--data", "fashion_mnist", "--mnist-folder", "no/such/dir"], "no/such/dir"),
         (["compare", "--device", "tpu"], "device 'tpu'"),
         (["compare", "--log-dir", "x"], "--log-dir has no effect without --run-name or --tensorboard"),
         (["compare", "--deterministic", "--compile"], "which compile=True is not"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, mnist, text_file
+from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, fashion_mnist, mnist, text_file
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +260,17 @@ def test_mnist_pixels_end_at_one(tmp_path: Path) -> None:
     train, val = mnist(str(tmp_path))
     assert (train.tensors[0] == 1).all()
     assert train.tensors[0].shape == (5, 1, 28, 28) and len(val) == 3
+
+
+def test_fashion_mnist_is_where_debian_puts_it_or_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path, suffix=".gz")
+    monkeypatch.setattr("vsim.data.sources.FASHION_MNIST", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*dataset-fashion-mnist.*folder="):
+        fashion_mnist()
+    train, val = fashion_mnist(tmp_path)
+    assert (len(train), len(val)) == (5, 3)
+    monkeypatch.setattr("vsim.data.sources.FASHION_MNIST", tmp_path)
+    assert torch.equal(fashion_mnist()[1].tensors[0], val.tensors[0])
 
 
 def test_mnist_missing(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Participation, Sample, Trace
 from vsim.compare import compare as compare_strategies
-from vsim.data import TextDataset, digits, docs_text, mnist, partition, text_file
+from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.network.timeline import duration
@@ -137,12 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Problem:
     """data and model"""
 
-    data: Annotated[Literal["docs", "digits", "mnist"], _DATA] = "docs"
+    data: Annotated[Literal["docs", "digits", "mnist", "fashion_mnist"], _DATA] = "docs"
     """docs: Python's manual, always there"""
     text: Annotated[str | None, _DATA, _optional("FILE")] = None
     """characters of a text file"""
     mnist_folder: Annotated[str | None, _optional("DIR")] = None
-    """where --data mnist finds its four files"""
+    """where --data mnist or fashion_mnist finds its four files; fashion_mnist: where Debian puts them"""
     partition: Annotated[str | None, _optional("KIND", "all nodes share them")] = None
     """how to deal the examples to the nodes, such as dirichlet:alpha=0.1"""
     model: Annotated[Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, cnn for images")] = None
@@ -195,14 +195,16 @@ class Problem:
 
     def datasets(self) -> tuple[Any, Any]:
         """Return the training and the validation data."""
-        if self.mnist_folder is not None and self.data != "mnist":
-            raise ValueError("--mnist-folder has no effect without --data mnist")
+        if self.mnist_folder is not None and self.data not in ("mnist", "fashion_mnist"):
+            raise ValueError("--mnist-folder has no effect without --data mnist or fashion_mnist")
         if self.text is not None:
             return text_file(self.text, block_size=GPT_SHAPE["block_size"])
         if self.data == "digits":
             return digits()
         if self.data == "docs":
             return docs_text(block_size=GPT_SHAPE["block_size"])
+        if self.data == "fashion_mnist":
+            return fashion_mnist(self.mnist_folder)
         if self.mnist_folder is None:
             raise ValueError("--data mnist needs --mnist-folder DIR, the folder with the four IDX files")
         return mnist(self.mnist_folder)

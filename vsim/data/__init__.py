@@ -1,9 +1,10 @@
 """Data: what every node sees in which order, stacked batches, and datasets that need no download."""
 
 from vsim.data.batches import Batches
+from vsim.data.federated import fcube, synthetic_federated
 from vsim.data.order import Order, epoch_indices
 from vsim.data.partition import Partition, partition
-from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, mnist, text_file
+from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, fashion_mnist, mnist, text_file
 
 __all__ = [
     "Batches",
@@ -14,7 +15,10 @@ __all__ = [
     "digits",
     "docs_text",
     "epoch_indices",
+    "fashion_mnist",
+    "fcube",
     "mnist",
     "partition",
+    "synthetic_federated",
     "text_file",
 ]

@@ -1,4 +1,5 @@
-"""Data to start with: text that every CPython carries, a text file, scikit-learn's digits, MNIST's files.
+"""Data to start with: text that every CPython carries, a text file, scikit-learn's digits, files of MNIST and
+Fashion-MNIST.
 
 Each function returns a pair (train, val) of TensorDatasets and draws nothing from the global generators.
 Nothing is downloaded.
@@ -19,7 +20,9 @@ from vsim.arguments import a_path, a_text, real_number, whole_number
 from vsim.extras import extra
 from vsim.reading import regular
 
-__all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "mnist", "text_file"]
+__all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "fashion_mnist", "mnist", "text_file"]
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
 class Vocabulary:
@@ -203,6 +206,28 @@ def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
     ]
     train, val = (_images_and_labels(images, labels) for images, labels in parts)
     return train, val
+
+
+def fashion_mnist(folder: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
+    """Fashion-MNIST [Xiao et al. 2017, arXiv:1708.07747], from its four IDX files.
+
+    Args:
+        folder: where the files are, as for `mnist`; default `/usr/share/datasets/fashion-mnist`, where Debian's package
+            `dataset-fashion-mnist` puts them.
+
+    Returns:
+        (train, val): datasets of 60,000 and 10,000 images, as of `mnist`.
+
+    Raises:
+        FileNotFoundError: the folder or one of the files is missing.
+        ValueError: a file is not in the format, is cut short, or has another count than its companion.
+    """
+    if folder is None and not FASHION_MNIST.is_dir():
+        raise FileNotFoundError(
+            f"fashion_mnist: no folder at {FASHION_MNIST}; install Debian's package dataset-fashion-mnist, or give "
+            "folder="
+        )
+    return mnist(FASHION_MNIST if folder is None else folder)
 
 
 def _windows(
