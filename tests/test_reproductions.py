@@ -13,7 +13,15 @@ import vsim
 
 SCRIPTS = sorted(path.stem for path in result.HERE.glob("*.py") if "\nTABLE = " in path.read_text(encoding="utf-8"))
 # What users import from.
-PUBLIC = {"vsim", "vsim.data", "vsim.models", "vsim.network", "vsim.strategy", "vsim.strategy.communicate"}
+PUBLIC = {
+    "vsim",
+    "vsim.cluster",
+    "vsim.data",
+    "vsim.models",
+    "vsim.network",
+    "vsim.strategy",
+    "vsim.strategy.communicate",
+}
 
 
 def test_the_page_is_what_the_files_give() -> None:
