@@ -58,7 +58,11 @@ def test_scripts_import_what_users_import(path: Path) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_quick_form_still_finds_it(name: str) -> None:
     script = result.scripts()[name]
-    found = result.Result.of(script, script.measure(True), seconds=0.0)
+    try:
+        measured = script.measure(True)
+    except FileNotFoundError as error:  # data that the machine does not have
+        pytest.skip(str(error))
+    found = result.Result.of(script, measured, seconds=0.0)
     assert found.found and found.found.keys() <= script.TABLE.rows.keys()
     for row, expected, measured, good in found.lines():
         assert all(map(math.isfinite, found.found[row]))
