@@ -30,7 +30,11 @@ if arguments.page:
 else:
     for name in arguments.names or known:
         script, begun = known[name], time.perf_counter()
-        found = script.measure(arguments.quick, **({"options": options} if options else {}))
+        try:
+            found = script.measure(arguments.quick, **({"options": options} if options else {}))
+        except FileNotFoundError as error:  # data that the machine does not have
+            print(f"{name}: {error}")
+            continue
         result = Result.of(script, found, time.perf_counter() - begun, options)
         print(f"{result.table['title']}: {result.seconds:.1f} s")
         for row, expected, measured, agree in result.lines():

@@ -63,6 +63,7 @@ TABLE = Table(
     "run takes 50 minutes, and the table about 90 hours.",
     digits=".3g",
     quick_agrees=False,
+    is_part=True,
 )
 
 

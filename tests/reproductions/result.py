@@ -51,6 +51,7 @@ class Table:
         digits: of the printed numbers, after the point, or significant ones as in ".3g".
         quick_agrees: whether the quick form must agree with the rows, too.
         figure: a picture that `measure(False)` draws, in docs/.
+        is_part: whether less was trained than published, so that the rows are not compared.
         note: what a reader should know. expected_is: the heading of the rows' column.
     """
 
@@ -61,6 +62,7 @@ class Table:
     rows: Mapping[str, Row]
     digits: str = ".4g"
     quick_agrees: bool = True
+    is_part: bool = False
     figure: str = ""
     note: str = ""
     expected_is: str = "published"
@@ -112,7 +114,7 @@ class Result:
         rows = [
             f"| | {table['expected_is']} | measured | agrees |",
             "| --- | --- | --- | --- |",
-            *(f"| {name} | {e} | {m} | {'yes' if good else '**no**'} |" for name, e, m, good in self.lines()),
+            *(f"| {name} | {e} | {m} | {self._compared(good)} |" for name, e, m, good in self.lines()),
         ]
         notes = [f"{name}: {row['note']}" for name, row in table["rows"].items() if row["note"] and name in self.found]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -129,6 +131,9 @@ class Result:
                 cost,
             ]
         )
+
+    def _compared(self, good: bool) -> str:
+        return "–" if self.table["is_part"] else "yes" if good else "**no**"
 
     def _expected(self, row: dict[str, Any]) -> str:
         low, high = bounds(row["expected"])
@@ -190,9 +195,8 @@ def page() -> str:
         good = [agree for *_, agree in result.lines()]
         anchor = "".join(c for c in result.table["title"].lower().replace(" ", "-") if c.isalnum() or c in "-_")
         links = f"[{result.table['source']}]({result.table['url']})"
-        summary.append(
-            f"| [{result.table['title']}](#{anchor}) | {links} | {sum(good)} of {len(good)} | {result.seconds:.3g} |"
-        )
+        count = "a part, not compared" if result.table["is_part"] else f"{sum(good)} of {len(good)}"
+        summary.append(f"| [{result.table['title']}](#{anchor}) | {links} | {count} | {result.seconds:.3g} |")
     head = """# Reproduced results
 
 Which published numbers and formulas does vsim reproduce? In a checkout, `python -m tests.reproductions [NAME …]`

@@ -30,7 +30,8 @@ TABLE = Table(
     "stragglers have computed. vsim has no clients with random numbers of local epochs, so that this half of the "
     "figure is missing.",
     digits=".3g",
-    quick_agrees=False,  # fewer rounds
+    quick_agrees=False,
+    is_part=True,
 )
 
 
