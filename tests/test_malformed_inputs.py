@@ -284,6 +284,7 @@ def calls(folder: Path) -> list[Call]:
         Call("fashion_mnist", of_data.fashion_mnist, {"folder": folder / "mnist"}),
         Call("fcube", of_data.fcube, {}),
         Call("synthetic_federated", of_data.synthetic_federated, {"alpha": 1.0, "beta": 1.0, "num_clients": 2}),
+        Call("mnist1d", of_data.mnist1d, {"size": 10}),
         Call("CNN", vsim.models.CNN, {}),
         Call("GPT", vsim.models.GPT, {"vocab_size": 16}),
         Call("MLP", vsim.models.MLP, {}),

@@ -13,9 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.interpolate import interp1d
+from scipy.ndimage import gaussian_filter
 from torch.utils.data import TensorDataset
 
-from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, fashion_mnist, mnist, text_file
+import vsim
+from vsim.data import sources
+from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, fashion_mnist, mnist, mnist1d, text_file
+from vsim.models import MLP
+from vsim.strategy import SimpleReduceStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -313,3 +319,71 @@ def test_mnist_bad_gzip(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a whole gzip file"):
             mnist(tmp_path)
+
+
+# MNIST-1D
+
+
+def drawn_by_definition(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """One stroke after the other, in the generator's words: pad, stretch, scale, move, blur, shear, subsample."""
+    stream, ends, xs = np.random.RandomState(seed), np.linspace(-0.5, 0.5, 72), []
+    y = [label for label in range(10) for _ in range(size // 10)]
+    for label in y:
+        template = np.array(sources._STROKES[label], float)
+        template = (template - template.mean()) / template.std()
+        x = np.concatenate([(template - template[0]) / 6 + 1e-8, np.zeros(36 + int(stream.rand() * 25))])
+        x = interp1d(np.linspace(0, 1, len(x)), x)(np.linspace(0, 1, 72)) * (1 + 0.4 * (stream.rand() - 0.5))
+        places = stream.choice(48)
+        x = np.array([x[(i - places) % 72] for i in range(72)])
+        x = np.where(x == 0, gaussian_filter(0.25 * stream.randn(72), 2), x) + 0.02 * stream.randn(72)
+        x -= 0.75 * (stream.rand() - 0.5) * ends
+        xs.append(interp1d(np.linspace(0, 1, 72), x)(np.linspace(0, 1, 40)))
+    order, x = stream.permutation(size), np.stack(xs)
+    return ((x - x.mean()) / x.std())[order], np.array(y)[order]
+
+
+@pytest.mark.parametrize(("size", "fraction", "seed"), [(10, 0.5, 0), (200, 0.2, 42), (130, 0.1, 2**32 - 1)])
+def test_mnist1d_is_its_definition(size: int, fraction: float, seed: int) -> None:
+    train, val = mnist1d(size, fraction, seed)
+    x, y = drawn_by_definition(size, seed)
+    assert len(val) == round(fraction * size)
+    np.testing.assert_allclose(torch.cat([train.tensors[0], val.tensors[0]]), x, atol=1e-5)
+    assert torch.cat([train.tensors[1], val.tensors[1]]).tolist() == y.tolist()
+
+
+def test_mnist1d_is_the_authors_by_default() -> None:
+    """Numbers of the authors' package, mnist1d 0.0.2, with its default arguments."""
+    train, val = mnist1d()
+    assert train.tensors[0].shape == (4000, 40) and train.tensors[0].dtype == torch.float32
+    assert val.tensors[0].shape == (1000, 40) and val.tensors[1].dtype == torch.int64
+    assert torch.cat([train.tensors[1], val.tensors[1]]).bincount().tolist() == [500] * 10
+    assert val.tensors[1][:10].tolist() == [2, 6, 3, 9, 4, 3, 1, 9, 5, 2]
+    assert val.tensors[0][0, :3].tolist() == pytest.approx([-0.0787708, -0.2107317, -0.0917514], abs=1e-6)
+    assert val.tensors[0][-1, -3:].tolist() == pytest.approx([0.6598756, 0.8777344, 1.1931518], abs=1e-6)
+    assert not torch.equal(mnist1d(seed=1)[1].tensors[1], val.tensors[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 5001}, "size must be a multiple of 10, got 5001"),
+        ({"size": 10**13}, r"size=10,000,000,000,000 examples take .* at most size="),
+        ({"val_fraction": 0}, "val_fraction must be .*got 0"),
+        ({"seed": 2**32}, "seed must be .*4294967295, got 4294967296"),
+    ],
+)
+def test_mnist1d_rejects(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mnist1d(**arguments)
+
+
+@pytest.mark.slow
+def test_mnist1d_is_far_from_its_ceiling() -> None:
+    """The paper has 32 % for logistic regression and 68 % for an MLP."""
+    accuracies = {}
+    for hidden in ((), (100, 100)):
+        trainer = vsim.Trainer(MLP(40, hidden, seed=0), *mnist1d())
+        trainer.fit(strategy=SimpleReduceStrategy(lr=2e-3), num_nodes=1, batch_size=100, max_steps=1500, progress=False)
+        accuracies[hidden] = trainer.history.last("global_accuracy")
+    assert 0.25 < accuracies[()] < 0.4
+    assert 0.6 < accuracies[100, 100] < 0.75

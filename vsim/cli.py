@@ -31,7 +31,7 @@ from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Participation, Sample, Trace
 from vsim.compare import compare as compare_strategies
-from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, partition, text_file
+from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.network.timeline import duration
@@ -137,15 +137,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Problem:
     """data and model"""
 
-    data: Annotated[Literal["docs", "digits", "mnist", "fashion_mnist"], _DATA] = "docs"
-    """docs: Python's manual, always there"""
+    data: Annotated[Literal["docs", "digits", "mnist1d", "mnist", "fashion_mnist"], _DATA] = "docs"
+    """docs: Python's manual, always there; mnist1d: strokes, made on the spot"""
     text: Annotated[str | None, _DATA, _optional("FILE")] = None
     """characters of a text file"""
     mnist_folder: Annotated[str | None, _optional("DIR")] = None
     """where --data mnist or fashion_mnist finds its four files; fashion_mnist: where Debian puts them"""
     partition: Annotated[str | None, _optional("KIND", "all nodes share them")] = None
     """how to deal the examples to the nodes, such as dirichlet:alpha=0.1"""
-    model: Annotated[Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, cnn for images")] = None
+    model: Annotated[
+        Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, mlp for mnist1d, cnn for images")
+    ] = None
     """what to train"""
     nodes: Annotated[int | None, _optional("K", "4")] = None
     """number of nodes"""
@@ -171,10 +173,10 @@ class Problem:
     @property
     def kind(self) -> str:
         """The kind of model."""
-        kind = self.model or ("gpt" if self.is_text else "cnn")
-        if (kind == "gpt") != self.is_text:
-            fitting = "gpt" if self.is_text else "mlp or cnn"
-            raise ValueError(f"--model {kind} does not fit the data; --model may be {fitting} here")
+        fitting = ["gpt"] if self.is_text else ["mlp"] if self.data == "mnist1d" else ["cnn", "mlp"]
+        kind = self.model or fitting[0]
+        if kind not in fitting:
+            raise ValueError(f"--model {kind} does not fit the data; --model may be {' or '.join(fitting)} here")
         return kind
 
     @property
@@ -201,6 +203,8 @@ class Problem:
             return text_file(self.text, block_size=GPT_SHAPE["block_size"])
         if self.data == "digits":
             return digits()
+        if self.data == "mnist1d":
+            return mnist1d()
         if self.data == "docs":
             return docs_text(block_size=GPT_SHAPE["block_size"])
         if self.data == "fashion_mnist":
