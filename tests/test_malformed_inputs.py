@@ -275,6 +275,12 @@ def calls(folder: Path) -> list[Call]:
         Call("DilocoSimulator", vsim.DilocoSimulator, {**simulator, "eval_dataset": data}),
         Call("partition", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "dirichlet", "alpha": 1.0}),
         Call("partition, shards", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "shards", "shards": 2}),
+        Call(
+            "partition, power_law",
+            of_data.partition,
+            {"dataset": data, "num_nodes": 2, "kind": "power_law", "exponent": 1.0, "min_size": 1},
+        ),
+        Call("partition, noise", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "noise", "sigma": 1.0}),
         Call("Partition.indices", dealt.indices, {"rank": 0}),
         Call("Partition.plot", dealt.plot, {}),
         Call("digits", of_data.digits, {}),

@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shards": {},
     "classes": {"classes": 2},
     "quantity": {"alpha": 0.5, "min_size": 1},
+    "power_law": {"exponent": 1.3, "min_size": 1},
+    "noise": {"sigma": 0.5},
 }
 
 
@@ -78,7 +80,7 @@ def test_every_example_is_dealt_once_and_as_the_kind_promises(
     counts = torch.stack([labels[i].bincount(minlength=len(sizes)) for i in own])
     assert torch.equal(dealt.counts, counts) and torch.equal(dealt.sizes, counts.sum(1))
     assert dealt.sizes.min() >= 1
-    if kind == "iid":
+    if kind in ("iid", "noise"):
         assert dealt.sizes.max() - dealt.sizes.min() <= 1
     if kind == "shards":  # two pieces of equal size but for 1, which span few classes
         assert dealt.sizes.max() - dealt.sizes.min() <= 2
@@ -87,9 +89,43 @@ def test_every_example_is_dealt_once_and_as_the_kind_promises(
         has = (counts > 0).sum(0)
         assert has.max() - has.min() <= 1
         assert all(own[own > 0].max() - own[own > 0].min() <= 1 for own in counts.T)
-    if kind == "quantity":  # of each class the client's share of all, but for an example of every class
+    if kind in ("quantity", "power_law"):  # of each class the client's share of all, but for an example of every class
         share = torch.tensor(sizes) / len(data)
         assert ((counts - dealt.sizes[:, None] * share).abs() <= 1 + len(sizes) * share).all()
+
+
+@settings(max_examples=40)
+@given(
+    exponent=st.floats(0.01, 50),
+    min_size=st.integers(1, 5),
+    num_nodes=st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+)
+def test_sizes_follow_the_power_law(exponent: float, min_size: int, num_nodes: int, seed: int) -> None:
+    dealt = partition(of_sizes(60, 40), num_nodes, "power_law", exponent=exponent, min_size=min_size, seed=seed)
+    powers = np.arange(1, num_nodes + 1.0) ** -exponent
+    expected = min_size + powers / powers.sum() * (100 - min_size * num_nodes)
+    found = np.sort(dealt.sizes.numpy())[::-1]
+    assert np.abs(found - expected).max() <= 1 and found.sum() == 100 and found.min() >= min_size
+
+
+def test_the_largest_client_is_not_always_the_first() -> None:
+    sizes = [partition(of_sizes(400), 9, "power_law", exponent=2, seed=seed).sizes for seed in range(20)]
+    assert len({int(own.argmax()) for own in sizes}) > 4
+
+
+@settings(max_examples=20)
+@given(sigma=st.floats(0.01, 10), num_nodes=st.integers(1, 6), seed=st.integers(0, 2**32))
+def test_noise_grows_with_the_client(sigma: float, num_nodes: int, seed: int) -> None:
+    x, y = torch.rand(num_nodes * 100, 5, 20, dtype=torch.float64), torch.arange(num_nodes * 100)
+    dealt = partition(Subset(TensorDataset(x, y), range(len(y))), num_nodes, "noise", sigma=sigma, seed=seed)
+    for k in range(num_nodes):
+        noisy, own = zip(*dealt(k, num_nodes, True), strict=True)
+        assert own == tuple(dealt.indices(k).tolist())  # with their own labels
+        noise = torch.stack(noisy) - x[list(own)]
+        assert noise.std() == pytest.approx(sigma * (k + 1) / num_nodes, rel=0.05)  # 10,000 draws
+        assert noise.mean().abs() < 0.05 * sigma
+    assert in_memory(dealt.dataset) and torch.equal(dealt(0, num_nodes, True)[0][0], dealt(0, num_nodes, True)[0][0])
 
 
 def test_shards_are_of_one_class_where_they_fit() -> None:
@@ -212,6 +248,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: partition(DATA, 6, "dirichlet", alpha=1),
         r"after 1,000 draws of Dirichlet\(1\), \d of 6 nodes have fewer than min_size=10 of 60 examples",
     ),
+    (
+        lambda: partition(DATA, 7, "power_law", exponent=1),
+        "min_size=10 for 7 nodes are 70 examples, and there are 60",
+    ),
+    (lambda: partition(DATA, 2, "power_law", exponent=0), "exponent must be > 0, got 0"),
+    (lambda: partition(DATA, 2, "noise", sigma=-1), "sigma must be > 0, got -1"),
+    (lambda: partition(DATA, 2, "power_law", sigma=1), "sigma= has no effect on 'power_law'"),
+    (lambda: partition(Pairs([0, 1]), 2, "noise", sigma=1), "'noise' .* got Pairs"),
+    (lambda: partition(TensorDataset(torch.zeros(4).long()), 2, "noise", sigma=1), "'noise' .* got .*int64"),
     (lambda: partition(DATA, 2, "shards", labels=[0, 1]), "for each of 60 examples, got int64 of shape"),
     (
         lambda: partition(TensorDataset(torch.zeros(4)), 2, "shards"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from vsim.arguments import a_function, known_keywords, one_of, real_number, whole_number
 from vsim.cluster.randomness import isolated
@@ -37,6 +37,8 @@ def partition(
     min_size: int | None = None,
     shards: int | None = None,
     classes: int | None = None,
+    exponent: float | None = None,
+    sigma: float | None = None,
     labels: Labels | None = None,
     seed: int = 0,
 ) -> Partition:
@@ -49,6 +51,10 @@ def partition(
     - "classes": every client has exactly `classes` classes, and every class about as many clients, who have it in
       equal parts [2102.02079].
     - "quantity": every client has all classes in proportion; the sizes are shares from Dirichlet(α) [2102.02079].
+    - "power_law": every client has all classes in proportion, and `min_size` examples; the others are dealt in shares
+      proportional to r^(−`exponent`), where r = 1 … K is the client's place in a random order.
+    - "noise": as "iid", and the inputs of client k = 0 … K − 1 get Gaussian noise of deviation σ · (k + 1) / K, once
+      [2102.02079: feature noise].
 
     For "dirichlet" and "quantity": where α is small, a draw leaves some clients with next to nothing. Those with fewer
     than `min_size` examples draw their shares again, while the others' stay, up to 1,000 times.
@@ -57,8 +63,10 @@ def partition(
         dataset: map-style. It is not copied.
         num_nodes: K.
         alpha: of "dirichlet" and "quantity", > 0: the smaller, the less alike the clients are.
-        min_size: of the same, the fewest examples of a client; default 10.
+        min_size: of the same and of "power_law", the fewest examples of a client; default 10.
         shards: of "shards", default 2. classes: of "classes".
+        exponent: of "power_law", > 0: the larger, the less equal the sizes are.
+        sigma: of "noise", > 0. The first tensor of the dataset, a TensorDataset or a Subset of one, gets the noise.
         labels: the class of every example, whole numbers or text, as a sequence or as a function of an example. None:
             the second tensor of a TensorDataset, the second field of another dataset's examples, each of which is then
             read once; "iid" needs no labels, and reads none.
@@ -72,9 +80,13 @@ def partition(
         ValueError: one out of its range, or more than the dataset has examples for; no labels.
 
     Deviations: [1909.06335] draws the classes' shares of each client, all of equal size, and not the clients' shares of
-    each class. Repeated draws make small clients larger than the bare distribution has them.
+    each class. Repeated draws make small clients larger than the bare distribution has them. [2102.02079] calls
+    σ · (k + 1) / K the variance; its authors' code draws noise of deviation σ · k / (K − 1), at every read.
     """
-    named: dict[str, Any] = {"alpha": alpha, "min_size": min_size, "shards": shards, "classes": classes}
+    named: dict[str, Any] = {
+        **{"alpha": alpha, "min_size": min_size, "shards": shards, "classes": classes},
+        **{"exponent": exponent, "sigma": sigma},
+    }
     deal, defaults = KINDS[one_of("kind", kind, KINDS)]
     odd = [name for name, value in named.items() if value is not None and name not in defaults]
     if odd:
@@ -83,13 +95,17 @@ def partition(
     if any(value is None for value in given.values()):
         raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
     for name, value in given.items():
-        real_number(name, value, above=0) if name == "alpha" else whole_number(name, value)
+        whole_number(name, value) if name in _WHOLE else real_number(name, value, above=0)
     size = len(check_dataset(dataset, "dataset"))  # type: ignore[arg-type]
     whole_number("num_nodes", num_nodes, at_most=size)
-    names, codes = _classes(dataset, labels, needed=kind != "iid")
+    names, codes = _classes(dataset, labels, needed=kind not in ("iid", "noise"))
     stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
     told = ", ".join([kind, *(f"{name}={value}" for name, value in given.items()), f"seed={seed}"])
-    return Partition(dataset, num_nodes, deal(stream, codes, num_nodes, **given), names, codes, told)
+    level = given.pop("sigma", None)
+    owners = deal(stream, codes, num_nodes, **given)
+    if level is not None:
+        dataset = _noisy(dataset, level * (owners + 1) / num_nodes, stream)
+    return Partition(dataset, num_nodes, owners, names, codes, told)
 
 
 class Partition:
@@ -283,13 +299,17 @@ def _by_classes(stream: np.random.Generator, codes: Ints, num_nodes: int, classe
 
 
 def _quantity(stream: np.random.Generator, codes: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
-    # In the order of their places within their own classes, so that any stretch has all classes in proportion.
-    own = _shuffled(stream, codes)
-    places = np.concatenate([(np.arange(len(one)) + stream.random()) / len(one) for one in own])
+    mixed = _mixed(stream, codes)
     (counts,) = _drawn(stream, np.array([len(codes)]), num_nodes, alpha, min_size)
-    owners = np.empty_like(codes)
-    owners[np.concatenate(own)[np.argsort(places)]] = np.repeat(np.arange(num_nodes), counts)
-    return owners
+    return _cut(mixed, counts)
+
+
+def _power_law(stream: np.random.Generator, codes: Ints, num_nodes: int, exponent: float, min_size: int) -> Ints:
+    _check_enough(min_size, num_nodes, len(codes))
+    mixed, places = _mixed(stream, codes), stream.permutation(num_nodes) + 1.0
+    shares = np.exp(-exponent * np.log(places))
+    rest = np.array([len(codes) - min_size * num_nodes])
+    return _cut(mixed, min_size + _whole((shares / shares.sum() * rest)[None], rest)[0])
 
 
 # Kind → how it is dealt, and its arguments by default; None: to be given.
@@ -299,7 +319,22 @@ KINDS: dict[str, tuple[Callable[..., Ints], dict[str, Any]]] = {
     "shards": (_shards, {"shards": 2}),
     "classes": (_by_classes, {"classes": None}),
     "quantity": (_quantity, {"alpha": None, "min_size": 10}),
+    "power_law": (_power_law, {"exponent": None, "min_size": 10}),
+    "noise": (_iid, {"sigma": None}),
 }
+_WHOLE = ("min_size", "shards", "classes")
+
+
+def _noisy(dataset: Dataset[Any], deviations: NDArray[np.float64], stream: np.random.Generator) -> TensorDataset:
+    """Return a copy of a dataset with Gaussian noise of these deviations (N,) in its first tensor."""
+    read = in_memory(dataset)
+    first, *others = [None] if read is None else read(torch.arange(len(deviations)))
+    if first is None or not first.is_floating_point():
+        given = type(dataset).__name__ if first is None else f"tensors of {first.dtype}"
+        raise TypeError(f"partition: 'noise' is added to a TensorDataset of real inputs, got {given}")
+    noise = torch.from_numpy(stream.standard_normal(first.shape, np.float32)).to(first)
+    scale = torch.from_numpy(deviations).to(first).view(-1, *[1] * (first.dim() - 1))
+    return TensorDataset(first + scale * noise, *others)
 
 
 def _pieces(size: int, number: int) -> Ints:
@@ -312,13 +347,32 @@ def _shuffled(stream: np.random.Generator, codes: Ints) -> list[Ints]:
     return [stream.permutation(np.flatnonzero(codes == c)) for c in range(codes.max() + 1)]
 
 
-def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
-    """Cut each of `totals` (C,) by shares from Dirichlet(α): (C, K), of which each client has min_size at least."""
-    if min_size * num_nodes > totals.sum():
+def _mixed(stream: np.random.Generator, codes: Ints) -> Ints:
+    """The examples in the order of their places within their own classes: any stretch has all classes in proportion."""
+    own = _shuffled(stream, codes)
+    places = np.concatenate([(np.arange(len(one)) + stream.random()) / len(one) for one in own])
+    mixed: Ints = np.concatenate(own)[np.argsort(places)]
+    return mixed
+
+
+def _cut(order: Ints, counts: Ints) -> Ints:
+    """Deal examples in this order, to each client its count (K,)."""
+    owners = np.empty_like(order)
+    owners[order] = np.repeat(np.arange(len(counts)), counts)
+    return owners
+
+
+def _check_enough(min_size: int, num_nodes: int, size: int) -> None:
+    if min_size * num_nodes > size:
         raise ValueError(
             f"partition: min_size={min_size} for {num_nodes:,} nodes are {min_size * num_nodes:,} examples, and there "
-            f"are {totals.sum():,}; lower min_size, or take fewer nodes"
+            f"are {size:,}; lower min_size, or take fewer nodes"
         )
+
+
+def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
+    """Cut each of `totals` (C,) by shares from Dirichlet(α): (C, K), of which each client has min_size at least."""
+    _check_enough(min_size, num_nodes, int(totals.sum()))
     logs, short = np.empty((len(totals), num_nodes)), np.full(num_nodes, True)
     for _ in range(_DRAWS):
         # Logarithms of Gamma(α), which for small α are beyond floating point: G(α) = G(α + 1) · U^(1/α).
