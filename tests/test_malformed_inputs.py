@@ -233,6 +233,9 @@ def calls(folder: Path) -> list[Call]:
         Call("Network.parse", of_network.parse, {"text": "1 Mbit/s"}),
         Call("Network.between", of_network.between, {"bandwidth": [[1, 1], [1, 1]]}),
         Call("Network.regions", of_network.regions, regions),
+        Call("Availability", vsim.Availability, {"p": [0.5, 1.0]}),
+        Call("ByLabel", vsim.ByLabel, {"counts": [[1, 2], [3, 0]]}),
+        Call("DayNight", vsim.DayNight, {"period": 24}),
         Call("Deadline", vsim.Deadline, {"seconds": "adaptive"}),
         Call("DropSlowest", vsim.DropSlowest, {"share": 0.5}),
         Call("Dropout", vsim.Dropout, {"p": 0.5}),
@@ -382,8 +385,8 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise Accepted
 
     def replace() -> None:
-        for module, name in (("trainer", "train"), ("trainer", "train_in_processes"), ("training.entries", "train")):
-            monkeypatch.setattr(sys.modules[f"vsim.{module}"], name, train)
+        monkeypatch.setattr("vsim.trainer.train_in_processes", train)
+        monkeypatch.setattr("vsim.training.loop.Ensemble.train", train)
 
     return replace
 

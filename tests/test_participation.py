@@ -24,7 +24,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 import vsim
-from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim import (
+    Availability,
+    ByLabel,
+    Compute,
+    DayNight,
+    Deadline,
+    Dropout,
+    DropSlowest,
+    OverCommit,
+    Sample,
+    Schedule,
+    Trace,
+)
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.cluster.plan import Round
@@ -75,6 +87,9 @@ PLANS: list[Participation] = [
     Schedule({0: [1, 2], 3: [0, 1, 2, 3], 9: [3]}),
     Trace([(2, 0, "fail"), (4, 3, "join"), (5, 0, "join"), (5, 1, "leave")]),
     Sample(4, of=9, rounds=2),
+    DayNight(5, zones=2),
+    Availability([[0.1, 0.9, 0.5, 0.0], [1.0, 0.2, 0.0, 0.3]], rounds=2),
+    Sample(4, of=9, available=DayNight(4, night=0.0)),
 ]
 
 
@@ -113,6 +128,85 @@ def test_cohorts_and_dropout_are_drawn_from_the_seed() -> None:
     assert drawn(Sample(4, of=4), 3) == [(0, 1, 2, 3)] * 80
 
 
+def counted(participation: Participation, num_nodes: int, days: int, rounds: int, seed: int = 0) -> np.ndarray:
+    """(rounds, K): the share of days on which each node took part in each round."""
+    plan = participation.plan(Round(num_nodes, seed, 1, None))
+    there = np.zeros((days * rounds, plan.population))
+    for step, own in enumerate(there, 1):
+        own[list(plan.segment(step).nodes)] = 1
+    return there.reshape(days, rounds, -1).mean(0)
+
+
+def test_nodes_come_by_day_and_go_at_night() -> None:
+    """Half past noon, evening, … of a day of eight rounds, by hand; the second zone is half a day apart."""
+    found = counted(DayNight(8, day=0.9, night=0.1, zones=2), 6, 800, 8)
+    day = np.array([0.9, 0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5)])
+    expected = np.concatenate([day, 1 - day])
+    np.testing.assert_allclose(found[:, :3], np.repeat(expected[:, None], 3, 1), atol=0.07)
+    np.testing.assert_allclose(found[:, 3:], np.repeat(np.roll(expected, 4)[:, None], 3, 1), atol=0.07)
+
+
+@given(p=st.lists(st.floats(0, 1), min_size=2, max_size=12), seed=st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_at_least_one_node_is_there_and_sure_ones_always(p: list[float], seed: int) -> None:
+    found = counted(Availability(p), len(p), 60, 1, seed)[0]
+    assert found.sum() >= 1 - 1e-9
+    for own, share in zip(p, found, strict=True):
+        assert (own < 1 or share == 1) and abs(share - own) < (0.4 if sum(p) > 1 else 1.01)
+    rows = np.outer([1.0, 0.0], np.ones(len(p)))
+    assert counted(Availability(rows), len(p), 5, 2, seed)[0].tolist() == [1] * len(p)
+    assert (counted(Availability(rows), len(p), 5, 2, seed)[1].sum()) == pytest.approx(1)  # the one that is closest
+
+
+def test_classes_take_turns() -> None:
+    """A client of one class, of two equal ones, of three to one, and one with no examples; a turn lasts two rounds."""
+    found = counted(ByLabel(torch.tensor([[5, 0], [4, 4], [1, 3], [0, 0]]), turn=2, otherwise=0.2), 4, 500, 4)
+    expected = [[1, 1, 0.2 + 0.8 / 3, 0.2]] * 2 + [[0.2, 1, 1, 0.2]] * 2
+    np.testing.assert_allclose(found, expected, atol=0.07)
+    assert (found[:2, 0] == 1).all() and (found[:, 1] == 1).all() and (found[2:, 2] == 1).all()
+
+
+def test_cohorts_are_drawn_from_the_clients_that_are_there() -> None:
+    """Of eight clients five, all sure: each is in 3/5 of the cohorts of three. With two, the cohort is of two."""
+    found = counted(Sample(3, of=8, available=Availability([0, 1, 1, 0, 1, 1, 1, 0])), 3, 1500, 1)[0]
+    np.testing.assert_allclose(found, [0, 0.6, 0.6, 0, 0.6, 0.6, 0.6, 0], atol=0.05)
+    assert found.sum() == pytest.approx(3)
+    assert counted(Sample(3, of=4, available=Availability([0, 1, 1, 0])), 3, 9, 1)[0].tolist() == [0, 1, 1, 0]
+    everyone, all_sure = (counted(Sample(3, of=8, available=p), 3, 50, 1) for p in (None, Availability([1.0] * 8)))
+    assert everyone.tolist() == all_sure.tolist()  # the draws of the cohort are the same
+    strategy = FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1)
+    one, trainer = trained(
+        strategy, num_nodes=2, participation=Sample(2, of=5, available=Availability([0, 1, 0, 1, 0]))
+    )
+    two, _ = trained(strategy, num_nodes=2, participation=Sample(2, of=5, available=Availability([0.0, 1, 0, 1, 0])))
+    assert {segment.nodes for segment in trainer.ledger.attendance} == {(1, 3)} and torch.equal(one, two)
+
+
+def test_who_was_there_is_drawn() -> None:
+    plan = Schedule({0: [0, 1, 2], 2: [1], 10: [0, 2]})
+    _, trainer = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=3, participation=plan)
+    ax = trainer.history.plot_attendance()
+    (image,) = ax.images
+    assert image.get_array().tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
+    (stairs,) = ax.child_axes[0].patches
+    assert stairs.get_data().values.tolist() == [3, 1, 2]
+    assert stairs.get_data().edges.tolist() == [0, 2, 10, 12]
+    assert ax.get_ylabel() == "node" and ax.get_legend() is None
+    _, late = trained(
+        FedAvgStrategy(H=2, lr=0.1),
+        num_nodes=4,
+        participation=DropSlowest(0.25),
+        compute=Compute(1, speeds=[1, 1, 1, 0.5]),
+    )
+    ax = late.history.plot_attendance()
+    assert ax.images[0].get_array()[3].tolist() == [2] * 6 and ax.get_legend() is not None
+    _, cohort = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=2, participation=Sample(2, of=5))
+    assert cohort.history.plot_attendance().get_ylabel() == "client"
+    _, all_there = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=2)
+    with pytest.raises(ValueError, match="participation="):
+        all_there.history.plot_attendance()
+
+
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("step,node,event\n3,1,fail\n5,2,join\n6,1,join\n")
@@ -129,6 +223,15 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         (lambda: Sample(4, of=9).plan(Round(3, 0, 1, None)), "num_nodes is the size of a cohort, 4"),
         (lambda: Sample(4, of=9, rounds=7).plan(Round(4, 0, 5, None)), "multiple of the 5 steps"),
         (lambda: Dropout(1.0), "p must be >= 0 and < 1"),
+        (lambda: DayNight(1), "period must be .*>= 2, got 1"),
+        (lambda: DayNight(8, day=0.5, night=0.6), "night must be >= 0 and <= 0.5, got 0.6"),
+        (lambda: Availability([0.5, 1.5]), r"p must be >= 0 and <= 1, got \[0.5, 1.5\]"),
+        (lambda: ByLabel([1, 2]), r"counts must be .* 2 dimensions, got \[1, 2\]"),
+        (lambda: Availability([0.5, 1]).plan(Round(3, 0, 1, None)), "is for 2 nodes or clients, and the run has 3"),
+        (
+            lambda: Sample(1, of=3, available=Availability([1, 0])).plan(Round(1, 0, 1, None)),
+            "is for 2 .* the run has 3",
+        ),
         (lambda: Schedule({3: []}), "at least one"),
         (lambda: Schedule({3: [4]}).plan(Round(4, 0, 1, None)), r"nodes are 0 … 3, got \[4\]"),
         (lambda: Trace([(1, 0, "crash")]), "crash"),
@@ -147,6 +250,8 @@ def test_impossible_plans_are_refused(make: Any, message: str) -> None:
     ("make", "message"),
     [
         (lambda: Sample(1, of=4, store=3), "store must be a path, got 3"),
+        (lambda: Sample(1, of=4, available=0.5), "available must be .*, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Sample(1, of=4, available=Dropout(0.5, rounds=2)), "rounds=2 has no effect in available="),
         (lambda: Schedule({0: 3}), "Schedule, step 0: nodes must be a list of nodes, got 3"),
         (lambda: Trace(None), r"a Trace takes a file or rows of \(step, node, event\), got None"),
     ],

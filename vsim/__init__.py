@@ -3,7 +3,18 @@
 from vsim import saved, scaling
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
-from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim.cluster.participation import (
+    Availability,
+    ByLabel,
+    DayNight,
+    Deadline,
+    Dropout,
+    DropSlowest,
+    OverCommit,
+    Sample,
+    Schedule,
+    Trace,
+)
 from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
@@ -25,6 +36,8 @@ exogym.register()
 del exogym
 
 __all__ = [
+    "Availability",
+    "ByLabel",
     "CSVLogger",
     "Callback",
     "Checkpoint",
@@ -32,6 +45,7 @@ __all__ = [
     "ComparedRun",
     "Comparison",
     "Compute",
+    "DayNight",
     "Deadline",
     "Difference",
     "DilocoSimulator",

@@ -29,7 +29,16 @@ from tyro.extras import SubcommandApp
 from vsim import strategy as strategies_of_vsim
 from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
-from vsim.cluster.participation import Deadline, Dropout, DropSlowest, OverCommit, Participation, Sample, Trace
+from vsim.cluster.participation import (
+    DayNight,
+    Deadline,
+    Dropout,
+    DropSlowest,
+    OverCommit,
+    Participation,
+    Sample,
+    Trace,
+)
 from vsim.compare import compare as compare_strategies
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.models import CNN, GPT, MLP
@@ -69,7 +78,7 @@ WINDOWS = 256  # of text, to validate on
 # The figures of a command's result, next to its data.
 _FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.png", "heatmap.png")}
 PARTICIPATION: dict[str, type[Participation]] = {
-    cls.__name__.lower(): cls for cls in (Dropout, Trace, Deadline, DropSlowest, OverCommit, Sample)
+    cls.__name__.lower(): cls for cls in (Dropout, DayNight, Trace, Deadline, DropSlowest, OverCommit, Sample)
 }
 # What a value may be besides a literal and text, with its arguments: topk(0.01), adamw(weight_decay=0.1).
 CALLABLES: dict[str, Callable[..., Any]] = {

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vsim.arguments import a_path, countable, known_keywords, one_of, real_number, whole_number
+from vsim.arguments import a_path, countable, given, known_keywords, one_of, real_number, whole_number
 from vsim.cluster.plan import BYTES_OF_A_CLIENT, Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
@@ -59,7 +59,39 @@ class Participation(ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-class Dropout(Participation):
+class ByChance(Participation):
+    """Each node takes part in a round with a probability of its own, drawn each round; at least one node takes part.
+
+    Attributes:
+        rounds: steps per round; None: from one sync of the strategy to the next.
+    """
+
+    rounds: int | None = None
+
+    @abstractmethod
+    def missing(self, number: int, num_nodes: int) -> NDArray[np.float64] | float:
+        """Return (K,) the probability that each node misses round `number`, from 0; one number for all nodes alike.
+
+        Raises:
+            ValueError: there are probabilities for another number of nodes.
+        """
+
+    def there(self, number: int, num_nodes: int, stream: torch.Generator) -> list[int]:
+        """Draw the nodes that take part in round `number`."""
+        margins = torch.rand(num_nodes, generator=stream).double().numpy() - self.missing(number, num_nodes)
+        return np.flatnonzero(margins >= 0).tolist() or [int(margins.argmax())]
+
+    def plan(self, given: Round) -> Plan:
+        self.missing(0, given.num_nodes)  # raises an error before training
+        return Plan(self._segments(given, given.rounds(self.rounds, type(self).__name__)), given.num_nodes)
+
+    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
+        for number, (first, last) in enumerate(rounds):
+            nodes = self.there(number, given.num_nodes, generator(given.seed, PARTICIPATION, number))
+            yield Segment(first, last, tuple(nodes))
+
+
+class Dropout(ByChance):
     """Each node misses a round with probability p, drawn each round; at least one node takes part.
 
     Args:
@@ -75,14 +107,111 @@ class Dropout(Participation):
     def changes_nothing(self, num_nodes: int) -> bool:
         return self.p == 0
 
-    def plan(self, given: Round) -> Plan:
-        return Plan(self._segments(given, given.rounds(self.rounds, "Dropout")), given.num_nodes)
+    def missing(self, number: int, num_nodes: int) -> float:
+        return self.p
 
-    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
-        for number, (first, last) in enumerate(rounds):
-            there = torch.rand(given.num_nodes, generator=generator(given.seed, PARTICIPATION, number))
-            nodes = (there >= self.p).nonzero().flatten().tolist() or [int(there.argmax())]
-            yield Segment(first, last, tuple(nodes))
+
+class DayNight(ByChance):
+    """Nodes that take part by day and rarely by night; at least one takes part in every round.
+
+    In round r = 0, 1, … node k takes part with probability  night + (day − night) · (1 + cos 2π(r / period + z_k)) / 2,
+    where z_k = ⌊k · zones / K⌋ / zones is its time zone. The first round is at noon in the first zone.
+
+    Args:
+        period: rounds in a day, at least 2.
+        day, night: the probabilities at noon and at midnight, in [0, 1]; night is at most day.
+        zones: time zones, evenly spaced around the clock; neighbouring nodes share one.
+        rounds: steps per round; default: from one sync of the strategy to the next.
+    """
+
+    @known_keywords
+    def __init__(
+        self, period: int, *, day: float = 1.0, night: float = 0.1, zones: int = 1, rounds: int | None = None
+    ) -> None:
+        self.period = whole_number("period", period, at_least=2)
+        self.day = real_number("day", day, at_least=0, at_most=1)
+        self.night = real_number("night", night, at_least=0, at_most=self.day)
+        self.zones = whole_number("zones", zones)
+        self.rounds = None if rounds is None else whole_number("rounds", rounds)
+
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return self.night == 1
+
+    def missing(self, number: int, num_nodes: int) -> NDArray[np.float64]:
+        zones = np.array([k * self.zones // num_nodes for k in range(num_nodes)]) / self.zones
+        darkness: NDArray[np.float64] = (1 - np.cos(2 * np.pi * (number / self.period % 1 + zones))) / 2
+        return 1 - (self.day - (self.day - self.night) * darkness)
+
+
+class Availability(ByChance):
+    """Each node takes part with given probabilities; at least one takes part in every round.
+
+    >>> Availability([[1, 0.2], [0.2, 1]])  # two nodes take turns
+    Availability(2 nodes, period=2)
+
+    Args:
+        p: (K,) the probability of each node or client to take part in a round, or (T, K) of each in T rounds, after
+            which they start over; in [0, 1].
+        rounds: steps per round; default: from one sync of the strategy to the next.
+    """
+
+    @known_keywords
+    def __init__(self, p: Any, *, rounds: int | None = None) -> None:
+        self.p = _table("p", p, (1, 2), at_most=1)
+        self.p = self.p.reshape(-1, self.p.shape[-1])
+        self.rounds = None if rounds is None else whole_number("rounds", rounds)
+
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return bool((self.p == 1).all())
+
+    def missing(self, number: int, num_nodes: int) -> NDArray[np.float64]:
+        if self.p.shape[1] != num_nodes:
+            raise ValueError(f"{self} is for {self.p.shape[1]} nodes or clients, and the run has {num_nodes}")
+        found: NDArray[np.float64] = 1 - self.p[number % len(self.p)]
+        return found
+
+    def __repr__(self) -> str:
+        rounds = "" if self.rounds is None else f", rounds={self.rounds}"
+        return f"{type(self).__name__}({self.p.shape[1]} nodes, period={len(self.p)}{rounds})"
+
+
+class ByLabel(Availability):
+    """Classes take turns: clients take part by what they have of the class whose turn it is.
+
+    In a turn of class c client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c n_kc,  where
+    n_kc are its examples of class c: surely if it has most of that class. At least one takes part in every round.
+
+    Args:
+        counts: (K, classes) the examples of every client by class, such as `partition(…).counts`.
+        turn: rounds in which it is one class's turn.
+        otherwise: the probability of a client without examples of the class, in [0, 1].
+        rounds: steps per round; default: from one sync of the strategy to the next.
+
+    Deviations: in "YCycle" [Wang et al. 2023, FedGS] classes have their turns by their number, and all between a
+    client's smallest and largest label count as its own.
+    """
+
+    @known_keywords
+    def __init__(self, counts: Any, *, turn: int = 1, otherwise: float = 0.1, rounds: int | None = None) -> None:
+        own = _table("counts", counts, (2,)).T  # (classes, K)
+        otherwise = real_number("otherwise", otherwise, at_least=0, at_most=1)
+        p = 1 - (1 - otherwise) * (1 - own / np.maximum(own.max(0), 1e-300))
+        super().__init__(p.repeat(whole_number("turn", turn), axis=0), rounds=rounds)
+
+
+def _table(name: str, value: Any, dims: tuple[int, ...], at_most: float = math.inf) -> NDArray[np.float64]:
+    """Return numbers of nodes, at least 0, as an array of one of these numbers of dimensions."""
+    shape = f"numbers in {' or '.join(map(str, dims))} dimensions"
+    try:
+        found = np.asarray(value, np.float64).copy()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TypeError(f"{name} must be {shape}, got {given(value)}") from error
+    if found.ndim not in dims or not found.size:
+        raise ValueError(f"{name} must be {shape}, got {given(value)} of shape {found.shape}")
+    if not ((found >= 0) & (found <= at_most) & np.isfinite(found)).all():
+        bounds = f">= 0 and <= {at_most:g}" if at_most < math.inf else "finite and >= 0"
+        raise ValueError(f"{name} must be {bounds}, got {given(value)}, from {found.min()} to {found.max()}")
+    return found
 
 
 class Schedule(Participation):
@@ -333,6 +462,8 @@ class Sample(Participation):
             then rests until the round ends. The round must be long enough for the client with the most data. None:
             clients take all steps of a round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: wait for all clients.
+        available: `DayNight`, `ByLabel`, `Availability` or `Dropout`: the clients from whom a cohort is drawn. If fewer
+            than n are there, the cohort is smaller. None: all clients.
         store: a folder for the clients' state, with one file per tensor (in a comparison, one folder per run); None:
             memory. Files have their full size for the population from the start. Only one run at a time may use a
             folder.
@@ -347,6 +478,7 @@ class Sample(Participation):
         rounds: int | None = None,
         epochs: float | None = None,
         stragglers: Stragglers | None = None,
+        available: ByChance | None = None,
         store: str | Path | None = None,
     ) -> None:
         self.n, self.of = whole_number("n", n), countable("of", of, "clients", BYTES_OF_A_CLIENT)
@@ -357,6 +489,11 @@ class Sample(Participation):
         if not isinstance(stragglers, Stragglers | None):
             raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
         self.stragglers = stragglers
+        if not isinstance(available, ByChance | None):
+            raise TypeError(f"available must be DayNight, ByLabel, Availability or Dropout, got {available!r}")
+        if available is not None and available.rounds is not None:
+            raise TypeError(f"rounds={available.rounds} has no effect in available={available}: give Sample(rounds=…)")
+        self.available = available
         self.store = None if store is None else a_path("store", store)
         if self.store is not None and self.changes_nothing(n):
             raise ValueError(f"store has no effect in {self}: all {n} clients take part in all rounds; leave it out")
@@ -369,7 +506,8 @@ class Sample(Participation):
         return self.of
 
     def changes_nothing(self, num_nodes: int) -> bool:
-        return num_nodes == self.n == self.of and self.epochs is None and self.stragglers is None
+        own = self.epochs, self.stragglers, self.available
+        return num_nodes == self.n == self.of and own == (None, None, None)
 
     def of_run(self, number: int) -> Sample:
         own = copy.copy(self)
@@ -380,6 +518,8 @@ class Sample(Participation):
         if given.num_nodes != self.n:
             raise ValueError(f"num_nodes is the size of a cohort, {self.n} of {self}; got {given.num_nodes}")
         rounds = given.rounds(self.rounds, "Sample")
+        if self.available is not None:
+            self.available.missing(0, self.of)  # raises an error before training
         period = given.period if self.rounds is None else self.rounds
         if self.epochs is not None and (most := int(self._local_steps(given).max())) > period:
             raise ValueError(
@@ -396,8 +536,10 @@ class Sample(Participation):
         drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
         for number, (first, last) in enumerate(rounds):
             stream = generator(given.seed, PARTICIPATION, number)
-            clients = tuple(sorted(torch.randperm(self.of, generator=stream)[:drawn].tolist()))
-            segment = Segment(first, last, clients)
+            order = torch.randperm(self.of, generator=stream)
+            if self.available is not None:
+                order = order[torch.isin(order, torch.tensor(self.available.there(number, self.of, stream)))]
+            segment = Segment(first, last, tuple(sorted(order[:drawn].tolist())))
             if rule is not None:
                 segment = rule.segment(segment, self.n, given, local)
             if local is not None:

@@ -331,7 +331,7 @@ def _noisy(dataset: Dataset[Any], deviations: NDArray[np.float64], stream: np.ra
     first, *others = [None] if read is None else read(torch.arange(len(deviations)))
     if first is None or not first.is_floating_point():
         given = type(dataset).__name__ if first is None else f"tensors of {first.dtype}"
-        raise TypeError(f"partition: 'noise' is added to a TensorDataset of real inputs, got {given}")
+        raise TypeError(f"partition: 'noise' needs a dataset that is a TensorDataset of real inputs, got {given}")
     noise = torch.from_numpy(stream.standard_normal(first.shape, np.float32)).to(first)
     scale = torch.from_numpy(deviations).to(first).view(-1, *[1] * (first.dim() - 1))
     return TensorDataset(first + scale * noise, *others)

@@ -315,6 +315,16 @@ class History:
             y = "train_loss" if math.isnan(self.last("global_loss")) else "global_loss"
         return bands({self.strategy or "run": self}, axis, y, ax, logy=logy)
 
+    def plot_attendance(self, ax: Axes | None = None) -> Axes:
+        """Draw which nodes or clients took part in which steps of a run with `participation`, and above it how many.
+
+        Args:
+            ax: where to draw; default the axes of a new figure, of the width of a column.
+        """
+        from vsim.records.plots import attendance
+
+        return attendance(self, ax)
+
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row per step."""
         import pandas as pd  # here and elsewhere, as it takes half a second to load
