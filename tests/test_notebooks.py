@@ -41,6 +41,11 @@ EXPECTED: dict[str, list[str]] = {
         r"<td>DiLoCo, H = \d+ *</td><td>2 ",
     ],
     "federated": [PICTURE, r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
+    "fine_tuning": [
+        PICTURE,
+        r"DiLoCo, LoRA .* 10\.0×",
+        r"AllReduce: 25,376 bytes = 4 · 6,344",  # (in + out) · rank of four layers: 4 · (296 + 512 + 512 + 266)
+    ],
     "report": [
         PICTURE,
         r"interrupted after step \d+",
