@@ -35,6 +35,7 @@ class Cluster:
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
+        gradient_at: computes the gradients of the nodes held here at other weights; None where no step is computed.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
             the strategy steps them.
@@ -49,6 +50,7 @@ class Cluster:
     compile: bool = False
     plan: Plan | None = None
     seconds: Seconds | None = None
+    gradient_at: Callable[[Tensor, Any], Tensor] | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
     optim: StackedOptimizer = field(init=False)
     schedulers: Sequence[LRScheduler] = field(default=(), init=False)
@@ -127,6 +129,31 @@ class Cluster:
     def grads(self) -> Tensor:
         """Stacked (R, P) gradients."""
         return self.replicas.grads.expand(self.replicas.num_held, -1)
+
+    def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
+        """Return stacked gradients (R, P) at weights `at`, stacked (R, P), as a second pass of every node would.
+
+        Nothing else changes: neither weights, gradients and buffers of the nodes, nor their random streams, so that all
+        gradients of a step draw the same numbers. Frozen parameters have a gradient of zero.
+
+        Args:
+            batch: stacked batch (R, B, …) of the nodes held here; default: the batch of the current step.
+
+        Raises:
+            ValueError: `at` has another shape, or no step is computed: outside of a run, or on a virtual clock.
+        """
+        if at.shape != self.weights.shape:
+            raise ValueError(f"gradient(at=…) takes stacked weights {[*self.weights.shape]}, got {[*at.shape]}")
+        if at.is_meta:
+            return torch.zeros_like(at)
+        if self.gradient_at is None:
+            raise ValueError(
+                "gradient(…) needs the step of a run, which asynchronous strategies and bare clusters lack"
+            )
+        grads = self.gradient_at(at, batch)
+        for own in (c for c in self.replicas.layout if self.frozen.get(c.name)):
+            grads[:, own.start : own.stop] = 0
+        return grads
 
     def kernel(self, function: Kernel) -> Kernel:
         """Return the compiled form of a kernel if this run compiles, else the kernel itself."""

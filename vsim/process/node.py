@@ -56,6 +56,10 @@ class EagerExecutor(Executor):
             (r.module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], names[id(b)])
             for path, b in r.module.named_buffers(remove_duplicate=False)
         ]
+        self._attach()
+
+    def _attach(self) -> None:
+        """Make the row the parameters and buffers of the module, which other executors may have attached to theirs."""
         for p, leaf in zip(self.parameters, self.leaves.values(), strict=True):
             p.data = leaf
         for module, attribute, name in self.places:
@@ -77,6 +81,7 @@ class EagerExecutor(Executor):
         return any(parameter is p for p in self.parameters)
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
+        self._attach()
         for p in self.parameters:
             p.grad = None
         with self._moved_up_to_date(), drawing_from(self.generators[0]):

@@ -295,6 +295,10 @@ class Algorithm(Configured):
         self.communicate_gradients()
         self.clip()
 
+    def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
+        """Return the nodes' gradients (R, P) at other weights `at` (R, P); see `Cluster.gradient`."""
+        return self.cluster.gradient(at, batch)
+
     def communicate_gradients(self) -> None:
         """Let the modules communicate the gradients."""
         for module in self.communication_modules:

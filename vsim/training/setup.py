@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,8 @@ def _stacked(
             _place(run, replicas)
     stack = Stack(list(runs), whole, lambda own, streams: executor(own, objective, streams, settings))
     stack.few = FewRows(whole, stack.make)
+    for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
+        run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
     for run in (run for run in runs if run.plan is not None):
         first = run.spec.first_step

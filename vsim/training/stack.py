@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vsim.cluster.reductions import rows_on
 from vsim.cluster.replicas import Replicas, matrix
-from vsim.data.batches import Uneven
+from vsim.data.batches import Uneven, of_rows
 from vsim.engine import Executor
-from vsim.engine.executor import bits_of
+from vsim.engine.executor import bits_of, undone
 from vsim.engine.machine import takes_one_thread, using_threads
 from vsim.private_torch import storage_key
 from vsim.training.optimizers import Optimizers
@@ -28,7 +28,7 @@ _SHARED = (
 
 
 class FewRows:
-    """Computes a part of an executor's rows, on copies; for instance, the rows whose batches have equal sizes.
+    """Computes a part of an executor's rows, on copies: rows whose batches have equal sizes, or rows at other weights.
 
     Args:
         whole: as many rows as there can be.
@@ -74,20 +74,9 @@ class FewRows:
         """
         whole, self.batch = self.engine.replicas, batch
         places = rows_on(whole.weights.device, rows)
-        if len(rows) not in self._made:
-            self._made[len(rows)] = self._make(self._copies.rows(0, len(rows)), [])
-        executor = self._made[len(rows)]
-        few = executor.replicas
-        executor.generators[:] = [self.engine.generators[row] for row in rows]
         weights = whole.weights.expand(whole.num_held, -1)[places]
-        few.weights.copy_(weights)
-        for name, buffer in few.buffers.items():
-            buffer.copy_(whole.buffers[name][places])
-        executor.objective.callers = rows
-        try:
-            losses = executor.losses_and_grads(batch, minibatch_size)
-        finally:
-            executor.objective.callers = None
+        executor = self._placed(rows, weights)
+        few, losses = executor.replicas, _computed(executor, rows, batch, minibatch_size)
         if not torch.equal(bits_of(few.weights), bits_of(weights)):
             if whole.shares_weights:
                 raise ValueError(_SHARED)
@@ -99,6 +88,37 @@ class FewRows:
         for name, buffer in few.buffers.items():
             whole.buffers[name][places] = buffer
         return losses
+
+    def grads_at(self, rows: list[int], weights: Tensor, batch: Any, minibatch_size: int | None) -> Tensor:
+        """Return the gradients (n, P) of some rows at other weights (n, P), on their stacked batch (n, B, …).
+
+        The rows themselves and their random streams stay as they are.
+        """
+        executor = self._placed(rows, weights)
+        with undone(executor):
+            _computed(executor, rows, batch, minibatch_size)
+        return executor.replicas.grads.clone()
+
+    def _placed(self, rows: list[int], weights: Tensor) -> Executor:
+        """Return the executor of the copies, which hold these weights (n, P) and the buffers of the rows."""
+        whole, number = self.engine.replicas, len(rows)
+        if number not in self._made:
+            self._made[number] = self._make(self._copies.rows(0, number), [])
+        executor, places = self._made[number], rows_on(whole.weights.device, rows)
+        executor.generators[:] = [self.engine.generators[row] for row in rows]
+        executor.replicas.weights.copy_(weights)
+        for name, buffer in executor.replicas.buffers.items():
+            buffer.copy_(whole.buffers[name][places])
+        return executor
+
+
+def _computed(executor: Executor, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
+    """Return the losses (n,) of an executor whose rows are copies of `rows`."""
+    executor.objective.callers = rows
+    try:
+        return executor.losses_and_grads(batch, minibatch_size)
+    finally:
+        executor.objective.callers = None
 
 
 @dataclass(eq=False)
@@ -115,7 +135,7 @@ class Stack:
         taking: the runs with present rows, in the order of these.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
-        batches: stacked batches (R, B, …) for the present rows, on any device.
+        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the one that was computed last.
         minibatch_size: examples per node at once; None: the whole batch.
         optimizers: the runs' optimizers, stepped in few calls.
         take_own_step: takes the step of the stack's only run, if the run is asynchronous.
@@ -129,6 +149,7 @@ class Stack:
     optimizers: Optimizers = field(init=False)
     taking: list[Run] = field(default_factory=list)
     batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    batch: Any = None
     minibatch_size: int | None = None
     take_own_step: Callable[[], None] | None = None
     _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # what runs hold apart, and their rows
@@ -171,6 +192,7 @@ class Stack:
         Raises:
             ValueError: forward changes the copies of a shared row in different ways.
         """
+        self.batch = batch
         for own, rows in self._apart:
             self.whole.weights[rows].copy_(own.weights)
         if isinstance(batch, Uneven):
@@ -185,6 +207,22 @@ class Stack:
             if storage_key(own.grads) != storage_key(self.whole.grads):
                 torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
         return losses
+
+    def gradient_at(self, run: Run, at: Tensor, batch: Any = None) -> Tensor:
+        """Return the gradients (R, P) of a run's rows at other weights; see `Cluster.gradient`."""
+        if not run.nodes:
+            return torch.zeros_like(at)
+        start, grads = run.rows.start, torch.empty(at.shape, dtype=at.dtype, device=at.device)
+        if batch is None:
+            batch = of_rows(self.batch, range(start, start + len(at)))
+        parts = [([*range(len(at))], batch)]
+        if isinstance(batch, Uneven):
+            parts = [*zip(batch.rows, batch.parts, strict=True)]
+        for own, part in parts:
+            rows = [start + row for row in own]
+            with torch.enable_grad():
+                grads[own] = self.few.grads_at(rows, at[own], part, self.minibatch_size)
+        return grads
 
     def threads(self) -> AbstractContextManager[None]:
         """Return the context of the stack's steps, which one thread computes if they are small."""

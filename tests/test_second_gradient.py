@@ -1,0 +1,177 @@
+"""A strategy's second gradient: against a loop in plain PyTorch, and a run that it must leave as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import Dropout, Sample
+from vsim.models import MLP
+from vsim.strategy import AsyncDiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy
+from vsim.strategy.compression import by_node
+
+OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False}
+
+
+def data(size: int = 60) -> TensorDataset:
+    stream = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(size, 5, generator=stream), torch.randint(3, (size,), generator=stream))
+
+
+class Sam(Strategy):
+    """The gradient at w + ρ g / ‖g‖."""
+
+    def before_optimizer(self) -> None:
+        weights, grads = self.cluster.weights, self.cluster.grads
+        norms = by_node(self.cluster, lambda rows: rows.norm(dim=1, keepdim=True), grads)
+        grads.copy_(self.gradient(at=weights + 0.5 * grads / norms))
+        super().before_optimizer()
+
+
+class Looks(FedAvgStrategy):
+    """FedAvg that computes further gradients, and keeps those at the nodes' own weights."""
+
+    def gradients(self) -> None:
+        self.gradient(at=self.cluster.weights + 1)
+        self.differs = float((self.gradient(at=self.cluster.weights) - self.cluster.grads).abs().max())
+        super().gradients()
+
+    derived = ("differs",)
+
+
+class Noisy(nn.Module):
+    """Dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3))
+
+    def forward(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def weights_of(model: nn.Module, strategy: Strategy, dataset: Any, **options: Any) -> Tensor:
+    trainer = vsim.Trainer(model, dataset)
+    trainer.fit(strategy=strategy, **{**OPTIONS, **options})
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights.clone()
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+@pytest.mark.parametrize("minibatch_size", [None, 4])
+def test_sam_is_a_loop_in_pytorch(executor: str, minibatch_size: int | None) -> None:
+    model, inputs = MLP(5, (4,), 3, seed=0).double(), torch.randn(3, 8, 5, dtype=torch.float64)
+    labels = torch.randint(3, (3, 8))
+    found = weights_of(
+        model,
+        Sam(optim_spec="sgd", lr=0.1),
+        lambda rank, *_: TensorDataset(inputs[rank], labels[rank]),
+        **{"batch_size": 8, "executor": executor, "minibatch_size": minibatch_size},
+    )
+    for node in range(3):
+        own = copy.deepcopy(model)
+        for _ in range(4):
+            parameters = [*own.parameters()]
+            kept = [p.detach().clone() for p in parameters]
+            grads = torch.autograd.grad(own((inputs[node], labels[node])), parameters)
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            with torch.no_grad():
+                for p, g in zip(parameters, grads, strict=True):
+                    p.add_(0.5 * g / norm)
+            grads = torch.autograd.grad(own((inputs[node], labels[node])), parameters)
+            with torch.no_grad():
+                for p, g, before in zip(parameters, grads, kept, strict=True):
+                    p.copy_(before - 0.1 * g)
+        torch.testing.assert_close(found[node], nn.utils.parameters_to_vector(own.parameters()), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"deterministic": True}, {"participation": Dropout(0.4)}, {"participation": Sample(3, of=7)}],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [42, 46])  # of 46 examples, some clients have batches of 4 and 3, others of 4 and 2
+def test_a_run_does_not_notice_further_gradients(size: int, options: dict[str, Any]) -> None:
+    plain, looking = (
+        weights_of(Noisy(), cls(H=2, lr=0.1, optim_spec="sgd"), data(size), max_steps=9, **options)
+        for cls in (FedAvgStrategy, Looks)
+    )
+    assert torch.equal(plain, looking)
+
+
+def test_the_gradient_at_the_nodes_own_weights_is_theirs() -> None:
+    for options in ({}, {"batch_size": 16, "num_nodes": 2}):
+        trainer = vsim.Trainer(MLP(5, (4,), 3, seed=0).double(), data(31))
+        trainer.train_dataset.tensors = tuple(  # type: ignore[union-attr]
+            t.double() if t.is_floating_point() else t
+            for t in trainer.train_dataset.tensors  # type: ignore[union-attr]
+        )
+        trainer.fit(strategy=Looks(H=2), **{**OPTIONS, **options})
+        assert trainer.strategy.differs < 1e-12  # type: ignore[union-attr]
+
+
+def test_a_batch_of_ones_own_and_frozen_parameters() -> None:
+    inputs, labels, found = torch.randn(3, 2, 5), torch.randint(3, (3, 2)), []
+
+    class Own(FedAvgStrategy):
+        def gradients(self) -> None:
+            found.append(self.gradient(self.cluster.weights, [inputs, labels]))
+            super().gradients()
+
+    model = MLP(5, (4,), 3, seed=0)
+    names = [name for name, _ in model.named_parameters()]
+    frozen = [lambda run: run.freeze(names[0])]
+    weights_of(model, Own(H=9), data(), max_steps=2, callbacks=frozen)
+    for node in range(3):
+        expected = torch.autograd.grad(model((inputs[node], labels[node])), [*model.parameters()])
+        torch.testing.assert_close(found[0][node], torch.cat([g.flatten() for g in expected]))
+    size = next(model.parameters()).numel()
+    assert not found[1][:, :size].any() and found[1][:, size:].any()
+
+
+def test_runs_of_a_comparison_compute_their_own_rows() -> None:
+    strategies = {
+        "one": Sam(lr=0.1, optim_spec="sgd"),
+        "two": Sam(lr=0.01, optim_spec="sgd"),
+        "plain": Strategy(lr=0.1),
+    }
+    comparison = vsim.compare(MLP(5, (4,), 3, seed=0), data(), strategies=strategies, **OPTIONS)
+    for name, strategy in strategies.items():
+        alone = weights_of(MLP(5, (4,), 3, seed=0), strategy, data())
+        trainer = vsim.Trainer(MLP(5, (4,), 3, seed=0), data())
+        model = trainer.fit(strategy=strategy, **OPTIONS)
+        torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()), alone.mean(0))
+        assert comparison[name].history["train_loss"][-1] == pytest.approx(trainer.history["train_loss"][-1], rel=1e-5)
+
+
+def test_what_has_no_second_gradient() -> None:
+    class Wrong(FedAvgStrategy):
+        def gradients(self) -> None:
+            self.gradient(self.cluster.weights[:1])
+
+    with pytest.raises(ValueError, match=r"at=…\) takes stacked weights \[3, .*\], got \[1, "):
+        weights_of(MLP(5, (4,), 3, seed=0), Wrong(), data())
+
+    class Clocked(AsyncDiLoCoStrategy):
+        def setup(self, cluster: Any) -> None:
+            super().setup(cluster)
+            self.gradient(cluster.weights)
+
+    with pytest.raises(ValueError, match="asynchronous"):
+        weights_of(MLP(5, (4,), 3, seed=0), Clocked(), data(), compute=1.0, network=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MLP(5, (4,), 3, seed=0), Noisy()], ids=["MLP", "dropout and norms"])
+def test_processes_compute_the_same_bits(model: nn.Module) -> None:
+    strategy = Sam(optim_spec=OptimSpec("sgd", momentum=0.9), lr=0.1)
+    report = vsim.verify(model, data(), strategy, num_nodes=2, max_steps=4, batch_size=4)
+    assert report.identical, report
