@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import vsim
 from vsim import Trainer
 from vsim.cluster.plan import Seconds
+from vsim.cluster.state import of_clients, owners
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.strategy import (
@@ -35,6 +36,7 @@ from vsim.strategy import (
     DiLoCoCommunicator,
     DiLoCoStrategy,
     DionStrategy,
+    DittoStrategy,
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
@@ -44,6 +46,7 @@ from vsim.strategy import (
     FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
+    FedRepStrategy,
     GPAStrategy,
     GradientAverage,
     HierarchicalStrategy,
@@ -511,6 +514,32 @@ TABLE = [
         alone=True,
     ),
     Row(
+        "FedRep",
+        FedRepStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "weights", 4 * 1040),
+        {
+            "H": {"H": 2},
+            "head_steps": {"H": 3, "head_steps": 2},
+            "personal": {"H": 3, "personal": ["layers.0.bias", "layers.3.*"]},
+            "average": {"H": 3, "average": "median"},
+        },
+    ),
+    Row(
+        "Ditto",
+        DittoStrategy,
+        {"H": 3},
+        every(3, "all_reduce", "weights", 4 * P),
+        {
+            "H": {"H": 2},
+            "lam": {"H": 3, "lam": 1.0},
+            "personal_lr": {"H": 3, "personal_lr": 0.1},
+            "average": {"H": 3, "average": "median"},
+        },
+        alone=True,
+        equal_after=[3, 6],
+    ),
+    Row(
         # The number of steps, and the weights.
         "FedNova",
         FedNovaStrategy,
@@ -707,7 +736,10 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """What a run has come to: nodes, global weights, and what was sent; equal_after: steps with all nodes equal."""
+    """What a run has come to: nodes and what is their own, global weights, and what was sent.
+
+    equal_after: steps with all nodes equal.
+    """
 
     weights: bytes
     shared: bytes
@@ -726,7 +758,9 @@ def outcome(strategy: Strategy, **options: Any) -> Outcome:
     trainer = run(strategy, callbacks=[look], **options)
     assert trainer.strategy is not None
     shared = trainer.strategy.global_weights()
-    return Outcome(weights(trainer).numpy().tobytes(), shared.numpy().tobytes(), list(trainer.ledger), equal)
+    own = [getattr(o, name) for o in owners(trainer.strategy).values() for name in sorted(of_clients(o))]
+    rows = b"".join(t.numpy().tobytes() for t in (weights(trainer), *own))
+    return Outcome(rows, shared.numpy().tobytes(), list(trainer.ledger), equal)
 
 
 @functools.cache

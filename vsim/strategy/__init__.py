@@ -42,6 +42,7 @@ from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.desloc import DESLOCStrategy, StateAverage
 from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vsim.strategy.dion import DionStrategy
+from vsim.strategy.ditto import DittoStrategy, PersonalModels
 from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
@@ -51,6 +52,7 @@ from vsim.strategy.fednova import FedNovaStrategy, NormalizedAverage
 from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
+from vsim.strategy.fedrep import AlternatingAverage, FedRepStrategy
 from vsim.strategy.gated import EDiTCommunicator, EDiTStrategy
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
@@ -94,6 +96,8 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "fedopt": (FedOptStrategy, {"H": 10}),
     "fedprox": (FedProxStrategy, {"H": 10}),
     "fedper": (FedPerStrategy, {"H": 10}),
+    "fedrep": (FedRepStrategy, {"H": 10}),
+    "ditto": (DittoStrategy, {"H": 10}),
     "fednova": (FedNovaStrategy, {"H": 10}),
     "feddyn": (FedDynStrategy, {"H": 10, "lr": 0.3}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
@@ -134,6 +138,7 @@ __all__ = [
     "STRATEGIES",
     "Algorithm",
     "AloneStrategy",
+    "AlternatingAverage",
     "AsyncDiLoCoStrategy",
     "AsynchronousStrategy",
     "Average",
@@ -151,6 +156,7 @@ __all__ = [
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "DionStrategy",
+    "DittoStrategy",
     "DynamicRegularizer",
     "EDiTCommunicator",
     "EDiTStrategy",
@@ -166,6 +172,7 @@ __all__ = [
     "FedOptStrategy",
     "FedPerStrategy",
     "FedProxStrategy",
+    "FedRepStrategy",
     "FedYogi",
     "GPAStrategy",
     "GradientAverage",
@@ -180,6 +187,7 @@ __all__ = [
     "PairCommunicator",
     "PartitionedIndexSelector",
     "PersonalAverage",
+    "PersonalModels",
     "PostLocal",
     "PowerSGD",
     "PrivateAverage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -22,7 +23,7 @@ class PersonalAverage(AveragingCommunicator):
     """As `AveragingCommunicator`, but for personal parameters; see `FedPerStrategy`."""
 
     personal_weights: Tensor  # as clients left them, stacked (R, p)
-    derived = ("shared", "own")
+    derived: ClassVar[tuple[str, ...]] = ("shared", "own")
 
     def __init__(self, every: int | When = 1, personal: Personal = None, average: AverageLike = "mean") -> None:
         super().__init__(None, every, average)

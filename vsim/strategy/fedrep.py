@@ -1,0 +1,99 @@
+"""FedRep: clients train their own heads and a common representation in turn, and average the representation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import whole_number
+from vsim.cluster import Cluster
+from vsim.strategy.average import AverageLike
+from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.fedper import Personal, PersonalAverage
+from vsim.strategy.fragments import Fragment
+from vsim.strategy.when import When, interval
+
+
+class AlternatingAverage(PersonalAverage):
+    """As `PersonalAverage`; a round first trains personal parameters, then shared ones. See `FedRepStrategy`."""
+
+    begun: int  # the step after which the round began, and its steps
+    length: int
+    resting: tuple[Fragment, Tensor] | None = None  # in a step: what it leaves, and its weights (R, p)
+    derived = (*PersonalAverage.derived, "resting")
+
+    def __init__(
+        self,
+        every: int | When = 2,
+        head_steps: int | None = None,
+        personal: Personal = None,
+        average: AverageLike = "mean",
+    ) -> None:
+        super().__init__(every, personal, average)
+        most = None
+        if not isinstance(every, When):
+            most = whole_number("H", every, at_least=2) - 1  # a step for the representation
+        self.head_steps = None if head_steps is None else whole_number("head_steps", head_steps, at_most=most)
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.keep_shared(begun=0, length=self.when.until_next(cluster))
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        super().communicate_gradients(cluster)
+        if not self.when.is_warmup(cluster.step):
+            of_head = self.length // 2 if self.head_steps is None else min(self.head_steps, self.length - 1)
+            part = self.shared if cluster.step - self.begun <= of_head else self.own
+            self.resting = part, part.of(cluster.weights).clone()
+            for view in part.views(cluster.grads):
+                view.zero_()
+
+    def communicate(self, cluster: Cluster) -> None:
+        if self.resting is not None:  # momentum and weight decay have moved it
+            part, kept = self.resting
+            for view, own in zip(part.views(cluster.weights), part.cut(kept), strict=True):
+                view.copy_(own)
+            self.resting = None
+        super().communicate(cluster)
+
+    def remember(self, cluster: Cluster) -> None:
+        super().remember(cluster)
+        self.begun, self.length = cluster.step, self.when.until_next(cluster)
+
+
+class FedRepStrategy(Algorithm):
+    """FedPer that trains each client's head first, and then the representation under it: FedRep [Collins et al. 2021,
+    arXiv:2102.07078].
+
+        steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k), the others: θ_k[shared] ← optimizer(…);
+        after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
+
+    The part that a step does not train stays as it is. See `FedPerStrategy` for personal parameters.
+
+    Args:
+        H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
+        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of them.
+        personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
+        average: how the shared parameters become one; see `FedAvgStrategy`.
+        options: see `Algorithm`.
+
+    Payload: the shared weights every H steps.
+
+    Deviations from the paper: H counts steps, not epochs. In an optimizer with momentum, the part that rests has a
+    gradient of zero.
+    """
+
+    family = "federated"
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        H: int | When = 10,
+        head_steps: int | None = None,
+        personal: Personal = None,
+        *,
+        average: AverageLike = "mean",
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        weights = AlternatingAverage(interval(H), head_steps, personal, average)
+        super().__init__([weights], inner_optim=inner_optim, **options)
