@@ -161,8 +161,8 @@ def test_what_cannot_be_measured_is_told_before_training() -> None:
         fitted(client_val_dataset=data(0, 1, False))
     with pytest.raises(ValueError, match=r"client_val_dataset\(1, 5, False\) is empty"):
         fitted(client_val_dataset=lambda k, n, train: TensorDataset(torch.zeros(int(k != 1), 4)))
-    with pytest.raises(ValueError, match="client_val_dataset measures the global model, and with FedPerStrategy"):
-        fitted(strategy=FedPerStrategy(H=2))
+    with pytest.raises(ValueError, match=r"client_val_dataset measures .* FedPerStrategy, .*participation=Dropout"):
+        fitted(strategy=FedPerStrategy(H=2), participation=vsim.Dropout(0.5))
     seen = []
 
     def wrong(rank: int, num_nodes: int, train: bool) -> TensorDataset:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import vsim
-from vsim import Sample, Trainer
+from vsim import Sample, Schedule, Trainer
 from vsim.models import MLP
-from vsim.strategy import AloneStrategy, DittoStrategy, FedAvgStrategy, FedRepStrategy, PostLocal
+from vsim.strategy import (
+    AloneStrategy,
+    DittoStrategy,
+    FedAvgStrategy,
+    FedBNStrategy,
+    FedPerStrategy,
+    FedRepStrategy,
+    PostLocal,
+)
 
 X, Y = normal(7, 6, 4, seed=1, dtype=torch.float64), normal(7, 6, seed=2, dtype=torch.float64)
-COHORT: dict[str, Any] = {"num_nodes": 3, "participation": Sample(3, of=7), "batch_size": 6, "progress": False}
+ALL: dict[str, Any] = {"num_nodes": 3, "batch_size": 6, "progress": False}
+COHORT: dict[str, Any] = {**ALL, "participation": Sample(3, of=7)}
 
 
 def clients(client: int, num_clients: int, train: bool) -> TensorDataset:
@@ -41,6 +52,12 @@ def trained(strategy: Any, **options: Any) -> Trainer:
     return trainer
 
 
+def models_of(trainer: Trainer) -> np.ndarray:
+    """Return the weights of all seven clients' models (7, 5)."""
+    rows = [nn.utils.parameters_to_vector(trainer.client_model(k).parameters()).detach() for k in range(7)]
+    return torch.stack(rows).numpy()
+
+
 @pytest.mark.parametrize("head_steps", [None, 1, 3])
 def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> None:
     """Rounds of four steps, the last of which is cut off; the bias is the head."""
@@ -59,6 +76,8 @@ def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> 
         w = np.mean([*own.values()], 0) if segment.last <= 15 else w
     weights = trainer.strategy.cluster.weights.numpy()  # type: ignore[union-attr]
     np.testing.assert_allclose(weights, [[*own[k], bias[k]] for k in segment.nodes], rtol=1e-10)
+    w = np.mean([*own.values()], 0)
+    np.testing.assert_allclose(models_of(trainer), [[*w, own] for own in bias], rtol=1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"personal_lr": 0.05}])
@@ -74,8 +93,7 @@ def test_ditto_ties_each_clients_model_to_the_global_one(lam: float, options: di
                 v[k] -= eta * (np.append(*gradient(k, v[k][:4], v[k][4])) + lam * (v[k] - phi))
                 own[k] -= 0.1 * np.append(*gradient(k, own[k][:4], own[k][4]))
         phi = np.mean([*own.values()], 0)
-    models = trainer.strategy.communication_modules[1].personal_models.numpy()  # type: ignore[union-attr]
-    np.testing.assert_allclose(models, v[[*segment.nodes]], rtol=1e-10)
+    np.testing.assert_allclose(models_of(trainer), v, rtol=1e-10)
 
 
 def test_dittos_global_model_is_fedavgs_and_its_own_one_without_a_tie_trains_alone() -> None:
@@ -123,3 +141,95 @@ def test_arguments_are_checked() -> None:
             DittoStrategy(**{name: -1.0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="are all parameters"):
         driven(FedRepStrategy(personal="p*"), Parameters((2,), (3,)), normal(1, 2, 5))
+
+
+class Normed(nn.Module):
+    """A classifier with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+    def forward(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def classes(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+    return TensorDataset(X[rank].float(), (torch.arange(6) + rank) % 3)
+
+
+PERSONAL = [
+    FedPerStrategy("sgd", H=2, lr=0.1),
+    FedBNStrategy("sgd", H=2, lr=0.1),
+    FedRepStrategy("sgd", H=2, lr=0.1),
+    DittoStrategy("sgd", H=2, lr=0.1, lam=0.5),
+]
+named = pytest.mark.parametrize("strategy", PERSONAL, ids=lambda s: type(s).__name__)
+
+
+def measured(strategy: Any, **options: Any) -> Trainer:
+    trainer = Trainer(Normed(), classes)
+    trainer.fit(strategy=strategy, **{**COHORT, "max_steps": 7, "client_val_dataset": classes, **options})
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    found = []
+    for k in range(len(trainer.history.client_val_losses)):
+        model = trainer.client_model(k).eval()
+        found.append(model(classes(k, 7, False)[:]).item())
+    return found
+
+
+@named
+@pytest.mark.parametrize("options", [{}, {"participation": None}], ids=["cohorts", "all"])
+def test_every_client_is_measured_with_its_own_model(strategy: Any, options: dict[str, Any]) -> None:
+    trainer = measured(strategy, **options)
+    assert len(trainer.history.client_val_losses) == (3 if options else 7)
+    assert trainer.history.client_val_losses == pytest.approx(losses(trainer), rel=1e-5)
+    unmeasured = measured(strategy, client_val_dataset=None, **options)
+    ours, theirs = (t.strategy.cluster.weights for t in (trainer, unmeasured))  # type: ignore[union-attr]
+    assert torch.equal(ours, theirs)
+
+
+@named
+def test_a_run_resumes_after_its_clients_were_measured(strategy: Any, tmp_path: Path) -> None:
+    whole = measured(strategy, max_steps=11)
+    measured(strategy, save_dir=tmp_path)
+    resumed = measured(strategy, save_dir=tmp_path, resume=True, max_steps=11)
+    np.testing.assert_array_equal(whole.history.client_val_losses, resumed.history.client_val_losses)
+
+
+def test_runs_of_a_comparison_are_measured_as_if_alone() -> None:
+    strategies = {**{type(s).__name__: s for s in PERSONAL}, "FedAvg": FedAvgStrategy("sgd", H=2, lr=0.1)}
+    options = {**COHORT, "max_steps": 7, "client_val_dataset": classes}
+    comparison = vsim.compare(Normed(), classes, strategies=strategies, **options)
+    for name, strategy in strategies.items():
+        alone = measured(strategy, seed=comparison[name].seed).history.client_val_losses
+        assert comparison[name].history.client_val_losses == pytest.approx(alone, rel=1e-4), name
+
+
+@pytest.mark.slow
+@named
+def test_processes_measure_the_same(strategy: Any) -> None:
+    ours, theirs = (
+        measured(strategy, deterministic=True, **options).history.client_val_losses
+        for options in ({}, {"backend": "process", "threads_per_process": 1})
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_which_clients_have_models() -> None:
+    trainer = Trainer(Normed(), classes)
+    with pytest.raises(ValueError, match="fit"):
+        trainer.client_model(0)
+    trainer.fit(strategy=FedPerStrategy(H=2), participation=Schedule({4: [0, 2]}), **{**ALL, "max_steps": 6})
+    trainer.client_model(2)
+    with pytest.raises(ValueError, match="node 1"):
+        trainer.client_model(1)
+    with pytest.raises(ValueError, match="client must be"):
+        trainer.client_model(3)
+    trainer.fit(strategy=FedAvgStrategy(H=2), **ALL, max_steps=4)
+    one, other = (trainer.client_model(k).state_dict() for k in (0, 2))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -199,7 +199,8 @@ class Trainer:
             val_interval: steps between validations (None: first and last only).
             client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
                 of a population; or a `Partition`, such as that of the training data. After the last step the global
-                model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`.
+                model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`. With
+                personal layers, every client's own model is measured; see `client_model`.
             test_dataset: a dataset or factory like val_dataset, on all of which the global model is measured after the
                 last step: `test_loss` and `test_accuracy` in the history's last row. Nothing is chosen by it.
             seed: everything random follows from it. The process's own random state is not touched.
@@ -290,6 +291,26 @@ class Trainer:
                 finally:
                     if len(self.history):
                         self.history.config = self.config(options, started)
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return the model that a node or client used at the end of the last run, of a population also an absent one's.
+
+        It has the global weights and what is the client's own: personal layers, running statistics, or all of Ditto's
+        v_k. Where a strategy has nothing personal, it is the global model.
+
+        Args:
+            client: its number, 0 to N − 1.
+
+        Raises:
+            ValueError: there was no run in this process: none yet, or one with backend="process"; or the node was
+                absent at the end.
+        """
+        if not isinstance(self._last, Run):
+            raise ValueError(
+                "client_model() needs a run of the simulator, which keeps the state of clients in this process: call "
+                "fit() first, without backend='process'"
+            )
+        return self._last.client_model(client)
 
     def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
         """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""

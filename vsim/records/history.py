@@ -78,7 +78,7 @@ class History:
         minibatch_size: examples per node at once; None: the whole batch.
 
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
-    `client_val_losses` and `client_val_accuracies` are (N,): the global model after the last step, measured on
+    `client_val_losses` and `client_val_accuracies` are (N,): the model that each client uses after the last step, on
     each client's part of `client_val_dataset`; empty if not measured.
     """
 
@@ -197,7 +197,7 @@ class History:
 
     @property
     def client_val_losses(self) -> NDArray[np.float64]:
-        """(N,): the loss of the global model after the last step on each client's own data; empty if not measured."""
+        """(N,): after the last step, the loss of the model that each client uses on its own data; empty if not measured."""
         return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
 
     @property

@@ -88,6 +88,18 @@ class CommunicationModule(Configured):
         """Names of the buffers that are a client's own, and that the server does not see."""
         return ()
 
+    def remember(self, cluster: Cluster) -> None:
+        """Bring the state of clients up to date, where it is only written at a sync. Default: no-op."""
+
+    def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Write what is a client's own into a copy of the global weights (P,) and buffers: then these are its model.
+
+        Default: no-op, as clients use the global model.
+
+        Args:
+            own: name → row, of the client's state that this module keeps by `keep_client`.
+        """
+
     def shared_weights(self, weights: Tensor) -> Tensor:
         """Return the columns (…, p) of weights (…, P) that clients have in common after a sync; default: all."""
         return weights
@@ -372,6 +384,12 @@ class Algorithm(Configured):
         modules = (type(module).global_weights for module in self.communication_modules)
         replaced = any(own is not CommunicationModule.global_weights for own in modules)
         return type(self).global_weights is Algorithm.global_weights and not replaced
+
+    @property
+    def is_personal(self) -> bool:
+        """Whether clients use models of their own, rather than the global model."""
+        modules = (type(module).personalize for module in self.communication_modules)
+        return any(own is not CommunicationModule.personalize for own in modules)
 
     def has_global_model(self, mean: Tensor | None = None) -> bool:
         """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -41,6 +43,9 @@ class PersonalModels(CommunicationModule):
             moves.add_(models - self.outer_weights, alpha=self.lam)
         moves[cluster.resting] = 0
         models.add_(moves, alpha=-(cluster.lr if self.lr is None else self.lr))
+
+    def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        weights.copy_(own["personal_models"])
 
     def sync(self, cluster: Cluster) -> None:
         self.outer_weights.copy_(cluster.weights[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
@@ -45,6 +47,11 @@ class LocalNorms(PersonalAverage):
         super().remember(cluster)
         for i, name in enumerate(self.buffers):
             getattr(self, f"buffer_{i}").copy_(cluster.replicas.buffers[name])
+
+    def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        super().personalize(weights, buffers, own)
+        for i, name in enumerate(self.buffers):
+            buffers[name].copy_(own[f"buffer_{i}"])
 
 
 class FedBNStrategy(Algorithm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -77,8 +77,11 @@ class PersonalAverage(AveragingCommunicator):
         self._write(cluster.weights, part.weights)
 
     def remember(self, cluster: Cluster) -> None:
-        """Keep the personal parameters as the clients have them now."""
         self.personal_weights.copy_(self.own.of(cluster.weights))
+
+    def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        for view, kept in zip(self.own.views(weights), self.own.cut(own["personal_weights"]), strict=True):
+            view.copy_(kept)
 
     def _write(self, rows: Tensor, averaged: Tensor) -> None:
         for view, own in zip(self.shared.views(rows), self.shared.cut(averaged), strict=True):
@@ -92,7 +95,8 @@ class FedPerStrategy(Algorithm):
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
     Personal parameters never leave a client. A client that has not taken part yet has the model's. The global
-    model that is evaluated has their mean over the nodes, which no client has: `local_loss` is node 0's.
+    model that is validated has their mean over the nodes, which no client has: `local_loss` is node 0's, and
+    `client_val_dataset` measures every client's own.
 
     Args:
         H: local steps between averagings, at least 1.

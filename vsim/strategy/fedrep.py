@@ -56,8 +56,15 @@ class AlternatingAverage(PersonalAverage):
             self.resting = None
         super().communicate(cluster)
 
-    def remember(self, cluster: Cluster) -> None:
-        super().remember(cluster)
+    def follow(self, cluster: Cluster) -> None:
+        super().follow(cluster)
+        self._begin_round(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        super().sync(cluster)
+        self._begin_round(cluster)
+
+    def _begin_round(self, cluster: Cluster) -> None:
         self.begun, self.length = cluster.step, self.when.until_next(cluster)
 
 

@@ -1,8 +1,8 @@
-"""Keep the state of a population's clients while they do not take part."""
+"""Keep the state of a population's clients while they do not take part, and make the models that clients use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.state import of_clients, owners, placements_of
+from vsim.cluster.state import Stateful, of_clients, owners, placements_of
 from vsim.cluster.store import Store
 from vsim.strategy.base import Algorithm
 
@@ -109,6 +109,47 @@ class Clients:
         for row, node in enumerate(cluster.replicas.nodes if values else ()):
             for own, value in zip(self.kept.get(cluster.active[node], self._first), values, strict=True):
                 value[row] = own
+
+    def of(self, owner: Stateful, client: int) -> dict[str, Tensor]:
+        """Return name → row, of a client's state in one part of the strategy, as it was stored last."""
+        self._check_whole()
+        rows = zip(self._values(), self.kept.get(client, self._first), strict=True)
+        return {name: row for (part, name, _), row in rows if part is owner}
+
+
+class OwnModels:
+    """The models that the nodes or clients of a run use. All processes of the run have to make this object.
+
+    Args:
+        clients: the state of a population's clients; None: every node is a client, and all take part.
+    """
+
+    def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:
+        self._modules, self._clients, self._active = strategy.communication_modules, clients, cluster.active
+        gather = cluster.collectives.all_gather
+        self._present: list[dict[str, Tensor]] = []  # of each module, name → rows of the present nodes (K, …)
+        with cluster.collectives.unbilled():
+            for module in self._modules if strategy.is_personal else ():
+                module.remember(cluster)
+                names = sorted(of_clients(module))
+                self._present.append({n: gather(getattr(module, n), label="state of clients") for n in names})
+
+    def __call__(self, client: int, weights: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return copies of the global weights (P,) and buffers, with the client's own in their places.
+
+        Raises:
+            ValueError: the client is a node that does not take part now, and has nothing of its own.
+        """
+        weights, own_buffers = weights.clone(), {name: b.clone() for name, b in buffers.items()}
+        for module, rows in zip(self._modules, self._present, strict=False):
+            if client in self._active:
+                place = self._active.index(client)
+                module.personalize(weights, own_buffers, {name: value[place] for name, value in rows.items()})
+            elif self._clients is not None:
+                module.personalize(weights, own_buffers, self._clients.of(module, client))
+            else:
+                raise ValueError(f"node {client} does not take part at the end of the run, and has no model of its own")
+        return weights, own_buffers
 
 
 def lasting(strategy: Algorithm, placement: str) -> list[Tensor]:

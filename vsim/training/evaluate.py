@@ -21,6 +21,7 @@ from vsim.engine.executor import bits_of, check_examples
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
+from vsim.training.clients import OwnModels
 from vsim.training.run import Run
 from vsim.training.spec import Metric
 from vsim.training.stack import Stack
@@ -221,6 +222,8 @@ def _measured_together(
 def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
     """Return run → the "losses" (N,) of its global model on each of N datasets, and "accuracies" if known.
 
+    On the data of a client, its own model is measured where the strategy has personal layers.
+
     Runs with the same data are measured together. With several processes, only the first node's process measures.
 
     Args:
@@ -252,6 +255,11 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
     candidates = [_of_cluster(own, own_python) for own in runs]
     models = [_Rows(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
     objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
+    own_models = {
+        row: OwnModels(own.strategy, own.cluster, own.clients)
+        for row, own in enumerate(runs)
+        if of == "client" and own.strategy.is_personal
+    }
     found = torch.full((2, len(runs), len(datasets)), math.nan, dtype=torch.float64)  # losses, accuracies where known
     for number, dataset in enumerate(datasets if 0 in run.nodes else ()):
         batch: Any = None
@@ -261,6 +269,14 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
                 batch = validation_examples(dataset, most, collate).batch
             batch = tree_map(lambda t: t.to(device), batch)
             pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
+            for row, own_model in own_models.items():
+                candidate = candidates[row]
+                weights, buffers = own_model(
+                    number, candidate.weights[0], {n: b[0] for n, b in candidate.buffers.items()}
+                )
+                models[row] = models[row]._replace(
+                    weights=weights[None], buffers={n: b[None] for n, b in buffers.items()}
+                )
             with stack.threads():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import Dataset
 
-from vsim.arguments import one_of
+from vsim.arguments import one_of, whole_number
 from vsim.checkpoint.undeclared import Contents
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
@@ -27,7 +27,7 @@ from vsim.engine.objective import Objective, explained
 from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, TESTED, VALIDATED, History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Algorithm
-from vsim.training.clients import Clients
+from vsim.training.clients import Clients, OwnModels
 from vsim.training.interrupt import Interrupt
 from vsim.training.spec import RunSpec
 
@@ -402,6 +402,14 @@ class Run:
         replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
         with torch.no_grad(), self.strategy.evaluating():
             return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return a copy of the model that a node or client uses: the global one, with what is the client's own."""
+        whole_number("client", client, at_least=0, at_most=self.spec.population - 1)
+        with torch.no_grad(), self.strategy.evaluating():
+            models = OwnModels(self.strategy, self.cluster, self.clients)
+            own = models(client, self.evaluated_weights(), self.cluster.mean_buffers())
+            return self.cluster.replicas.as_module(*own, like=self.spec.model)
 
     def evaluated_weights(self) -> Tensor:
         """Return the weights (P,) of the global model.

@@ -333,10 +333,11 @@ def _place(run: Run, replicas: Replicas) -> None:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # once a run
         _warn_of_what_comes_late(strategy, run)
-    if run.client_data and any(module.personal_bytes for module in strategy.communication_modules):
+    if run.client_data and strategy.is_personal and run.plan is not None and not run.plan.renews:
         raise ValueError(
-            f"client_val_dataset measures the global model, and with {type(strategy).__name__} every client has layers "
-            "of its own, which that model lacks: leave it out, or take a strategy that averages all layers"
+            f"client_val_dataset measures every node's own model with {type(strategy).__name__}, and with "
+            f"participation={spec.participation!r} a node that is absent at the end has none: leave it out, or take "
+            "Sample(…), which keeps the state of absent clients"
         )
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
