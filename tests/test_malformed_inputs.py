@@ -286,6 +286,7 @@ def calls(folder: Path) -> list[Call]:
         Call("partition, noise", of_data.partition, {"dataset": data, "num_nodes": 2, "kind": "noise", "sigma": 1.0}),
         Call("Partition.indices", dealt.indices, {"rank": 0}),
         Call("Partition.plot", dealt.plot, {}),
+        Call("Partition.split", dealt.split, {"test": 0.5, "seed": 1}),
         Call("digits", of_data.digits, {}),
         Call("docs_text", of_data.docs_text, {}),
         Call("text_file", of_data.text_file, {"path": folder / "text.txt"}),

@@ -317,3 +317,38 @@ def test_processes_train_with_it_alike() -> None:
     strategy = FedAvgStrategy(H=2, average=mean("examples"), inner_optim="sgd", lr=0.1)
     report = vsim.verify(MLP(hidden=(8,), seed=0), dealt_digits(), strategy, 3, 4, batch_size=5)
     assert report.identical, report
+
+
+@given(
+    sizes=st.lists(st.integers(2, 12), min_size=1, max_size=5),
+    test=st.floats(0.01, 0.99),
+    seed=st.integers(0, 5),
+)
+def test_a_split_gives_every_client_both_parts(sizes: list[int], test: float, seed: int) -> None:
+    size = sum(sizes)
+    owners = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    whole = Partition(labelled(torch.arange(size) % 3), len(sizes), owners, [0, 1, 2], np.arange(size) % 3, "given")
+    train, tested = whole.split(test, seed=seed)
+    for client, number in enumerate(sizes):
+        ours, theirs = train.indices(client).tolist(), tested.indices(client).tolist()
+        assert sorted(ours + theirs) == whole.indices(client).tolist() and ours == sorted(ours)
+        assert len(theirs) == min(max(1, round(test * number)), number - 1)
+    assert torch.equal(train.counts + tested.counts, whole.counts) and torch.equal(train.counts.sum(1), train.sizes)
+    assert [repr(part) for part in whole.split(test, seed=seed)] == [repr(train), repr(tested)]
+    nested, _ = train.split(0.5) if min(train.sizes) > 1 else (train, None)
+    assert set(nested.indices(0).tolist()) <= set(train.indices(0).tolist())
+
+
+def test_a_split_trains_and_measures_clients() -> None:
+    train, tested = partition(of_sizes(20, 20), 4, "iid").split()
+    trainer = vsim.Trainer(MLP(1, (4,), 2, seed=0), train)
+    strategy = FedAvgStrategy(H=2)
+    trainer.fit(strategy=strategy, num_nodes=4, max_steps=2, batch_size=4, client_val_dataset=tested, progress=False)
+    model = trainer.client_model(2)
+    expected = model(tested(2, 4, True)[:]).item()
+    assert trainer.history.client_val_losses[2] == pytest.approx(expected, rel=1e-5)
+    assert not torch.equal(train.indices(0), partition(of_sizes(20, 20), 4, "iid").split(seed=1)[0].indices(0))
+    with pytest.raises(ValueError, match="test must be"):
+        train.split(1.0)
+    with pytest.raises(ValueError, match="client 0 has 1 of"):
+        partition(of_sizes(4), 4, "iid").split()

@@ -122,16 +122,53 @@ class Partition:
         self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, told: str
     ) -> None:
         self.dataset, self.num_nodes, self.classes, self._told = dataset, num_nodes, classes, told
-        self._order = torch.from_numpy(np.argsort(owners, kind="stable"))  # (N,), client 0's first
+        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # −1: another part of a split has it
+        owners = owners[dealt]
+        self._order = torch.from_numpy(dealt[np.argsort(owners, kind="stable")])  # (n,), client 0's first
         self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))
         self._ends = self.sizes.cumsum(0)
-        cells = np.bincount(owners * len(classes) + codes, minlength=num_nodes * len(classes))
+        cells = np.bincount(owners * len(classes) + codes[dealt], minlength=num_nodes * len(classes))
         self.counts = torch.from_numpy(cells[: num_nodes * len(classes)].reshape(num_nodes, len(classes)))
 
     def indices(self, rank: int) -> Tensor:
         """The examples of a client, (n,) positions in the dataset, ascending."""
         end = int(self._ends[whole_number("rank", rank, at_least=0, at_most=self.num_nodes - 1)])
         return self._order[end - int(self.sizes[rank]) : end]
+
+    @known_keywords
+    def split(self, test: float = 0.2, *, seed: int = 0) -> tuple[Partition, Partition]:
+        """Split the examples of every client at random: return a partition to train on, and one to test each client.
+
+        Give the second as `client_val_dataset`, with the first as the training data.
+
+        Args:
+            test: the share of each client's examples that are for the test, in (0, 1), rounded; at least one example of
+                a client is in either part.
+            seed: of the split, which has a generator of its own.
+
+        Raises:
+            ValueError: a client has fewer than two examples.
+        """
+        share, stream = (
+            real_number("test", test, above=0, below=1),
+            np.random.default_rng(whole_number("seed", seed, at_least=0)),
+        )
+        if int(self.sizes.min()) < 2:
+            client = int(self.sizes.argmin())
+            raise ValueError(
+                f"{self!r}: client {client} has {int(self.sizes[client])} of the two examples that a split takes: deal "
+                "with min_size=2, or to fewer clients"
+            )
+        train, tested = np.full((2, len(self._codes)), -1)
+        for client, size in enumerate(self.sizes.tolist()):
+            mixed = stream.permutation(self.indices(client).numpy())
+            number = min(max(1, round(share * size)), size - 1)
+            tested[mixed[:number]], train[mixed[number:]] = client, client
+        names = (f"{self._told}, split({share:g}, seed={seed}) to {part}" for part in ("train", "test"))
+        return tuple(  # type: ignore[return-value]
+            Partition(self.dataset, self.num_nodes, own, self.classes, self._codes, told)
+            for own, told in zip((train, tested), names, strict=True)
+        )
 
     def __call__(self, rank: int, num_nodes: int, train_dataset: bool) -> Subset[Any]:
         """Return the training data of node `rank`.

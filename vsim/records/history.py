@@ -197,7 +197,7 @@ class History:
 
     @property
     def client_val_losses(self) -> NDArray[np.float64]:
-        """(N,): after the last step, the loss of the model that each client uses on its own data; empty if not measured."""
+        """(N,): the loss of each client's model after the last step on the client's data; empty if not measured."""
         return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
 
     @property
