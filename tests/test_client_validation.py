@@ -21,7 +21,7 @@ from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, FedPerStrategy
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "batch_size": 4, "progress": False, "val_interval": None}
 COHORT: dict[str, Any] = {**OPTIONS, "participation": Sample(2, of=5)}
-CLIENTS = ["client accuracy", "client accuracy, 10th percentile", "client accuracy, worst"]
+CLIENTS = [f"client accuracy{of}" for of in ("", ", 10th percentile", ", worst tenth", ", worst")]
 
 
 def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
@@ -63,7 +63,10 @@ def test_losses_and_accuracies_by_hand() -> None:
     assert history.client_val_accuracies.tolist() == [0, 0.25, 0.5, 0.75, 1]
     assert history.client_val_losses == pytest.approx([right + 2 * (4 - k) / 4 for k in range(5)], rel=1e-6)
     (row,) = comparison.rows()
-    assert [row[name] for name in CLIENTS] == pytest.approx([0.5, 0.1, 0.0])  # 0 + 0.4 · (0.25 − 0)
+    assert [row[name] for name in CLIENTS] == pytest.approx([0.5, 0.1, 0.0, 0.0])  # 0 + 0.4 · (0.25 − 0)
+    frame = comparison.to_pandas()
+    assert frame[CLIENTS[0]].notna().tolist() == [False] * 4 + [True]
+    assert frame[CLIENTS].iloc[-1].tolist() == pytest.approx([0.5, 0.1, 0.0, 0.0])
     assert "client" not in comparison.table().replace("/client", "")  # only when it is asked for
     assert "50.0 %" in comparison.table(columns=CLIENTS) and "10.0 %" in comparison.table(columns=CLIENTS)
 
@@ -171,3 +174,36 @@ def test_what_cannot_be_measured_is_told_before_training() -> None:
     with pytest.raises(ValueError, match="in the validation on the data of client 0 after step 0"):
         fitted(client_val_dataset=wrong, train_loss_hook=lambda step, loss: seen.append(step))
     assert not seen
+
+
+def test_the_worst_tenth_and_differences_of_clients() -> None:
+    strategies = {"slow": FedAvgStrategy(H=2, lr=1e-4), "fast": FedAvgStrategy(H=2, lr=1e-2)}
+    many = {**OPTIONS, "participation": Sample(2, of=12), "client_val_dataset": data, "seeds": [0, 1, 2]}
+    comparison = vsim.compare(MLP(4, (8,), 2, seed=0), data, strategies=strategies, **many)
+    tail, expected = "client accuracy, worst tenth", {}
+    for name in strategies:
+        found = [np.sort(run.history.client_val_accuracies)[:2].mean() for run in comparison.runs(name)]
+        assert [row[tail] for row in comparison.rows() if row["strategy"] == name] == pytest.approx([np.mean(found)])
+        expected[name] = np.mean(found)
+    (row,) = comparison.differences("slow", of=tail).to_dict("records")
+    assert row["difference"] == pytest.approx(expected["fast"] - expected["slow"])
+    with pytest.raises(ValueError, match="of must be"):
+        comparison.differences("slow", of="client accuracies")
+
+
+def test_steps_and_rounds_to_an_accuracy() -> None:
+    strategies = {"FedAvg": FedAvgStrategy(H=2, lr=0.05)}
+    options = {**COHORT, "max_steps": 20, "val_interval": 1, "strategies": strategies}
+    comparison = vsim.compare(MLP(4, (8,), 2, seed=0), data, data(0, 1, True), **options)
+    history = comparison["FedAvg"].history
+    steps, accuracies = history.measured("step", "global_accuracy")
+    target = float(accuracies.max())
+    first = float(steps[np.argmax(accuracies >= target)])
+    assert comparison.steps_to(accuracy=target)["FedAvg"] == [first]
+    assert comparison.steps_to(accuracy=target, of="round")["FedAvg"] == [first / 2]
+    assert np.isnan(comparison.steps_to(loss=1e-9, of="round")["FedAvg"]).all()
+    for wrong in ({}, {"loss": 1.0, "accuracy": 0.5}):
+        with pytest.raises(TypeError, match="accuracy="):
+            comparison.steps_to(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="accuracy must be"):
+        comparison.steps_to(accuracy=1.5)

@@ -28,7 +28,7 @@ from vsim.network.timeline import seconds_on
 from vsim.records.describe import BY_NAME, Conditions, Provenance, describe, provenance
 from vsim.records.fronts import COSTS, Best, Cheapest, Front, amount, best_of, dominating, loss_within
 from vsim.records.history import TESTED, History, holding_a_record, read_json, write_csv, write_json
-from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, x_axis
+from vsim.records.plots import MANY, PAGE, Y_LABELS, Looks, XAxis, bands, looks_of, overview, rounds, x_axis
 from vsim.records.spent import Priced, Use, forming_bytes, forming_seconds, last, spent, until, unused, use
 from vsim.records.statistics import (
     NEVER,
@@ -42,7 +42,7 @@ from vsim.records.statistics import (
     ranking,
     shared_seeds,
 )
-from vsim.records.tables import Marks, text_table
+from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, Marks, text_table
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Race, Winners, ascending
 from vsim.shapes import naming_layers, without_values
 
@@ -334,7 +334,10 @@ class Comparison(Mapping[str, ComparedRun]):
         return [run.history for run in self._all_runs()]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with a row per strategy, seed and step: strategy, seed and the columns of `History`."""
+        """Return a DataFrame with a row per strategy, seed and step: strategy, seed and the columns of `History`.
+
+        With a `client_val_dataset`, the last row of each run has the table's columns on clients, too.
+        """
         import pandas as pd
 
         titled = list(self._titled_runs())
@@ -342,6 +345,10 @@ class Comparison(Mapping[str, ComparedRun]):
         # Some strategies have their own columns.
         columns = dict.fromkeys(column for _, run in titled for column in run.history.columns)
         frames = [run.history.to_pandas().assign(**own) for own, run in titled]
+        for frame, (_, run) in zip(frames, titled, strict=True):
+            for name, value in self._on_clients(run).items():
+                columns[name] = None
+                frame[name] = [*[math.nan] * (len(frame) - 1), value][-len(frame) :] if len(frame) else []
         return pd.concat(frames, ignore_index=True)[[*titles, *columns]]
 
     def to_csv(self, path: str | Path) -> None:
@@ -558,41 +565,55 @@ class Comparison(Mapping[str, ComparedRun]):
             ties[name] |= {other for other, own in alone.items() if low <= own <= loss}
         return ties
 
-    def steps_to(self, loss: float, of: str = "step", *, stays: bool = False) -> dict[str, list[float]]:
+    def steps_to(
+        self, loss: float | None = None, of: str = "step", *, accuracy: float | None = None, stays: bool = False
+    ) -> dict[str, list[float]]:
         """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
 
         Between measurements the last value holds. Without validation, the training loss is used.
 
         Args:
-            loss: the target.
-            of: another column of `History` to return at that step, such as "wire_bytes". Bytes are those until a node
-                has the model: a mean that no node has costs one more all-reduce.
+            loss: the target. accuracy: the validation accuracy to reach instead, from 0 to 1; give one of the two.
+            of: another column of `History` to return at that step, such as "wire_bytes", or "round" of a run with
+                `participation`. Bytes are those until a node has the model: a mean that no node has costs one more
+                all-reduce.
             stays: whether the loss counts as reached only where no later measurement is above it. Otherwise the first
                 measurement counts, which noise makes early: of two equal curves, the noisier one seems to be faster.
         """
         true_or_false("stays", stays)
+        if (loss is None) == (accuracy is None):
+            raise TypeError("steps_to takes one of loss= and accuracy=")
+        if accuracy is None:
+            crossings = self._crossings(loss, stays)  # type: ignore[arg-type]
+        else:
+            real_number("accuracy", accuracy, at_least=0, at_most=1)
+            if all(math.isnan(h.last("global_accuracy")) for h in self._all_histories()):
+                raise ValueError("accuracy=: the validation of these runs has none; give loss=")
+            crossings = self._crossings(accuracy, stays, of="global_accuracy")
         ways = {f"{way}_bytes": way for way in ("wire", "payload")}
-        if a_text("of", of) in ways:
-            return {
-                name: [until(run.history, at, self._spent(run, ways[of])) for run, at in own]
-                for name, own in self._crossings(loss, stays).items()
-            }
-        return {
-            name: [run.history.at_step(at.step, of) for run, at in own]
-            for name, own in self._crossings(loss, stays).items()
-        }
+
+        def value(run: ComparedRun, at: Crossing) -> float:
+            if of in ways:
+                return until(run.history, at, self._spent(run, ways[of]))
+            if of == "round" and not math.isnan(at.step):
+                return float(rounds(run.history)[np.searchsorted(run.history["step"], at.step)])
+            return run.history.at_step(at.step, "step" if of == "round" else of)
+
+        if a_text("of", of) == "round" and not all(h.ledger.attendance for h in self._all_histories()):
+            raise ValueError("of='round' needs participation=, which has rounds; of='step' is there for all runs")
+        return {name: [value(run, at) for run, at in own] for name, own in crossings.items()}
 
     def _crossings(
-        self, loss: float, stays: bool, begun: bool = False
+        self, loss: float, stays: bool, begun: bool = False, of: str | None = None
     ) -> dict[str, list[tuple[ComparedRun, Crossing]]]:
         """Return name → for each seed, or for those that have `_begun`, the run, and where it reaches the loss."""
         return {
-            name: [(run, self._crossing(run, loss, stays)) for run in (_begun(runs) if begun else runs)]
+            name: [(run, self._crossing(run, loss, stays, of)) for run in (_begun(runs) if begun else runs)]
             for name, runs in self._runs.items()
         }
 
-    def _crossing(self, run: ComparedRun, loss: float, stays: bool) -> Crossing:
-        at = run.history.crossing(loss, self._loss_column, stays)
+    def _crossing(self, run: ComparedRun, loss: float, stays: bool, of: str | None = None) -> Crossing:
+        at = run.history.crossing(loss, of or self._loss_column, stays)
         return NEVER if stays and run.failed else at
 
     def _racers(self, loss: float, stays: bool) -> dict[str, list[tuple[ComparedRun, Crossing, float]]]:
@@ -621,7 +642,8 @@ class Comparison(Mapping[str, ComparedRun]):
             to: the strategy to compare with, chosen before you saw the results; default: the best, which the results
                 choose. Any two might then have been compared, so that p is adjusted for all pairs of strategies. The
                 same holds for `to=comparison.best()`.
-            of: a column of `History`, whose last value is compared. A run that diverged or failed has no value.
+            of: a column of `History`, whose last value is compared, or a column of the table on clients, such as
+                "client accuracy, worst tenth". A run that diverged or failed has no value.
             level: the confidence level of all tests together, in (0, 1).
 
         Returns:
@@ -637,8 +659,14 @@ class Comparison(Mapping[str, ComparedRun]):
         import pandas
 
         to = self.best() if to is None else one_of("to", to, self)
-        one_of("of", of, dict.fromkeys(column for history in self._all_histories() for column in history.columns))
-        rows = differences(self._by_seed(lambda run: run.history.last(of)), to, level, chosen=isinstance(to, Best))
+        on_clients = self._on_clients
+        columns = (column for history in self._all_histories() for column in history.columns)
+        one_of("of", of, dict.fromkeys([*columns, *on_clients(self._all_runs()[0])]))
+
+        def last(run: ComparedRun) -> float:
+            return run.history.last(of) if of in run.history.columns else on_clients(run).get(of, math.nan)
+
+        rows = differences(self._by_seed(last), to, level, chosen=isinstance(to, Best))
         frame = pandas.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
         needed = [row["seeds_needed"] for row in rows]
         if not all(map(math.isfinite, needed)):
@@ -862,7 +890,7 @@ class Comparison(Mapping[str, ComparedRun]):
 
     def _less(self, run: ComparedRun) -> float | None:
         """Return how many times fewer bytes than AllReduce's a run sent; None if it sent nothing."""
-        numbers = self._numbers(run, None, False, None, self._of_clients, frozenset())
+        numbers = self._numbers(run, None, False, None, self._of_clients)
         less = numbers["times less than AllReduce"]
         return less if math.isfinite(less) else None
 
@@ -905,10 +933,11 @@ class Comparison(Mapping[str, ComparedRun]):
         bytes that AllReduce sends on the wire in as many steps, divided by this strategy's bytes; NaN if nothing was
         sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's,
         and a network's collectives go through a server unless its text names another algorithm. With a
-        `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile and the
-        worst client; without accuracies, "client loss" with the 90th percentile. With a `test_dataset`, "test loss" and
-        "test accuracy" are the final global model's. With several seeds, every number is the mean over the runs that
-        ended (over all runs, if none ended; until a loss, over all runs that began); if the runs differ, "<column> std"
+        `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile, the mean of
+        the worst tenth and the worst client; without accuracies, "client loss" with the 90th percentile. With a
+        `test_dataset`, "test loss" and "test accuracy" are the final global model's. With several seeds, every
+        number is the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs
+        that began); if the runs differ, "<column> std"
         follows, the standard deviation of the sample. If strategies may take different numbers of steps, "steps" has
         them. With a budget, "time used", "wire used" and so on are the shares of it.
 
@@ -922,10 +951,9 @@ class Comparison(Mapping[str, ComparedRun]):
             raise TypeError("stays=True has no effect without loss=")
         rows, priced = [], self._priced(network, compute)
         of_clients = self._of_clients
-        on_clients = frozenset().union(*(one.measured_on_clients for one in self._all_histories()))
         for name in self._ordered():
             runs = self._runs[name]
-            numbers = {run: self._numbers(run, loss, stays, priced, of_clients, on_clients) for run in runs}
+            numbers = {run: self._numbers(run, loss, stays, priced, of_clients) for run in runs}
             row: dict[str, Any] = {**self._titles(name)}
             for column in numbers[runs[0]]:
                 to_loss = loss is not None and column.endswith(f" to {loss:g}")
@@ -1131,13 +1159,12 @@ class Comparison(Mapping[str, ComparedRun]):
         stays: bool,
         priced: Priced,
         of_clients: bool,
-        on_clients: frozenset[str],
     ) -> dict[str, float]:
         """Return the columns of the table for one run, in their order.
 
         Args:
             target, stays: a loss to reach, see `steps_to`.
-            of_clients: whether cohorts trained. on_clients: what was measured on each client's data, in any run.
+            of_clients: whether cohorts trained.
         """
         history, numbers = run.history, {}
         steps = int(history.last("step")) if len(history) else 0
@@ -1149,7 +1176,7 @@ class Comparison(Mapping[str, ComparedRun]):
             if any(not math.isnan(h.last(column)) for h in self._all_histories()):
                 own = math.nan if run.diverged_at is not None else history.last(column)
                 numbers[column.replace("_", " ")] = own
-        numbers |= _on_clients(run, on_clients)
+        numbers |= self._on_clients(run)
         if self._lengths_differ:
             numbers["steps"] = steps
         ledger, everyone = history.ledger, traffic("all_reduce", history.num_nodes)
@@ -1212,6 +1239,23 @@ class Comparison(Mapping[str, ComparedRun]):
         tuned = [f"{name} ({len(self.tuned[name])} settings)" for name in self if name in self.tuned]
         others = [name for name in self if name not in self.tuned]
         return [f"tuned: {_named(tuned)}" + (f"; not tuned: {_named(others)}" if others else "")] if tuned else []
+
+    def _on_clients(self, run: ComparedRun) -> dict[str, float]:
+        """Return the columns on the performance of each client's model on its data; empty if no run measured it."""
+        measured, history = frozenset().union(*(one.measured_on_clients for one in self._all_histories())), run.history
+        if "accuracies" in measured:
+            titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
+            values = values[~np.isnan(values)]  # without clients of whom no label counts
+        elif "losses" in measured:
+            titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
+        else:
+            return {}
+        if not len(values) or run.diverged_at is not None:
+            return dict.fromkeys(titles, math.nan)
+        ordered = sign * np.sort(sign * values)  # the worst client first
+        worst = ordered[: math.ceil(len(values) / 10)]
+        percentile = np.percentile(values, 10 if sign > 0 else 90)
+        return dict(zip(titles, map(float, (values.mean(), percentile, worst.mean(), ordered[0])), strict=True))
 
     @property
     def _of_clients(self) -> bool:
@@ -1343,19 +1387,3 @@ def _sound(runs: list[ComparedRun]) -> list[ComparedRun]:
 def _begun(runs: list[ComparedRun]) -> list[ComparedRun]:
     """Return the runs that took a step or failed, without those that were interrupted before; all if none did."""
     return [run for run in runs if run.failed or run.history.last("step") > 0] or runs
-
-
-def _on_clients(run: ComparedRun, measured: frozenset[str]) -> dict[str, float]:
-    """Return the columns on the global model's performance on each client's data; empty if none was `measured`."""
-    history = run.history
-    if "accuracies" in measured:
-        name, percentile, values, worst = "accuracy", 10, history.client_val_accuracies, np.min
-        values = values[~np.isnan(values)]  # without clients of whom no label counts
-    elif "losses" in measured:
-        name, percentile, values, worst = "loss", 90, history.client_val_losses, np.max
-    else:
-        return {}
-    known = len(values) > 0 and run.diverged_at is None
-    found = (values.mean(), np.percentile(values, percentile), worst(values)) if known else 3 * (math.nan,)
-    titles = (f"client {name}", f"client {name}, {percentile}th percentile", f"client {name}, worst")
-    return dict(zip(titles, map(float, found), strict=True))

@@ -271,14 +271,17 @@ class History:
     def crossing(self, loss: float, of: str, stays: bool = False) -> Crossing:
         """Return the steps at which column `of` reaches a loss; between measurements the last value holds.
 
+        An accuracy is reached from below, a loss from above.
+
         >>> history = History()
         >>> for step, loss in [(0, 3.0), (10, 2.0), (20, 2.5)]: history.append({"step": step, "global_loss": loss})
         >>> history.crossing(2.2, "global_loss")
         Crossing(step=10.0, formed=10.0, first=1.0)
         """
         known = ~np.isnan(self[of])
-        formed = self.formed[known] if of == "global_loss" else None
-        return crossing(self["step"][known], self[of][known], real_number("loss", loss), formed, stays)
+        formed = self.formed[known] if of.startswith("global_") else None
+        sign, name = (-1, "accuracy") if of in ACCURACIES else (1, "loss")
+        return crossing(self["step"][known], sign * self[of][known], sign * real_number(name, loss), formed, stays)
 
     @property
     def formed(self) -> NDArray[np.bool_]:

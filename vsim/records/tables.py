@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from vsim.arguments import a_text, given, one_of, whole_number
 
 # Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
-_CLIENT_LOSSES = ("client loss", "client loss, 90th percentile", "client loss, worst")
-_CLIENT_ACCURACIES = ("client accuracy", "client accuracy, 10th percentile", "client accuracy, worst")
+CLIENT_LOSSES, CLIENT_ACCURACIES = (
+    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", ", worst tenth", ", worst"))
+    for name, percentile in (("loss", 90), ("accuracy", 10))
+)
 _DIGITS = {
-    **dict.fromkeys(("validation loss", "training loss", "test loss", *_CLIENT_LOSSES), 4),
+    **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
     **dict.fromkeys(("machine seconds", "validation seconds"), 1),
 }
 # Stand for LaTeX commands, which tabulate would escape.
@@ -25,13 +27,13 @@ _NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %| TB|×|)")
 _MARKDOWN = ("github", "pipe")
 _USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
 _PERCENT, _TIMES = (
-    ("accuracy", "test accuracy", "utilization", *_CLIENT_ACCURACIES, *_USED),
+    ("accuracy", "test accuracy", "utilization", *CLIENT_ACCURACIES, *_USED),
     ("times less than AllReduce",),
 )
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
-    *(*_CLIENT_LOSSES, *_CLIENT_ACCURACIES),
+    *(*CLIENT_LOSSES, *CLIENT_ACCURACIES),
 )
 _PAGE = 100  # characters
 UNDECIDED = "not told from the best by these seeds (p > 0.05, paired t-tests, Holm over all pairs)"
