@@ -207,3 +207,33 @@ def test_steps_and_rounds_to_an_accuracy() -> None:
             comparison.steps_to(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="accuracy must be"):
         comparison.steps_to(accuracy=1.5)
+
+
+@pytest.mark.parametrize("personal", [False, True])
+def test_local_steps_before_a_client_is_measured(personal: bool) -> None:
+    strategy = (FedPerStrategy if personal else FedAvgStrategy)("sgd", H=2, lr=0.1)
+    options = {"strategy": strategy, "batch_size": 12}  # all examples of a client
+    tuned, plain = fitted(client_val_steps=3, **options), fitted(**options)
+    np.testing.assert_array_equal(tuned.history.node_losses, plain.history.node_losses)
+    for client in range(5):
+        model = plain.client_model(client)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(data(client, 5, True)[:]).backward()
+            optimizer.step()
+        expected = model(data(client, 5, False)[:]).item()
+        assert tuned.history.client_val_losses[client] == pytest.approx(expected, rel=1e-4)
+
+
+def test_local_steps_repeat_and_are_checked() -> None:
+    one, two = (fitted(client_val_steps=5, batch_size=4).history.client_val_losses for _ in range(2))
+    np.testing.assert_array_equal(one, two)
+    with pytest.raises(ValueError, match="client_val_steps"):
+        fitted(client_val_steps=2, client_val_dataset=None)
+    with pytest.raises(ValueError, match="client_val_steps must be"):
+        fitted(client_val_steps=0)
+    with pytest.raises(ValueError, match="train_dataset as a Partition"):
+        vsim.Trainer(MLP(4, (8,), 2), data(0, 1, True)).fit(
+            strategy=FedAvgStrategy(), client_val_dataset=data, client_val_steps=2, **OPTIONS
+        )

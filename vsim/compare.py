@@ -189,7 +189,7 @@ def call_text(function: str, **arguments: Any) -> str:
 # Options that the runs of tuning do without: they are of the final comparison.
 _OF_THE_COMPARISON = (
     *("logger", "run_name", "wandb_project", "train_loss_hook", "eval_loss_hook"),
-    *("client_val_dataset", "test_dataset"),
+    *("client_val_dataset", "client_val_steps", "test_dataset"),
 )
 
 

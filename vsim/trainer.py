@@ -201,6 +201,8 @@ class Trainer:
                 of a population; or a `Partition`, such as that of the training data. After the last step the global
                 model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`. With
                 personal layers, every client's own model is measured; see `client_model`.
+            client_val_steps: steps that each client first takes on its own training data, on a copy of the model, by
+                the inner optimizer without state, schedule or max_norm. None: measure the model as it is.
             test_dataset: a dataset or factory like val_dataset, on all of which the global model is measured after the
                 last step: `test_loss` and `test_accuracy` in the history's last row. Nothing is chosen by it.
             seed: everything random follows from it. The process's own random state is not touched.

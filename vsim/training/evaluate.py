@@ -22,6 +22,7 @@ from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
 from vsim.training.clients import OwnModels
+from vsim.training.finetune import fine_tuned
 from vsim.training.run import Run
 from vsim.training.spec import Metric
 from vsim.training.stack import Stack
@@ -222,7 +223,8 @@ def _measured_together(
 def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
     """Return run → the "losses" (N,) of its global model on each of N datasets, and "accuracies" if known.
 
-    On the data of a client, its own model is measured where the strategy has personal layers.
+    On the data of a client, its own model is measured where the strategy has personal layers, or where the client
+    first takes local steps.
 
     Runs with the same data are measured together. With several processes, only the first node's process measures.
 
@@ -258,7 +260,7 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
     own_models = {
         row: OwnModels(own.strategy, own.cluster, own.clients)
         for row, own in enumerate(runs)
-        if of == "client" and own.strategy.is_personal
+        if of == "client" and (own.strategy.is_personal or own.spec.client_val_steps)
     }
     found = torch.full((2, len(runs), len(datasets)), math.nan, dtype=torch.float64)  # losses, accuracies where known
     for number, dataset in enumerate(datasets if 0 in run.nodes else ()):
@@ -270,13 +272,11 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
             batch = tree_map(lambda t: t.to(device), batch)
             pieces = _cut(batch, len(tree_leaves(batch)[0]), batch_size)
             for row, own_model in own_models.items():
-                candidate = candidates[row]
-                weights, buffers = own_model(
-                    number, candidate.weights[0], {n: b[0] for n, b in candidate.buffers.items()}
-                )
-                models[row] = models[row]._replace(
-                    weights=weights[None], buffers={n: b[None] for n, b in buffers.items()}
-                )
+                _, buffers, *_ = candidates[row]
+                own = own_model(number, candidates[row].weights[0], {name: b[0] for name, b in buffers.items()})
+                weights, tuned = fine_tuned(runs[row], number, *own) if runs[row].spec.client_val_steps else own
+                own_buffers = {name: b[None] for name, b in tuned.items()}
+                models[row] = models[row]._replace(weights=weights[None], buffers=own_buffers)
             with stack.threads():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:

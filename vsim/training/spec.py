@@ -42,7 +42,7 @@ Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of 
 _COUNTS = ("num_nodes", "batch_size", "num_epochs", "log_interval")
 _COUNTS_OR_NONE = (
     *("max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
-    *("chunk_size", "threads_per_process"),
+    *("chunk_size", "threads_per_process", "client_val_steps"),
 )
 _FLAGS = ("shuffle", "autocast", "deterministic", "compile")
 
@@ -82,6 +82,7 @@ class RunSpec:
     val_size: int | None = None
     val_interval: int | None = 100
     client_val_dataset: DatasetFactory | None = None
+    client_val_steps: int | None = None
     test_dataset: Data | None = None
     seed: int = 42
     participation: Participation | None = None
@@ -190,6 +191,14 @@ class RunSpec:
             )
         if self.client_val_dataset is not None:
             a_function("client_val_dataset", self.client_val_dataset, "rank, num_nodes, train_dataset")
+        if self.client_val_steps is not None:
+            if self.client_val_dataset is None:
+                raise ValueError("client_val_steps has no effect without a client_val_dataset")
+            if not is_factory(self.train_dataset):
+                raise ValueError(
+                    "client_val_steps are on each client's own training data: give train_dataset as a Partition or a "
+                    "function f(rank, num_nodes, train_dataset)"
+                )
         if not isinstance(self.dataloader_kwargs, Mapping | None):
             raise TypeError(
                 f"dataloader_kwargs must be a dict of arguments of DataLoader, got {self.dataloader_kwargs!r}"
