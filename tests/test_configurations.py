@@ -181,6 +181,8 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     if name == "noloco":
         given_at_times(draw, own, "alpha", 0, 0.5, bad=(2,))
         given_at_times(draw, own, "gamma", 0, 0.7, None, bad=(-1,))
+    if name == "gossip":
+        given_at_times(draw, own, "topology", "ring", "one_peer_exponential", bad=("star", [(0, 0)]))
     if name == "slowmo":
         given_at_times(draw, own, "beta", 0, 0.5, bad=(2,))
     if name == "desloc":

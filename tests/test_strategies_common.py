@@ -47,6 +47,7 @@ from vsim.strategy import (
     FedPerStrategy,
     FedProxStrategy,
     FedRepStrategy,
+    GossipStrategy,
     GPAStrategy,
     GradientAverage,
     HierarchicalStrategy,
@@ -433,6 +434,28 @@ TABLE = [
         in_order(every(3, "send", "outer gradient", 4 * P), every(3, "send", "outer weights", 4 * P)),
         {"H": {"H": 2}, **{name: {"H": 3, name: 0.9} for name in ("alpha", "beta", "gamma")}},
         learns_with={"H": 5},
+    ),
+    Row(
+        # On a ring of four every node has two neighbours: two rounds of messages.
+        "Gossip",
+        GossipStrategy,
+        {"H": 3},
+        in_order(*[every(3, "send", "weights", 4 * P)] * 2),
+        {"H": {"H": 2}, "topology": {"H": 3, "topology": "complete"}, "tracking": {"tracking": True}},
+        learns_with={"H": 5},
+    ),
+    Row(
+        # Hops of 1 and 2 in turn: the mean of four after two steps, from which their own steps have moved them.
+        "Gossip, one peer",
+        GossipStrategy,
+        {"topology": "one_peer_exponential"},
+        every(1, "send", "weights", 4 * P),
+    ),
+    Row(
+        "Gradient tracking",
+        GossipStrategy,
+        {"tracking": True},
+        in_order(*[every(1, "send", "weights and trackers", 8 * P)] * 2),
     ),
     Row(
         "SlowMo",

@@ -197,6 +197,34 @@ class NoLoCo(Periodic):
 
 
 @dataclass(frozen=True)
+class Gossip(Periodic):
+    """Lian et al. 2017, on a ring of four: θ ← W θ, a third of a node and of each neighbour."""
+
+    H: int = 1
+    W: ClassVar = np.array([[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]) / 3
+
+    def meet(self, s: State, choice: int) -> None:
+        s["θ"] = self.W @ s["θ"]
+
+    def sent(self, t: int, n: int) -> float:
+        return 2 * super().sent(t, n)
+
+
+@dataclass(frozen=True)
+class Tracking(Gossip):
+    """DIGing, Nedić et al. 2017: y ← W y + g − g_before, at first g; θ ← W θ − η y."""
+
+    own = ("y", "g")
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        s["y"], s["g"] = self.W @ s["y"] + g - s["g"], g
+        s["θ"] = self.W @ s["θ"] - self.lr * s["y"]
+
+    def sent(self, t: int, n: int) -> float:
+        return 2 * super().sent(t, n)
+
+
+@dataclass(frozen=True)
 class DelayedNesterov(Periodic):
     """Liu et al. 2024, with equal speeds and N = K: workers arrive one after the other, and each takes the newest φ.
 

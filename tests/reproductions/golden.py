@@ -57,6 +57,8 @@ HISTORIES = {
     "delayed": local("EagerDiLoCoStrategy", "H=2, eager=False", formulas.Eager(0.25, 2, eager=False)),
     "desloc": Golden(f"DESLOCStrategy(inner_optim={ADAMW}, H=2, H_m=3, H_v=6)", formulas.DesLoc(0.25)),
     "noloco": local("NoLoCoStrategy", "H=2", formulas.NoLoCo(0.25, 2), 2),
+    "gossip": local("GossipStrategy", "H=2", formulas.Gossip(0.25, 2), 4),
+    "diging": local("GossipStrategy", "tracking=True", formulas.Tracking(0.25), 4),
     "sparseloco": local(
         "SparseLoCoStrategy",
         "H=2, topk=1, quantization_bits=None, error_feedback=0.5, outer_lr=0.5",

@@ -54,6 +54,7 @@ from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.fedrep import AlternatingAverage, FedRepStrategy
 from vsim.strategy.gated import EDiTCommunicator, EDiTStrategy
+from vsim.strategy.gossip import GossipCommunicator, GossipStrategy, RandomGraph
 from vsim.strategy.gpa import GPAStrategy
 from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
@@ -90,6 +91,7 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "edit": (EDiTStrategy, {}),
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
+    "gossip": (GossipStrategy, {}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
@@ -175,6 +177,8 @@ __all__ = [
     "FedRepStrategy",
     "FedYogi",
     "GPAStrategy",
+    "GossipCommunicator",
+    "GossipStrategy",
     "GradientAverage",
     "GroupAverage",
     "HierarchicalStrategy",
@@ -192,6 +196,7 @@ __all__ = [
     "PowerSGD",
     "PrivateAverage",
     "ProximalTerm",
+    "RandomGraph",
     "RandomIndexSelector",
     "RandomK",
     "Rule",

@@ -1,0 +1,333 @@
+"""Gossip: each node averages with its neighbours on a graph, and no two have equal weights."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from vsim.arguments import a_list, one_of, true_or_false, whole_number
+from vsim.cluster import Cluster
+from vsim.reading import read_text
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.when import When, interval
+
+Pair = tuple[int, int]
+TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
+_MOST_NODES = 1024  # of a matrix whose second singular value is computed
+
+
+@dataclass(frozen=True)
+class RandomGraph:
+    """A connected graph in which every node has the same number of neighbours, drawn by random swaps of edges.
+
+    Args:
+        degree: neighbours of a node, below the number of nodes; degree · nodes is even.
+        seed: of the draw, which does not depend on the run's seed.
+    """
+
+    degree: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("degree", self.degree)
+        whole_number("seed", self.seed, at_least=0)
+
+    def edges(self, num_nodes: int) -> tuple[Pair, ...]:
+        """Return the edges among `num_nodes` nodes."""
+        if self.degree >= num_nodes or self.degree * num_nodes % 2:
+            raise ValueError(f"{self}: {num_nodes} nodes cannot have {self.degree} neighbours each")
+        hops = [*range(1, self.degree // 2 + 1), *([num_nodes // 2] if self.degree % 2 else [])]
+        edges, draws = list(_circulant(num_nodes, hops)), random.Random(self.seed)
+        known = set(edges)
+        for _ in range(100):
+            for _ in range(10 * len(edges)):
+                one, two = draws.randrange(len(edges)), draws.randrange(len(edges))
+                (a, b), (c, d) = edges[one], edges[two][:: draws.choice([1, -1])]
+                new = _undirected([(a, d), (c, b)])
+                if len({a, b, c, d}) == 4 and not known & {*new}:
+                    known = known - {edges[one], edges[two]} | {*new}
+                    edges[one], edges[two] = new
+            if _connected(edges, num_nodes):
+                return _undirected(edges)
+        raise ValueError(f"{self}: no connected graph of {num_nodes} nodes was found; give a larger degree")
+
+
+Topology = str | RandomGraph | tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """One multiplication by W: messages in rounds, in each of which a node is once a source and once a destination.
+
+    Attributes:
+        rounds: pairs (source, destination) of places. received: (rounds, n) what a node's message of a round counts.
+        own: (n,) what its own row counts.
+    """
+
+    rounds: list[list[Pair]]
+    received: Tensor
+    own: Tensor
+
+    def matrix(self) -> Tensor:
+        """Return W (n, n)."""
+        W = torch.diag(self.own)
+        for pairs, counts in zip(self.rounds, self.received, strict=True):
+            for source, destination in pairs:
+                W[destination, source] = counts[destination]
+        return W
+
+
+@lru_cache(maxsize=64)
+def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixing:
+    """Return the mixing of the nodes `active` that take part, after `number` mixings."""
+    n = len(active)
+    if topology == "one_peer_exponential":
+        hop = 2 ** (number % _cycle(topology, n))
+        arcs = {(i, (i + hop) % n): 0.5 for i in range(n) if n > 1}
+    else:
+        edges = edges_of(topology, active)
+        degrees = Counter(itertools.chain(*edges))
+        arcs = {(i, j): 1 / (1 + max(degrees[i], degrees[j])) for edge in edges for i, j in (edge, edge[::-1])}
+    rounds = _matchings(sorted(arcs, key=lambda arc: ((arc[1] - arc[0]) % n, arc)))
+    received = torch.zeros(len(rounds), n, dtype=torch.float64)
+    for counts, pairs in zip(received, rounds, strict=True):
+        for arc in pairs:
+            counts[arc[1]] = arcs[arc]
+    return Mixing(rounds, received, 1 - received.sum(0))
+
+
+@lru_cache(maxsize=64)
+def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
+    """Return 1 − |λ₂(W)|; of graphs that change, 1 − the mean contraction in a cycle: ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
+
+    NaN for more than 1024 nodes.
+    """
+    n, cycle = len(active), _cycle(topology, len(active))
+    if n > _MOST_NODES:
+        return math.nan
+    product = torch.eye(n, dtype=torch.float64)
+    for number in range(cycle):
+        product = mixing(topology, active, number).matrix() @ product
+    return 1 - float(torch.linalg.matrix_norm(product - 1 / n, 2)) ** (1 / cycle)
+
+
+def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
+    """Return the edges among the nodes that take part, by their places: a named graph has as many nodes as there are.
+
+    Of a list of edges and of a `RandomGraph`, those remain whose two ends are there; numbers are of all nodes.
+    """
+    n = len(active)
+    if topology == "torus":
+        width = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
+        cells = [divmod(i, width) for i in range(n)]
+        right = [(row * width + column, row * width + (column + 1) % width) for row, column in cells]
+        return _undirected([*right, *((i, (i + width) % n) for i in range(n))])
+    if isinstance(topology, str):
+        hops = {"ring": [1], "exponential": [2**m for m in range(_cycle("one_peer_exponential", n))]}
+        return _circulant(n, hops.get(topology, range(1, n)))
+    assert not isinstance(topology, RandomGraph)
+    places = {node: place for place, node in enumerate(active)}
+    return tuple((places[i], places[j]) for i, j in topology if i in places and j in places)
+
+
+def _cycle(topology: Topology, n: int) -> int:
+    """Return after how many mixings the graphs begin again: ⌈log₂ n⌉ of one peer."""
+    return max(1, (n - 1).bit_length()) if topology == "one_peer_exponential" else 1
+
+
+def _circulant(n: int, hops: Iterable[int]) -> tuple[Pair, ...]:
+    return _undirected((i, (i + hop) % n) for hop in hops for i in range(n))
+
+
+def _undirected(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    return tuple(dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]))
+
+
+def _connected(edges: Iterable[Pair], num_nodes: int) -> bool:
+    near = defaultdict(set)
+    for i, j in edges:
+        near[i].add(j)
+        near[j].add(i)
+    reached, coming = {0}, [0]
+    while coming:
+        new = near[coming.pop()] - reached
+        reached |= new
+        coming += new
+    return len(reached) == num_nodes
+
+
+def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
+    """Cut arcs into as many rounds as the largest degree, in each of which a node sends once and receives once.
+
+    The edges of a bipartite graph, of sources and destinations, are coloured by alternating paths [König 1916].
+    """
+    out: dict[int, dict[int, int]] = defaultdict(dict)  # source → round → destination
+    into: dict[int, dict[int, int]] = defaultdict(dict)  # destination → round → source
+    for source, destination in arcs:
+        a, b = (next(c for c in itertools.count() if c not in own) for own in (out[source], into[destination]))
+        path, end, now, sides = [], destination, a, (into, out)
+        while a != b and now in sides[0][end]:  # rounds a and b alternate from the destination on: exchange them
+            other = sides[0][end][now]
+            path.append((other, end, now) if sides[0] is into else (end, other, now))
+            end, now, sides = other, a + b - now, sides[::-1]
+        for i, j, c in path:
+            del out[i][c], into[j][c]
+        for i, j, c in [*((i, j, a + b - c) for i, j, c in path), (source, destination, a)]:
+            out[i][c], into[j][c] = j, i
+    rounds: dict[int, list[Pair]] = defaultdict(list)
+    for i, own in out.items():
+        for c, j in own.items():
+            rounds[c].append((i, j))
+    return [sorted(rounds[c]) for c in sorted(rounds)]
+
+
+def topology_of(given: Any) -> Topology:
+    """Return a name, a `RandomGraph` or checked edges for what a user gave as a graph."""
+    if isinstance(given, RandomGraph):
+        return given
+    if isinstance(given, str) and not given.endswith(".csv"):
+        return one_of("topology", given, TOPOLOGIES)
+    if isinstance(given, str | Path):
+        rows = [row for row in csv.reader(read_text(Path(given)).splitlines()) if row]
+        numbers = [[int(n) if n.strip().isdecimal() else n for n in row] for row in rows]
+        given = numbers[1:] if rows and not any(isinstance(n, int) for n in numbers[0]) else numbers  # after names
+    elif hasattr(given, "edges") and hasattr(given, "nodes"):  # of networkx
+        if given.is_directed():
+            raise ValueError("topology: the edges of a graph go both ways, got a directed graph")
+        nodes = list(given.nodes)
+        places = {node: node if {*nodes} == {*range(len(nodes))} else place for place, node in enumerate(nodes)}
+        given = [(places[i], places[j]) for i, j in given.edges if i != j]
+    edges = []
+    for pair in a_list("topology", given):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"topology: an edge must be a pair of nodes, got {pair!r:.100}")
+        i, j = (whole_number("topology: a node", node, at_least=0) for node in pair)
+        if i == j:
+            raise ValueError(f"topology: an edge must join two nodes, got {(i, j)}")
+        edges.append((i, j))
+    return _undirected(edges)
+
+
+class GossipCommunicator(CommunicationModule):
+    """After every H-th step θ_k ← Σ_j W_kj θ_j over the neighbours j of node k; see `GossipStrategy`."""
+
+    correction: Tensor  # W y − g, stacked (R, P); with tracking
+    mixings: int  # since the graph began
+    derived = ("graph",)
+
+    def __init__(self, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
+        self.topology, self.H, self.tracking = topology_of(topology), interval(H), true_or_false("tracking", tracking)
+        if self.tracking and H != 1:
+            raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={H!r}")
+
+    def setup(self, cluster: Cluster) -> None:
+        n, self.graph = cluster.population, self.topology
+        if isinstance(self.topology, RandomGraph):
+            self.graph = self.topology.edges(n)
+        elif isinstance(self.topology, tuple):
+            if (most := max(map(max, self.topology), default=0)) >= n:
+                raise ValueError(f"topology: nodes are 0 … {n - 1}, got {most}")
+            if not _connected(self.topology, n):
+                raise ValueError(f"topology: the graph must connect all {n} nodes")
+        self.keep_shared(mixings=0)
+        if self.tracking:
+            self.keep_stacked(correction=torch.zeros_like(cluster.weights))
+
+    def attend(self, cluster: Cluster) -> None:
+        self.mixings = 0
+        if self.tracking:  # Σ y = Σ g would not hold among other nodes
+            self.correction = torch.zeros_like(cluster.weights)
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        if not self.tracking:
+            super().communicate_gradients(cluster)
+            return
+        y = self.correction + cluster.grads  # W y + ∇f(x_new) − ∇f(x_old)
+        x, y_mixed = self._mixed(torch.cat([cluster.weights, y], 1), cluster, "weights and trackers").chunk(2, 1)
+        cluster.weights.copy_(x)
+        self.correction = y_mixed - cluster.grads
+        cluster.grads.copy_(y)
+
+    def sync(self, cluster: Cluster) -> None:
+        if not self.tracking:
+            cluster.weights.copy_(self._mixed(cluster.weights, cluster, "weights"))
+
+    def _mixed(self, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
+        """Return W times stacked `rows` (R, p): products and sums by entry, in the order of the rounds."""
+        active, nodes = cluster.active, cluster.collectives.nodes
+        now = mixing(self.graph, active, self.mixings % _cycle(self.graph, len(active)))
+        self.mixings += 1
+        held = list(nodes) or [0]  # a process without a node that takes part has a row that nobody receives
+        own, *received = torch.cat([now.own[None], now.received])[:, held].to(rows).unbind()
+        mixed = rows * own[:, None]
+        for pairs, counts in zip(now.rounds, received, strict=True):
+            named = [(active[i], active[j]) for i, j in pairs]
+            arriving = cluster.collectives.send(rows, named, label=label)
+            mixed.add_(arriving.mul_(counts[:, None]))
+        return mixed
+
+    def measured(self, cluster: Cluster) -> dict[str, float]:
+        return {"spectral_gap": spectral_gap(self.graph, cluster.active)}
+
+
+class GossipStrategy(Algorithm):
+    """Average with the neighbours on a graph: gossip, decentralized SGD, D-PSGD [Lian et al. 2017, arXiv:1705.09056].
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
+        W_kj = 1 / (1 + max(d_k, d_j)) of neighbours with degrees d, W_kk = 1 − Σ_j W_kj [Metropolis weights]
+
+    W is symmetric, and its rows and columns sum to 1: the mean of the nodes stays, and their distance from it shrinks
+    by |λ₂(W)| or more in a mixing. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
+    [DIGing, Nedić et al. 2017, arXiv:1607.03218] the optimizer takes y_k, which follows the mean gradient, in place of
+    the node's own, so that nodes with different data come to the optimum of the mean at a constant learning rate:
+
+        y ← W y + ∇f(x_new) − ∇f(x_old), at first ∇f(x);  x ← optimizer(W x, y), in the paper W x − α y
+
+    Args:
+        topology: the graph: "ring"; "torus", of the most equal sides, a ring if K is prime; "exponential", k ± 2^m;
+            "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to
+            k + 2^(t mod ⌈log₂ K⌉), and takes half of itself and half of what comes; "complete"; `RandomGraph(degree)`;
+            a list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
+        H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
+        tracking: whether to track gradients; with H = 1.
+        options: see `Algorithm`.
+
+    Payload: all weights, with tracking twice as much, to each neighbour every H steps: d rounds of messages for the
+    largest degree d, one after another, in each of which a node sends once and receives once. The ledger has the
+    edges of each round, and a network counts each node's own lines.
+
+    Deviations from the paper: weights are averaged after the gradient step, not during it. Where nodes come and go, a
+    named graph is of those that take part; of other graphs, the edges among them remain. Tracking then starts again.
+    """
+
+    family = "local steps"
+
+    def __init__(
+        self,
+        inner_optim: Optim = None,
+        topology: Any = "ring",
+        H: int | When = 1,
+        tracking: bool = False,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        super().__init__([GossipCommunicator(topology, H, tracking)], inner_optim=inner_optim, **options)
+
+    def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
+        """Return W (K, K) of a mixing; `number` counts mixings from 0, which a graph that changes depends on."""
+        (gossip,) = self.communication_modules
+        assert isinstance(gossip, GossipCommunicator)
+        n, graph = whole_number("num_nodes", num_nodes), gossip.topology
+        graph = graph.edges(n) if isinstance(graph, RandomGraph) else graph
+        return mixing(graph, tuple(range(n)), whole_number("number", number, at_least=0)).matrix()
