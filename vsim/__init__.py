@@ -26,6 +26,7 @@ from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.records.sweep import Sweep
+from vsim.strategy.attack import Attack
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.training.callbacks import Callback, EarlyStopping, KeepBest
@@ -36,6 +37,7 @@ exogym.register()
 del exogym
 
 __all__ = [
+    "Attack",
     "Availability",
     "ByLabel",
     "CSVLogger",

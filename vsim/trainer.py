@@ -208,6 +208,8 @@ class Trainer:
             seed: everything random follows from it. The process's own random state is not touched.
             participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
+            attack: a `vsim.Attack` of some nodes, if it is not the strategy's own. For several attacks in one
+                comparison, give it to strategies.
             device: overrides the device of Trainer.
             autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, but the loop where that is as

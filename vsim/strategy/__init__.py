@@ -6,13 +6,16 @@ from vsim.cluster.optim import OptimSpec
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
 from vsim.strategy.asynchronous import AsynchronousStrategy
+from vsim.strategy.attack import Attack
 from vsim.strategy.average import (
     RULES,
     Average,
     Rule,
+    centered_clip,
     clip,
     compress,
     edit,
+    geometric_median,
     iso,
     krum,
     mean,
@@ -143,6 +146,7 @@ __all__ = [
     "AlternatingAverage",
     "AsyncDiLoCoStrategy",
     "AsynchronousStrategy",
+    "Attack",
     "Average",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
@@ -222,9 +226,11 @@ __all__ = [
     "TopK",
     "UniformQuantizer",
     "When",
+    "centered_clip",
     "clip",
     "compress",
     "edit",
+    "geometric_median",
     "iso",
     "krum",
     "mean",

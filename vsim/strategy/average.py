@@ -23,6 +23,7 @@ from vsim.cluster.collectives import Among, Merge, Pending
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import Stateful
+from vsim.strategy.attack import Attack
 from vsim.strategy.compression.base import Compressor, by_node
 from vsim.strategy.selectors import round_up
 
@@ -173,6 +174,66 @@ class krum(Rule):
         squares = torch.stack([torch.linalg.vector_norm(flat - row, dim=1) ** 2 for row in flat])  # (n, n)
         nearest = squares.sort(dim=1).values[:, 1 : 1 + near]  # a row itself is first
         return rows.index_select(0, nearest.sum(1).argmin(0, keepdim=True))[0]
+
+
+@dataclass(frozen=True)
+class geometric_median(Rule):
+    """The vector with the least sum of distances from all vectors, by Weiszfeld's rounds from their mean:
+
+        v ← Σ_k β_k v_k / Σ_k β_k,  β_k = 1 / max(10⁻⁶, ‖v − v_k‖)
+
+    Vectors that are not finite are left out first.
+
+    Args:
+        rounds: at least 1.
+
+    Source: RFA [Pillutla et al. 2019, arXiv:1912.13445], with the mean of nodes that count alike.
+    """
+
+    rounds: int = 8
+
+    def __post_init__(self) -> None:
+        whole_number("rounds", self.rounds)
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        flat = finite_rows(rows).reshape(-1, rows[0].numel())
+        center = flat.mean(0)
+        for _ in range(self.rounds):
+            near = 1 / torch.linalg.vector_norm(flat - center, dim=1).clamp(min=1e-6)
+            center = reduce_rows(flat, "mean", near / near.sum())
+        return center.view(rows.shape[1:])
+
+
+class centered_clip(Stateful, Rule):
+    """Move from the last average v by clipped distances:  v ← v + 1/n Σ_k (v_k − v) min(1, radius / ‖v_k − v‖)
+
+    At first v = 0. Vectors that are not finite are left out.
+
+    Args:
+        radius: above 0. rounds: of this rule in one average, at least 1.
+
+    Source: Karimireddy et al. 2021 [arXiv:2012.10333], whose nodes send momentum.
+    """
+
+    of_moves = True
+    center: Tensor  # v, shared (P,)
+
+    def __init__(self, radius: float, rounds: int = 1) -> None:
+        self.radius, self.rounds = real_number("radius", radius, above=0), whole_number("rounds", rounds)
+
+    def setup(self, cluster: Cluster) -> None:
+        """Prepare for a run on `cluster`."""
+        self.keep_shared(center=torch.zeros_like(cluster.weights[0]))
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        rows = finite_rows(rows)
+        for _ in range(self.rounds):
+            away = rows - self.center
+            self.center = self.center + (away * (self.radius / positive(_norms(away))).clamp(max=1.0)).mean(0)
+        return self.center.clone()
+
+    def __repr__(self) -> str:
+        return f"centered_clip(radius={self.radius:g}, rounds={self.rounds})"
 
 
 @dataclass(frozen=True)
@@ -332,7 +393,7 @@ class _Own(Rule):
 
 
 RULES: dict[str, type[Rule]] = {
-    cls.__name__: cls for cls in (mean, median, trimmed_mean, krum, rda, iso, ties, tsv, edit)
+    cls.__name__: cls for cls in (mean, median, trimmed_mean, krum, geometric_median, rda, iso, ties, tsv, edit)
 }
 
 # Before the rule -----------------------------------------------------------------------------------------------------
@@ -446,6 +507,8 @@ class Average(Stateful, Part):
     """
 
     def __init__(self, *parts: Part) -> None:
+        self.attack: Attack | None = next((part.attack for part in parts if isinstance(part, Average)), None)
+        self.refuses_attack = ""  # why its vectors cannot be an attacker's
         self.rule: Rule = mean()
         self.limit: clip | None = None
         self.message: compress | None = None
@@ -470,16 +533,21 @@ class Average(Stateful, Part):
     @property
     def is_mean(self) -> bool:
         """Whether vectors travel as they are and become their mean, which may then be of weights in place of moves."""
-        return self.rule.is_mean and self.limit is None and self.message is None
+        return self.rule.is_mean and self.limit is None and self.message is None and self.attack is None
 
     @property
     def of_moves(self) -> bool:
         """Whether vectors must be moves or gradients: weights have no length that says anything."""
-        return self.rule.of_moves or self.limit is not None or self.message is not None
+        parts = (self.limit, self.message, self.attack)
+        return self.rule.of_moves or any(part is not None for part in parts)
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`."""
         self.rule.check(cluster.num_nodes)
+        if isinstance(self.rule, centered_clip):
+            self.rule.setup(cluster)
+        if self.attack is not None:
+            self.attack.attackers(cluster.population)
         if self.message is not None:
             self.message.setup(cluster)
 
@@ -493,6 +561,8 @@ class Average(Stateful, Part):
         Returns:
             Shared (P,); with `among` stacked (R, P), see `Collectives.all_reduce`.
         """
+        if self.attack is not None:
+            self.attack(rows, cluster)
         if self.limit is not None:
             self.limit(rows, cluster, label)
         if self.message is not None:
@@ -560,6 +630,10 @@ def average_of(
             f"{where}: average={result} takes lengths or directions of moves from weights that all nodes shared, and "
             "here they share none"
         )
+    if isinstance(result.rule, centered_clip) and arrivals:
+        raise ValueError(f"{where}: average={result} begins at the last average of all nodes, and here one arrives")
+    if arrivals or not origin:
+        result.refuses_attack = f"{where} averages " + ("what arrives one by one" if arrivals else "in groups")
     if result.message is not None and arrivals:
         raise ValueError(f"{where}: average={result}: messages arrive one by one here; leave out compress()")
     return result

@@ -40,6 +40,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.cluster.schedule import Schedule
 from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
+from vsim.strategy.attack import Attack
 from vsim.strategy.average import Average
 from vsim.strategy.configured import Configured
 from vsim.strategy.when import When, schedule_of, syncs
@@ -169,6 +170,7 @@ class StrategyOptions(TypedDict, total=False):
     warmup_steps: int | None
     cosine_anneal: bool | None
     max_steps: int | None
+    attack: Attack | None
 
 
 class Algorithm(Configured):
@@ -187,6 +189,7 @@ class Algorithm(Configured):
             s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
             step s of T.
         lr_scheduler_kwargs: arguments of the scheduler.
+        attack: what some nodes send in place of what `average` is of, or learn from; see `vsim.Attack`.
         warmup_steps: w. cosine_anneal: on for "cosine", off for "lambda_cosine". max_steps: T; default the run's.
 
     Attributes during a run:
@@ -242,6 +245,10 @@ class Algorithm(Configured):
                     raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
         self.settings: dict[str, Any] = {}
         self.communication_modules = list(communication_modules)
+        self.attack = options.get("attack")
+        if self.attack is not None:
+            self.communication_modules = self._attacked(self.attack)
+            self.shares_grads = False  # each node's own is needed
         default, rates = OptimSpec(torch.optim.AdamW), {"lr": options.get("lr")}
         self.optim_spec = resolve_optim(where, {"inner_optim": inner_optim}, rates, default=default)
         max_norm = options.get("max_norm")
@@ -249,6 +256,25 @@ class Algorithm(Configured):
         given: Mapping[str, Any] = options
         of_schedule = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal", "max_steps")
         self.schedule = Schedule(*map(given.get, of_schedule))
+
+    def _attacked(self, attack: Attack) -> list[CommunicationModule]:
+        """Return the modules, where attackers send vectors with averages that the attack acts on."""
+        name = type(self).__name__
+        if not isinstance(attack, Attack):
+            raise TypeError(f"{name}: attack must be a vsim.Attack, got {attack!r}")
+        modules = [copy.copy(module) for module in self.communication_modules]
+        averages = [vars(module).get("average") for module in modules]
+        if attack.kind == "label_flip":
+            return modules
+        if not any(isinstance(average, Average) for average in averages):
+            raise ValueError(f"{name}: {attack} acts on what an average= is of, and it has none")
+        for module, average in zip(modules, averages, strict=True):
+            if isinstance(average, Average):
+                if average.refuses_attack:
+                    raise ValueError(f"{name}: {attack} cannot act, as {average.refuses_attack}")
+                module.average = copy.deepcopy(average)
+                module.average.attack = attack
+        return modules
 
     def _check_made(self) -> None:
         if "communication_modules" not in vars(self):

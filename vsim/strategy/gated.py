@@ -43,6 +43,7 @@ class EDiTCommunicator(OuterStep):
             raise TypeError(
                 f"EDiT: average must be edit(temperature), got {average!r}; DiLoCoStrategy takes the others"
             )
+        self.average.refuses_attack = "EDiT weighs moves by their norms itself"
         self.threshold = real_number("threshold", threshold, above=0)
         self.gate_after = whole_number("gate_after", gate_after)
         self.clip_norm = None if clip_norm is None else real_number("clip_norm", clip_norm, above=0)

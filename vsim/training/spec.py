@@ -28,6 +28,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.folder import Saving
 from vsim.cluster.participation import Participation
 from vsim.data.batches import Data, DatasetFactory, loader_options
+from vsim.data.flipped import FlippedLabels
 from vsim.engine import EXECUTORS
 from vsim.engine.machine import pick_device
 from vsim.engine.objective import Accuracy, LossFunction
@@ -35,7 +36,9 @@ from vsim.network import Compute, Network
 from vsim.records.history import COLUMNS
 from vsim.records.loggers import Logger, run_loggers
 from vsim.records.progress import Hook
+from vsim.strategy.attack import Attack
 from vsim.strategy.base import Algorithm
+from vsim.strategy.configured import arguments_of
 
 Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
@@ -86,6 +89,7 @@ class RunSpec:
     test_dataset: Data | None = None
     seed: int = 42
     participation: Participation | None = None
+    attack: Attack | None = None
     device: str | torch.device | None = None
     autocast: bool = False
     executor: str = "auto"
@@ -123,6 +127,8 @@ class RunSpec:
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
         if not hasattr(self.strategy, "communication_modules"):
             raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")
+        if self.attack is not None or self.strategy.attack is not None:
+            self._take_attack()
         one_of("backend", self.backend, ("stacked", "process"))
         for name in _COUNTS:
             self._set(name, whole_number(name, getattr(self, name)))
@@ -150,6 +156,19 @@ class RunSpec:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _take_attack(self) -> None:
+        """Make the strategy again, with the attack, and flip the labels that attackers learn from."""
+        strategy = self.strategy
+        if self.attack is not None:
+            if strategy.attack is not None:
+                raise TypeError(f"attack={self.attack} and the strategy's own {strategy.attack}: give one of them")
+            self._set("strategy", type(strategy)(**arguments_of(strategy), attack=self.attack))
+            self._set("attack", None)
+        flips = self.strategy.attack
+        if flips is not None and flips.kind == "label_flip" and not isinstance(self.train_dataset, FlippedLabels):
+            assert flips.classes is not None
+            self._set("train_dataset", FlippedLabels(self.train_dataset, flips.attackers, flips.classes))
 
     def _check_callbacks(self) -> None:
         for name in ("train_loss_hook", "eval_loss_hook"):

@@ -1,0 +1,64 @@
+"""Data with wrong labels on some nodes, for attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from vsim.arguments import is_factory
+from vsim.data.batches import DatasetFactory, in_memory
+
+
+class FlippedLabels:
+    """A factory of the nodes' training data in which some nodes have labels C − 1 − y for y.
+
+    Args:
+        factory: f(rank, num_nodes, train_dataset), such as a `Partition`. Examples are (inputs, label), or dicts with a
+            "label" or "labels".
+        nodes: of how many nodes → the numbers of those with flipped labels.
+        classes: C.
+
+    Raises:
+        TypeError: the nodes share one dataset.
+    """
+
+    def __init__(self, factory: Any, nodes: Callable[[int], Sequence[int]], classes: int) -> None:
+        if not is_factory(factory):
+            raise TypeError(
+                "attack: labels are flipped in the data of single nodes: give each its own train_dataset, such as "
+                f"vsim.data.partition(dataset, num_nodes); got {type(factory).__name__}"
+            )
+        self.factory: DatasetFactory = factory
+        self.nodes, self.classes = nodes, classes
+
+    def __call__(self, rank: int, num_nodes: int, train_dataset: bool) -> Any:
+        dataset = self.factory(rank, num_nodes, train_dataset)
+        if not train_dataset or rank not in self.nodes(num_nodes):
+            return dataset
+        stored = in_memory(dataset)
+        if stored is None:
+            return _Flipped(dataset, self.classes)
+        *inputs, labels = stored(torch.arange(len(dataset)))  # type: ignore[arg-type]
+        return TensorDataset(*inputs, self.classes - 1 - labels)
+
+
+class _Flipped(Dataset[Any]):
+    def __init__(self, dataset: Any, classes: int) -> None:
+        self.dataset, self.last = dataset, classes - 1
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        example = self.dataset[index]
+        if isinstance(example, dict):
+            key = next((key for key in ("label", "labels") if key in example), None)
+            if key is None:
+                raise TypeError(f"attack: an example has no 'label', only {', '.join(map(repr, example))}")
+            return {**example, key: self.last - example[key]}
+        if not isinstance(example, list | tuple) or len(example) < 2:
+            raise TypeError(f"attack: an example must be (inputs, label), got {type(example).__name__}")
+        return (*example[:-1], self.last - example[-1])

@@ -1,0 +1,161 @@
+"""Attackers: nodes that send anything but what they have computed, or that learn from wrong labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from vsim.arguments import a_list, one_of, real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.randomness import derive_seed, generator
+from vsim.strategy.selectors import round_up
+
+KINDS = ("sign_flip", "gaussian", "alie", "min_max", "min_sum", "label_flip")
+DIRECTIONS = ("deviation", "sign", "unit")
+
+
+@dataclass(frozen=True, repr=False)
+class Attack:
+    """What a share of the nodes sends in place of its gradient or move g, or learns from.
+
+    With μ and σ, the mean and the deviation of the other nodes' vectors by entry, which attackers know:
+
+    - "sign_flip": −scale · g.
+    - "gaussian": normal noise of deviation `scale`.
+    - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
+      Φ⁻¹((n − m − s) / (n − m)) of n nodes and m attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1.
+    - "min_max", "min_sum": μ + γ p with the largest γ for which the vector is as near to each other node as two of
+      them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as near to all of them together,
+      Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS].
+    - "label_flip": attackers send what they have computed, from data with labels C − 1 − y for y.
+
+    Args:
+        kind: one of these.
+        share: of the nodes that attack, in (0, 1), rounded up; with `seed`, which of them. Or `nodes`: their numbers.
+        scale: of "sign_flip" (1), "gaussian" (1) and "alie".
+        direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
+        classes: C, for "label_flip". It needs a dataset for each node, such as a `vsim.data.partition`, whose examples
+            are (inputs, label), or dicts with a "label" or "labels".
+        seed: of the draw of attackers.
+
+    Nodes that attack get the same average as the others. Nothing that they know of others is billed.
+    """
+
+    kind: str
+    share: float | None = None
+    nodes: Sequence[int] | None = None
+    scale: float | None = None
+    direction: str | None = None
+    classes: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("attack: kind", self.kind, KINDS)
+        if (self.share is None) == (self.nodes is None):
+            raise TypeError(f"attack: give share or nodes, got share={self.share!r} and nodes={self.nodes!r}")
+        if self.share is not None:
+            real_number("attack: share", self.share, above=0, below=1)
+        else:
+            nodes = [whole_number("attack: a node", node, at_least=0) for node in a_list("attack: nodes", self.nodes)]
+            object.__setattr__(self, "nodes", tuple(sorted({*nodes})))
+        whole_number("attack: seed", self.seed, at_least=0)
+        if self.scale is not None:
+            real_number("attack: scale", self.scale)
+        if self.direction is not None:
+            one_of("attack: direction", self.direction, DIRECTIONS)
+        if self.kind == "label_flip" or self.classes is not None:
+            whole_number("attack: classes", self.classes, at_least=2)
+        takers = {
+            "scale": KINDS[:3],
+            "direction": KINDS[3:5],
+            "classes": KINDS[5:],
+            "seed": KINDS if self.nodes is None else (),
+        }
+        for name, kinds in takers.items():
+            if getattr(self, name) not in (None, 0) and self.kind not in kinds:
+                raise TypeError(f"attack: {name} has no effect in {self}")
+
+    def attackers(self, population: int) -> tuple[int, ...]:
+        """Return the numbers of the nodes or clients that attack, in ascending order.
+
+        Raises:
+            ValueError: there is no other node, or a number is of none.
+        """
+        nodes = self.nodes
+        if nodes is None:
+            assert self.share is not None
+            order = torch.randperm(population, generator=torch.Generator().manual_seed(self.seed)).tolist()
+            nodes = sorted(order[: round_up(self.share * population)])
+        if nodes[-1] >= population or len(nodes) == population:
+            allowed = f"0 … {population - 1}, and one at least must be left"
+            raise ValueError(f"{self}: nodes are {allowed}; got {list(nodes)}")
+        return tuple(nodes)
+
+    def __call__(self, rows: Tensor, cluster: Cluster) -> None:
+        """Overwrite the rows of attackers in stacked `rows` (R, P), the vectors that all nodes would send."""
+        if self.kind == "label_flip":
+            return
+        bad = set(self.attackers(cluster.population))
+        places = [place for place, node in enumerate(cluster.active) if node in bad]
+        nodes = cluster.collectives.nodes
+        held = [place - nodes.start for place in places if place in nodes]
+        draw = int(torch.randint(2**62, (), generator=cluster.generator)) if self.kind == "gaussian" else 0
+        scale = 1.0 if self.scale is None else self.scale
+        if not places or rows.is_meta:
+            return
+        if self.kind == "sign_flip":
+            for row in held:
+                rows[row].mul_(-scale)
+        elif self.kind == "gaussian":
+            for row in held:
+                stream = generator(derive_seed(draw, cluster.active[row + nodes.start]))
+                rows[row].copy_(torch.randn(rows.shape[1], generator=stream).mul_(scale))
+        elif len(places) < cluster.num_nodes:
+            with cluster.collectives.unbilled():
+                everyone = cluster.collectives.all_gather(rows)  # (n, P)
+            others = [place for place in range(cluster.num_nodes) if place not in set(places)]
+            vector = self.vector(everyone[others], len(places))
+            for row in held:
+                rows[row].copy_(vector)
+
+    def vector(self, others: Tensor, attackers: int) -> Tensor:
+        """Return what attackers send (P,) who know the rows (n − m, P) of all others: "alie", "min_max", "min_sum".
+
+        γ is in closed form: the distances are quadratic in it.
+        """
+        others = others.to(torch.promote_types(others.dtype, torch.float32))
+        mean, deviation = others.mean(0), others.std(0, unbiased=False)
+        if self.kind == "alie":
+            return mean - self.deviations(len(others), attackers) * deviation
+        toward = {
+            "deviation": lambda: -deviation,
+            "sign": lambda: -mean.sign(),
+            "unit": lambda: -mean / torch.linalg.vector_norm(mean).clamp(min=torch.finfo(mean.dtype).tiny),
+        }[self.direction or "deviation"]()
+        squares = torch.stack([torch.linalg.vector_norm(others - row, dim=1) for row in others]).double() ** 2
+        away = mean - others  # ‖γ p + away_i‖² = γ² ‖p‖² + 2 γ ⟨p, away_i⟩ + ‖away_i‖²
+        length = torch.linalg.vector_norm(toward).double() ** 2
+        if not length > 0:
+            return mean
+        near = torch.linalg.vector_norm(away, dim=1).double() ** 2
+        if self.kind == "min_sum":  # the ⟨p, away_i⟩ sum to 0
+            gamma = ((squares.sum(1).max() - near.sum()).clamp(min=0) / (len(others) * length)).sqrt()
+        else:
+            along = (away * toward).sum(1).double() / length
+            gamma = ((along**2 + (squares.max() - near).clamp(min=0) / length).sqrt() - along).min()
+        return mean + gamma.to(mean) * toward
+
+    def deviations(self, others: int, attackers: int) -> float:
+        """Return z of "alie" for so many other nodes and attackers; 0 where too few others remain."""
+        if self.scale is not None:
+            return self.scale
+        supporters = max(1, (others + attackers) // 2 + 1 - attackers)
+        return NormalDist().inv_cdf((others - supporters) / others) if supporters < others else 0.0
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"Attack({', '.join([repr(self.kind), *given])})"
