@@ -23,6 +23,13 @@ EXPECTED: dict[str, list[str]] = {
         r"EDiT, no fault +\d",
         r"two levels, outer step +\d",
     ],
+    "attacks": [
+        PICTURE,
+        r"none +label flip +sign flip",
+        r"\nmean +\d+\.\d +\d+\.\d",
+        r"\ncentered clipping +\d+\.\d",
+        r"Partition\(classes",
+    ],
     "compression_quality": [
         TABLE,
         PICTURE,
