@@ -33,6 +33,7 @@ from vsim.strategy import (
     clip,
     compress,
     edit,
+    geometric_median,
     iso,
     krum,
     mean,
@@ -99,11 +100,20 @@ def by_norms(rows: Rows) -> Rows:
     return np.tensordot(shares / shares.sum(), rows, axes=1)
 
 
+def weiszfeld(rows: Rows) -> Rows:
+    center = rows.mean(0)
+    for _ in range(3):
+        near = [1 / max(1e-6, float(np.sqrt(((row - center) ** 2).sum()))) for row in rows]
+        center = np.tensordot(np.array(near) / sum(near), rows, axes=1)
+    return center
+
+
 REFERENCES: dict[str, tuple[Rule, Callable[[Rows], Rows]]] = {
     "mean": (mean(), lambda rows: rows.mean(0)),
     "median": (median(), lambda rows: np.median(rows, axis=0)),
     "trimmed by a fifth": (trimmed_mean(), lambda rows: trimmed(rows, 0.2)),
     "trimmed by 2 of 7": (trimmed_mean(2 / 7), lambda rows: trimmed(rows, 2 / 7)),
+    "geometric median": (geometric_median(3), weiszfeld),
     "rda": (rda(), length_and_direction),
     "iso": (iso(), flat_spectrum),
     "ties": (ties(0.5), elected),

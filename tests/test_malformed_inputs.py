@@ -303,6 +303,7 @@ def calls(folder: Path) -> list[Call]:
     ]
     needed: dict[str, dict[str, Any]] = {
         "AsynchronousStrategy": {"H": 1},
+        "Attack": {"kind": "min_max", "share": 0.2},
         "AveragingCommunicator": {"island_size": 2},
         "CommunicateOptimizeStrategy": {"communication_modules": []},
         "Every": {"H": 1},
@@ -311,8 +312,10 @@ def calls(folder: Path) -> list[Call]:
         "PrivateAverage": {"every": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
         "QSR": {"alpha": 1.0},
         "Seconds": {"seconds": 1.0},
+        "RandomGraph": {"degree": 2},
         "SparseCommunicator": {"index_selector": RandomIndexSelector(0.5)},
         "StateAverage": {"name": "exp_avg", "every": 2},
+        "centered_clip": {"radius": 1.0},
         "clip": {"norm": 1.0},
         "compress": {"compressor": TopK(0.1), "error_feedback": True},
     }
