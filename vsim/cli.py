@@ -58,9 +58,12 @@ from vsim.strategy import (
     RULES,
     STRATEGIES,
     Algorithm,
+    Attack,
     Compressor,
     IndexSelector,
+    RandomGraph,
     When,
+    centered_clip,
     clip,
     compress,
 )
@@ -88,10 +91,11 @@ CALLABLES: dict[str, Callable[..., Any]] = {
         name.lower(): cls
         for name, cls in vars(strategies_of_vsim).items()
         if isinstance(cls, type)
-        and issubclass(cls, Compressor | IndexSelector | When)
+        and issubclass(cls, Compressor | IndexSelector | When | Attack | RandomGraph)
         and cls not in (Compressor, IndexSelector, When)
     },
     **RULES,
+    "centered_clip": centered_clip,
     "clip": clip,
     "compress": compress,
 }
