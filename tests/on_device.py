@@ -121,6 +121,7 @@ def reads_vectors(strategy: Strategy) -> bool:
 # shares of nodes.
 COPIES = {"SPARTA, random": 1, "random-k": 1, "DP-FedAvg": 1, "FedNova": 2}
 COPIES |= dict.fromkeys(("FedAvg in islands", "FedAvg, median", "NoLoCo"), 4)
+COPIES |= dict.fromkeys(("Gossip", "Gossip, one peer", "Gradient tracking"), 3)
 MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU if the device cannot
 
 
