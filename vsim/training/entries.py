@@ -204,7 +204,7 @@ class Entries:
             sizes = ", ".join(str(len(entries)) for entries in ensembles)
             warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
         for entries in ensembles[1:]:  # find errors before the first ensemble trains
-            self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries])
+            self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries]).end()
         with self.interrupt, _Watch(self.entries, self.progress, self.title) as watch:
             while ensembles:
                 entries = ensembles.pop(0)

@@ -94,6 +94,7 @@ class Ensemble:
                 run.left_states = global_states(run.cluster.weights.device)
             if run.clients is not None:
                 run.clients.release()
+            run.cluster.gradient_at = None  # of the stack, whose memory is free then with the last name of the run
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
 
