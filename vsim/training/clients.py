@@ -125,11 +125,11 @@ class OwnModels:
     """
 
     def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:
-        self._modules, self._clients, self._active = strategy.communication_modules, clients, cluster.active
+        self._parts, self._clients, self._active = strategy.communication_modules, clients, cluster.active
         gather = cluster.collectives.all_gather
         self._present: list[dict[str, Tensor]] = []  # of each module, name → rows of the present nodes (K, …)
         with cluster.collectives.unbilled():
-            for module in self._modules if strategy.is_personal else ():
+            for module in self._parts if strategy.is_personal else ():
                 module.remember(cluster)
                 names = sorted(of_clients(module))
                 self._present.append({n: gather(getattr(module, n), label="state of clients") for n in names})
@@ -141,7 +141,7 @@ class OwnModels:
             ValueError: the client is a node that does not take part now, and has nothing of its own.
         """
         weights, own_buffers = weights.clone(), {name: b.clone() for name, b in buffers.items()}
-        for module, rows in zip(self._modules, self._present, strict=False):
+        for module, rows in zip(self._parts, self._present, strict=False):
             if client in self._active:
                 place = self._active.index(client)
                 module.personalize(weights, own_buffers, {name: value[place] for name, value in rows.items()})
