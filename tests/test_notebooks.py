@@ -53,6 +53,8 @@ EXPECTED: dict[str, list[str]] = {
         r"DiLoCo, LoRA .* 10\.0×",
         r"AllReduce: 25,376 bytes = 4 · 6,344",  # (in + out) · rank of four layers: 4 · (296 + 512 + 512 + 266)
     ],
+    "gossip": [TABLE, PICTURE, r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
+    "personal_models": [PICTURE, r"FedAvg, fine-tuned +\d", r"Ditto +\d", r"split\(0\.2, seed=0\) to test"],
     "report": [
         PICTURE,
         r"interrupted after step \d+",
