@@ -239,3 +239,48 @@ def test_ranks_with_other_backends_are_told(theirs: str | None, monkeypatch: pyt
     with pytest.raises(ValueError if theirs else CollectiveFailure, match=message):
         world._init_process_group("gloo", seconds)
     assert not opened
+
+
+PLANS = """
+    import os
+    import sys
+
+    sys.path.insert(0, {tests!r})
+    import torch
+    from separate import small_mlp, vectors
+    from vsim import Sample, Schedule, Trainer
+    from vsim.strategy import DiLoCoStrategy
+
+    leaves, joins = Schedule({{0: [0, 1], 3: [1], 6: [0, 1]}}), Schedule({{0: [2, 3], 3: range(3)}})
+    for number, (num_nodes, plan) in enumerate([(2, leaves), (4, joins), (4, Sample(4, of=9))]):
+        trainer = Trainer(small_mlp(), vectors())
+        processes = {{}} if {simulated} else {{"backend": "process", "threads_per_process": 1}}
+        if processes and num_nodes > 2:
+            processes["num_processes"] = 2
+        model = trainer.fit(
+            strategy=DiLoCoStrategy(H=3, lr=1e-2), num_nodes=num_nodes, max_steps=8, batch_size=4, deterministic=True,
+            progress=False, participation=plan, **processes,
+        )
+        outcome = model.state_dict(), trainer.history.node_losses.tolist(), [str(event) for event in trainer.ledger]
+        torch.save(outcome, f"{folder}/{{number}} of {{os.environ.get('RANK', 'simulator')}}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_plans_and_cohorts(tmp_path: Path) -> None:
+    """A rank none of whose nodes takes part, ranges of nodes, and clients: the simulator's bits on both ranks."""
+    for simulated in (True, False):
+        text = PLANS.format(tests=str(Path(__file__).parent), folder=str(tmp_path), simulated=simulated)
+        (tmp_path / "script.py").write_text(textwrap.dedent(text))
+        if simulated:
+            subprocess.run([sys.executable, tmp_path / "script.py"], check=True, timeout=SECONDS)
+            continue
+        run = torchrun("--nproc_per_node=2", f"--master_port={free_port()}", str(tmp_path / "script.py"))
+        output, _ = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0, output
+    for number in range(3):
+        weights, losses, events = torch.load(tmp_path / f"{number} of simulator.pt")
+        for rank in range(2):
+            found, of_nodes, sent = torch.load(tmp_path / f"{number} of {rank}.pt")
+            assert all(torch.equal(found[name], weights[name]) for name in weights) and sent == events
+            np.testing.assert_array_equal(of_nodes, losses)
