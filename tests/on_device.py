@@ -118,8 +118,8 @@ def reads_vectors(strategy: Strategy) -> bool:
 
 
 # What some strategies copy to the device at a sync: numbers that all nodes draw on the CPU, rows that are not adjacent,
-# shares of nodes.
-COPIES = {"SPARTA, random": 1, "random-k": 1, "DP-FedAvg": 1, "FedNova": 2}
+# shares of nodes; or in every step, the numbers of the rows of a second gradient.
+COPIES = {"SPARTA, random": 1, "random-k": 1, "DP-FedAvg": 1, "FedNova": 2, "Ditto": 3}
 COPIES |= dict.fromkeys(("FedAvg in islands", "FedAvg, median", "NoLoCo"), 4)
 COPIES |= dict.fromkeys(("Gossip", "Gossip, one peer", "Gradient tracking"), 3)
 MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU if the device cannot
