@@ -582,7 +582,7 @@ class Comparison(Mapping[str, ComparedRun]):
         """
         true_or_false("stays", stays)
         if (loss is None) == (accuracy is None):
-            raise TypeError("steps_to takes one of loss= and accuracy=")
+            raise TypeError(f"steps_to takes one of loss= and accuracy=, got {loss!r:.100} and {accuracy!r:.100}")
         if accuracy is None:
             crossings = self._crossings(loss, stays)  # type: ignore[arg-type]
         else:

@@ -21,15 +21,15 @@ class PersonalModels(CommunicationModule):
     Give it after the module that makes the weights equal there.
 
     Args:
-        lam: λ, at least 0. lr: η; None: the inner learning rate. H: steps of a round, or a schedule.
+        lam: λ, at least 0. personal_lr: η; None: the inner learning rate. H: steps of a round, or a schedule.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
     personal_models: Tensor  # v_k, stacked (R, P)
 
-    def __init__(self, lam: float = 0.1, lr: float | None = None, H: int | When = 1) -> None:
+    def __init__(self, lam: float = 0.1, personal_lr: float | None = None, H: int | When = 1) -> None:
         self.lam = real_number("lam", lam, at_least=0)
-        self.lr = None if lr is None else real_number("personal_lr", lr, at_least=0)
+        self.personal_lr = None if personal_lr is None else real_number("personal_lr", personal_lr, at_least=0)
         self.H = interval(H)
 
     def setup(self, cluster: Cluster) -> None:
@@ -42,7 +42,7 @@ class PersonalModels(CommunicationModule):
         if self.lam:
             moves.add_(models - self.outer_weights, alpha=self.lam)
         moves[cluster.resting] = 0
-        models.add_(moves, alpha=-(cluster.lr if self.lr is None else self.lr))
+        models.add_(moves, alpha=-(cluster.lr if self.personal_lr is None else self.personal_lr))
 
     def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         weights.copy_(own["personal_models"])
