@@ -51,6 +51,7 @@ class Table:
         digits: of the printed numbers, after the point, or significant ones as in ".3g".
         quick_agrees: whether the quick form must agree with the rows, too.
         figure: a picture that `measure(False)` draws, in docs/.
+        needs: data that this page was made without; the result is then not on it.
         is_part: whether less was trained than published, so that the rows are not compared.
         note: what a reader should know. expected_is: the heading of the rows' column.
     """
@@ -63,6 +64,7 @@ class Table:
     digits: str = ".4g"
     quick_agrees: bool = True
     is_part: bool = False
+    needs: str = ""
     figure: str = ""
     note: str = ""
     expected_is: str = "published"
@@ -188,7 +190,7 @@ def results() -> list[Result]:
 
 
 def page() -> str:
-    """Return the text of docs/reproduced.md, from the JSON files alone."""
+    """Return the text of docs/reproduced.md, from the JSON files; scripts without one are named."""
     found = results()
     summary = []
     for result in found:
@@ -208,4 +210,11 @@ number in common. Rows that disagree stay, with what was found about them.
 | result | source | rows that agree | seconds |
 | --- | --- | --- | --- |
 """
+    known = {result.name for result in found}
+    missing = [
+        f"Not measured here: [{script.TABLE.title}](../tests/reproductions/{name}.py) needs {script.TABLE.needs}."
+        for name, script in scripts().items()
+        if name not in known and script.TABLE.needs
+    ]
+    summary += ["", *missing] if missing else []
     return head + "\n".join([*summary, ""]) + "\n" + "\n\n".join(result.section() for result in found) + "\n"
