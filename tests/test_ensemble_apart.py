@@ -222,6 +222,23 @@ def test_members_keep_what_they_do_not_declare_when_others_have_left() -> None:
     assert_own_fits({"own": MadeOnTheWay(H=2, lr=1e-2), **plain()}, {"bad": broken(2, 1e-2)}, data=Jittered)
 
 
+class KeepsRows(FedAvgStrategy):
+    """Keeps views of its rows, in a list, and shrinks them at every step."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.rows = [*cluster.weights]
+
+    def sync(self) -> None:
+        super().sync()
+        for row in self.rows:
+            row.mul_(0.99)
+
+
+def test_rows_that_a_member_keeps_stay_its_own_when_others_have_left() -> None:
+    assert_own_fits({"own": KeepsRows(H=2, lr=1e-2), **plain()}, {"bad": broken(2, 1e-2)})
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

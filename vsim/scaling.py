@@ -90,7 +90,7 @@ class Law:
     errors: Mapping[str, float] = field(default_factory=dict)
     draws: Sequence[Floats] = field(default=(), repr=False)
 
-    def interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
+    def _interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
         """Return the 95 % interval of a number from what it was in the fits to resampled residuals, by Student's t.
 
         Args:
@@ -120,7 +120,7 @@ class Law:
             float(np.exp(_log_loss(self.form, values, point))[0])
             for values in (np.array([*self.parameters.values()]), *map(np.asarray, self.draws))
         )
-        low, high = self.interval(loss, np.array(drawn), True)
+        low, high = self._interval(loss, np.array(drawn), True)
         factor = at["N"] / self.data["N"].max() if "N" in at else 1.0
         return Prediction(loss, low, high, factor, self.errors.get(self.form, np.nan))
 
@@ -200,7 +200,7 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
     ]
     law = Law(chosen, dict(zip(names, values.tolist(), strict=True)), data, errors=errors, draws=draws)
     columns = zip(names, values, np.transpose(draws) if draws else (), strict=False)
-    return replace(law, intervals={name: law.interval(value, own, name in "AC") for name, value, own in columns})
+    return replace(law, intervals={name: law._interval(value, own, name in "AC") for name, value, own in columns})
 
 
 def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:

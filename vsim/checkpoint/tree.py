@@ -224,7 +224,7 @@ def first_rows(value: Any, made: Any, number: int) -> Any:
 
 
 def _resize(tensors: Iterable[Tensor], number: int) -> None:
-    """Let stacked tensors, which had as many rows in the setup, have this number of rows; likewise their gradients."""
+    """Give stacked tensors and their gradients this number of rows, at most as many as they had in the setup."""
     for tensor in tensors:
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.as_strided((number, *tensor.shape[1:]), tensor.stride()).data

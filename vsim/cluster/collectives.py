@@ -90,8 +90,8 @@ class Collectives(ABC):
 
     Nodes are named by the numbers in `active`; rows and weights are in the order of `active`.
 
-    Nodes that take part now have the places 0 … n − 1 in `active`. A process none of whose nodes takes part calls the
-    collectives all the same, with one row that nobody receives: so it has what all nodes have in common.
+    Nodes that take part now have the places 0 … n − 1 in `active`. A process without such a node calls the collectives,
+    too, with one row that no node receives: its shared state stays up to date.
 
     Args:
         ledger: records the calls.

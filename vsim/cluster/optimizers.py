@@ -77,7 +77,7 @@ class NodeOptimizers(JointOptimizers):
         """Step the present rows of the stacked tensors from now on, by as many of the optimizers."""
         self.optimizers = self._all[: len(self.stacked[0])]
         for optimizer in self._all:
-            mark_stepped(optimizer)  # or torch warns of schedules that go on for absent nodes
+            mark_stepped(optimizer)  # or torch warns of absent nodes' schedules, which continue
         for number in range(len(self.optimizers)):
             for own, stacked in zip(self._rows[number], self.stacked, strict=True):
                 own.data = stacked[number].detach()
@@ -150,7 +150,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
 
 
 def move(tensors: Iterable[Tensor], earlier: Replicas, replicas: Replicas) -> None:
-    """Let stacked parameters, views of the earlier rows of a matrix, be views of others; likewise their gradients."""
+    """Point stacked parameters and their gradients, views of earlier rows of a matrix, to the rows of `replicas`."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         grad, tensor.grad = tensor.grad, None
         tensor.data = replicas.moved_view(tensor.data, earlier)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming
 from vsim.checkpoint.files import packed, unpacked
@@ -82,6 +83,7 @@ def _are_to_go(stack: Stack) -> bool:
         return False
     run, computed = stack.runs[0], sum(len(run.nodes) for run in stack.taking)
     bound = (run.spec.dataloader_kwargs or {}).get("num_workers") or run.objective.unsaved()
+    bound = bound or any(map(_kept_view, stack.runs))
     return not bound and (not run.spec.compile or sum(left) >= _SHARE * computed)
 
 
@@ -158,23 +160,29 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     for run, own in python.items():
         run.objective.set_extra_states(run.rows, own)
     for run, state in states.items():
-        _check_views(run)
+        if kept := _kept_view(run):
+            raise CheckpointError(
+                f"{kept} keeps a part of the weights or gradients, whose rows change when nodes leave and join: take "
+                "cluster.weights or cluster.grads where they are used, or keep a clone()"
+            )
         fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
         run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
         run.undeclared = undeclared(run)
     stack.compute_first(present)
 
 
-def _check_views(run: Run) -> None:
-    """Raise a CheckpointError if a strategy has kept weights or gradients of rows that are others' now."""
+def _kept_view(run: Run) -> str:
+    """Return the name of an attribute in which a strategy keeps a view of its weights or gradients; "" for none.
+
+    Rows that move would leave such a view to other nodes. A collection named in `derived` is made anew with them.
+    """
     matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
     for part, owner in owners(run.strategy).items():
-        kept = [n for n, value in vars(owner).items() if isinstance(value, Tensor) and storage_key(value) in matrices]
-        if kept:
-            raise CheckpointError(
-                f"{part}.{kept[0]} keeps a part of the weights or gradients, whose rows change when nodes leave and "
-                "join: take cluster.weights or cluster.grads where they are used, or keep a clone()"
-            )
+        for name, value in vars(owner).items():
+            leaves = [value] if name in getattr(owner, "derived", ()) else tree_leaves(value)
+            if any(isinstance(leaf, Tensor) and storage_key(leaf) in matrices for leaf in leaves):
+                return f"{part}.{name}"
+    return ""
 
 
 def feed(stack: Stack, done: int) -> None:

@@ -268,9 +268,8 @@ def _stacked(
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
         run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
-    for run in (run for run in runs if run.plan is not None):
-        first = run.spec.first_step
-        arrange(stack, first, {run: (rows_at_first(run, first), {})})
+    if spec.participation is not None:  # of all runs of the stack, which start at one step
+        arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
     engine = stack.executor
     _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
@@ -287,7 +286,6 @@ def _stacked(
         batch = next(stack.batches)
         stack.batches = itertools.chain([batch], stack.batches)
         minibatch_size = _fitting_minibatch(spec, runs, engine, batch)
-    stack.minibatch_size = minibatch_size
     for run in runs:
         run.minibatch_size = minibatch_size
     # Evaluation keeps no activations, so more examples fit at once than in training.

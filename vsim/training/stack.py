@@ -136,7 +136,6 @@ class Stack:
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
         batches: stacked batches (R, B, …) for the present rows, on any device. batch: the one that was computed last.
-        minibatch_size: examples per node at once; None: the whole batch.
         optimizers: the runs' optimizers, stepped in few calls.
         take_own_step: takes the step of the stack's only run, if the run is asynchronous.
     """
@@ -150,7 +149,6 @@ class Stack:
     taking: list[Run] = field(default_factory=list)
     batches: Iterator[Any] = field(default_factory=lambda: iter(()))
     batch: Any = None
-    minibatch_size: int | None = None
     take_own_step: Callable[[], None] | None = None
     _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # what runs hold apart, and their rows
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
@@ -223,6 +221,11 @@ class Stack:
             with torch.enable_grad():
                 grads[own] = self.few.grads_at(rows, at[own], part, self.minibatch_size)
         return grads
+
+    @property
+    def minibatch_size(self) -> int | None:
+        """The examples per node whose gradients are computed at once; None: the whole batch."""
+        return self.runs[0].minibatch_size
 
     def threads(self) -> AbstractContextManager[None]:
         """Return the context of the stack's steps, which one thread computes if they are small."""
