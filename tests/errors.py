@@ -1,0 +1,26 @@
+"""What an error says: its type, and the argument, value and allowed values that it names, in any words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+def unnamed(text: str, *names: Any) -> list[str]:
+    """Return those of the names that a text lacks as whole words; what is no string is looked for as its repr."""
+    words = [name if isinstance(name, str) else repr(name) for name in names]
+    return [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)]
+
+
+@contextmanager
+def refused(error: type[BaseException], *names: Any) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """Expect an error of exactly this type that says these names."""
+    with pytest.raises(error) as caught:
+        yield caught
+    text = " ".join(map(str, caught.value.args))
+    assert type(caught.value) is error, repr(caught.value)
+    assert not unnamed(text, *names), f"{unnamed(text, *names)} not in: {text}"
