@@ -47,7 +47,7 @@ def run_page(page: Path) -> dict[str, Any]:
     """
     import matplotlib.pyplot as plt
 
-    from vsim.cli import main
+    from vsim_cli import main
 
     scope: dict[str, Any] = {"__name__": "__main__"}  # so that processes are sent what a page defines
     printed = io.StringIO()

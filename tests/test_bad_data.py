@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import DilocoSimulator, Trainer
-from vsim.cli import main
 from vsim.data import mnist, text_file
 from vsim.logger import CSVLogger, TensorBoardLogger
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim_cli import main
 
 
 def fit(model: nn.Module | None = None, data: Any = None, val: Any = None, **options: Any) -> Trainer:

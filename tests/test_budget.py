@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, Subset
 
 import vsim
 from vsim import Comparison, Compute, Network, Sample, Sweep
-from vsim.cli import main
 from vsim.price import steps_within
 from vsim.strategy import (
     QSR,
@@ -33,6 +32,7 @@ from vsim.strategy import (
     StreamingDiLoCoStrategy,
 )
 from vsim.training import setup
+from vsim_cli import main
 
 SCHEDULE: dict[str, Any] = {"lr": 1e-2, "lr_scheduler": "cosine", "warmup_steps": 2}
 STRATEGIES: dict[str, Strategy] = {

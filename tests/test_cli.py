@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import vsim
-from vsim.cli import main, parse_settings, parse_strategy, strategy_class
+from vsim.cli import parse_settings, parse_strategy, strategy_class
 from vsim.data import digits, partition
 from vsim.strategy import (
     COMPARED,
@@ -25,6 +27,7 @@ from vsim.strategy import (
     TopK,
     mean,
 )
+from vsim_cli import main
 
 QUICK = ["--steps", "4", "--val-size", "16", "--quiet"]
 
@@ -428,6 +431,14 @@ def test_compressors_and_optimizers_with_their_arguments(tmp_path: Path) -> None
         sent = {line["strategy"]: float(line["payload_bytes"]) for line in csv.DictReader(file)}
     whole, compressed = sent.values()
     assert 0 < compressed < 0.03 * whole
+
+
+def test_help_and_mistakes_in_options_load_no_torch() -> None:
+    for arguments, status in ((["--help"], 0), (["--version"], 0), (["sweep"], 2), (["compare", "--nodes", "x"], 2)):
+        code = f"import sys\ntry:\n  from vsim_cli import main; status = main({arguments})\n"
+        code += "except SystemExit as end: status = end.code\nprint('torch' in sys.modules, status)"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert out.splitlines()[-1] == f"False {status}"
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

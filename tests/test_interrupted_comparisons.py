@@ -16,9 +16,9 @@ from separate import small_mlp, vectors
 
 import vsim
 from vsim import Callback, Comparison
-from vsim.cli import main
 from vsim.strategy import FedAvgStrategy, Strategy
 from vsim.training.entries import Entries
+from vsim_cli import main
 
 STEPS, SEEDS = 4, [3, 5]
 STRATEGIES: dict[str, Strategy] = {"AllReduce": Strategy(lr=1e-2), "FedAvg": FedAvgStrategy(H=2, lr=1e-2)}

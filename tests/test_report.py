@@ -201,7 +201,7 @@ def test_a_loss_that_is_no_number_is_no_number_of_json() -> None:
 
 
 def test_the_command_line_writes_a_page_of_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vsim.cli import main
+    from vsim_cli import main
 
     for folder in ("monday", "tuesday"):
         (tmp_path / folder).mkdir()

@@ -24,7 +24,6 @@ from compared import compared, three_strategies
 
 import vsim
 from vsim.checkpoint.folder import held
-from vsim.cli import main
 from vsim.network.planes import planes
 from vsim.records.cache import Cache
 from vsim.records.loggers import CSVLogger
@@ -33,6 +32,7 @@ from vsim.records.report.page import data_of, report
 from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from vsim.watch import Watch
+from vsim_cli import main
 
 STEPS = 6
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vsim
-from vsim.cli import main
 from vsim.grid import points
 from vsim.records.comparison import ComparedRun
 from vsim.records.sweep import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.configured import arguments_of
+from vsim_cli import main
 
 LRS = [0.05, 0.2, 0.5, 5.0]  # of SGD on a quadratic with curvature 1: the third is the best, the last diverges
 

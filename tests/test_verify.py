@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Difference, VerifyReport
-from vsim.cli import main
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, generator
@@ -39,6 +38,7 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce
+from vsim_cli import main
 
 
 class Net(nn.Module):

@@ -15,12 +15,12 @@ import pytest
 from compared import compared, three_strategies
 
 from vsim.checkpoint.files import Checkpoint
-from vsim.cli import main
 from vsim.figures.paper import save
 from vsim.records.history import History, write_json
 from vsim.strategy import FedAvgStrategy
 from vsim.training.entries import write_whole
 from vsim.writing import replacing
+from vsim_cli import main
 
 posix = pytest.mark.skipif(os.name != "posix", reason="links and permissions of POSIX")
 LIMIT = 64  # bytes; every file has more

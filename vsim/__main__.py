@@ -2,6 +2,6 @@
 
 import sys
 
-from vsim.cli import main
+from vsim_cli import main
 
 sys.exit(main())
