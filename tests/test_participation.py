@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import Noisy, shard_batches, small_mlp, vectors
@@ -72,7 +73,10 @@ from vsim.strategy import (
 from vsim.training import attendance, setup
 from vsim.training.stack import Stack
 
-OPTIONS: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
+OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
+
+
+FEDAVG = FedAvgStrategy(H=2, lr=0.1)
 
 
 def trained(strategy: Strategy, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, vsim.Trainer]:
@@ -176,37 +180,22 @@ def test_cohorts_are_drawn_from_the_clients_that_are_there() -> None:
     assert counted(Sample(3, of=4, available=Availability([0, 1, 1, 0])), 3, 9, 1)[0].tolist() == [0, 1, 1, 0]
     everyone, all_sure = (counted(Sample(3, of=8, available=p), 3, 50, 1) for p in (None, Availability([1.0] * 8)))
     assert everyone.tolist() == all_sure.tolist()  # the draws of the cohort are the same
-    strategy = FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1)
-    one, trainer = trained(
-        strategy, num_nodes=2, participation=Sample(2, of=5, available=Availability([0, 1, 0, 1, 0]))
-    )
-    two, _ = trained(strategy, num_nodes=2, participation=Sample(2, of=5, available=Availability([0.0, 1, 0, 1, 0])))
-    assert {segment.nodes for segment in trainer.ledger.attendance} == {(1, 3)} and torch.equal(one, two)
 
 
 def test_who_was_there_is_drawn() -> None:
-    plan = Schedule({0: [0, 1, 2], 2: [1], 10: [0, 2]})
-    _, trainer = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=3, participation=plan)
-    ax = trainer.history.plot_attendance()
-    (image,) = ax.images
+    def drawn(num_nodes: int, plan: Participation | None, **options: Any) -> Any:
+        return trained(FEDAVG, num_nodes=num_nodes, participation=plan, **options)[1].history.plot_attendance()
+
+    ax = drawn(3, Schedule({0: [0, 1, 2], 2: [1], 10: [0, 2]}))
+    (image,), (stairs,) = ax.images, ax.child_axes[0].patches
     assert image.get_array().tolist() == [[1, 0, 1], [1, 1, 0], [1, 0, 1]]
-    (stairs,) = ax.child_axes[0].patches
-    assert stairs.get_data().values.tolist() == [3, 1, 2]
-    assert stairs.get_data().edges.tolist() == [0, 2, 10, 12]
+    assert stairs.get_data().values.tolist() == [3, 1, 2] and stairs.get_data().edges.tolist() == [0, 2, 10, 12]
     assert ax.get_ylabel() == "node" and ax.get_legend() is None
-    _, late = trained(
-        FedAvgStrategy(H=2, lr=0.1),
-        num_nodes=4,
-        participation=DropSlowest(0.25),
-        compute=Compute(1, speeds=[1, 1, 1, 0.5]),
-    )
-    ax = late.history.plot_attendance()
+    ax = drawn(4, DropSlowest(0.25), compute=Compute(1, speeds=[1, 1, 1, 0.5]))
     assert ax.images[0].get_array()[3].tolist() == [2] * 6 and ax.get_legend() is not None
-    _, cohort = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=2, participation=Sample(2, of=5))
-    assert cohort.history.plot_attendance().get_ylabel() == "client"
-    _, all_there = trained(FedAvgStrategy(H=2, lr=0.1), num_nodes=2)
-    with pytest.raises(ValueError, match="participation="):
-        all_there.history.plot_attendance()
+    assert drawn(2, Sample(2, of=5)).get_ylabel() == "client"
+    with refused(ValueError, "participation="):
+        drawn(2, None)
 
 
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
@@ -216,51 +205,67 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     assert [plan.segment(step).nodes for step in range(1, 8)] == [(0, 1)] * 3 + [(0,)] * 2 + [(0, 2)] + [(0, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Sample(5, of=4), "cannot be drawn from a population of 4"),
-        (lambda: Sample(5, of=10**12), r"of=1,000,000,000,000 clients take 64,000 GB .* at most of="),
-        (lambda: Sample(4, of=4, store="x"), "store has no effect .* leave it out"),
-        (lambda: Sample(4, of=9).plan(Round(3, 0, 1, None)), "num_nodes is the size of a cohort, 4"),
-        (lambda: Sample(4, of=9, rounds=7).plan(Round(4, 0, 5, None)), "multiple of the 5 steps"),
-        (lambda: Dropout(1.0), "p must be >= 0 and < 1"),
-        (lambda: DayNight(1), "period must be .*>= 2, got 1"),
-        (lambda: DayNight(8, day=0.5, night=0.6), "night must be >= 0 and <= 0.5, got 0.6"),
-        (lambda: Availability([0.5, 1.5]), r"p must be >= 0 and <= 1, got \[0.5, 1.5\]"),
-        (lambda: ByLabel([1, 2]), r"counts must be .* 2 dimensions, got \[1, 2\]"),
-        (lambda: Availability([0.5, 1]).plan(Round(3, 0, 1, None)), "is for 2 nodes or clients, and the run has 3"),
-        (
-            lambda: Sample(1, of=3, available=Availability([1, 0])).plan(Round(1, 0, 1, None)),
-            "is for 2 .* the run has 3",
-        ),
-        (lambda: Schedule({3: []}), "at least one"),
-        (lambda: Schedule({3: [4]}).plan(Round(4, 0, 1, None)), r"nodes are 0 … 3, got \[4\]"),
-        (lambda: Trace([(1, 0, "crash")]), "crash"),
-        (lambda: Trace([(1, 0)]), r"a row must be \(step, node, event\), got \(1, 0\)"),  # type: ignore[list-item]
-        (lambda: Sample(1, of=2, epochs=1e30).plan(Round(1, 0, 5, None, np.ones(2))), "a round has 5"),
-        (lambda: Trace([(1, 0, "fail"), (2, 0, "leave")]).plan(Round(2, 0, 1, None)), "cannot leave; it is not there"),
-        (lambda: Trace([(1, 0, "fail")]).plan(Round(1, 0, 1, None)), "no node is left after step 1"),
-    ],
-)
-def test_impossible_plans_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def planned(participation: Participation, num_nodes: int = 1, interval: int = 1, *examples: Any) -> Any:
+    return participation.plan(Round(num_nodes, 0, interval, None, *examples))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "error", "said"),
     [
-        (lambda: Sample(1, of=4, store=3), "store must be a path, got 3"),
-        (lambda: Sample(1, of=4, available=0.5), "available must be .*, got 0.5"),  # type: ignore[arg-type]
-        (lambda: Sample(1, of=4, available=Dropout(0.5, rounds=2)), "rounds=2 has no effect in available="),
-        (lambda: Schedule({0: 3}), "Schedule, step 0: nodes must be a list of nodes, got 3"),
-        (lambda: Trace(None), r"a Trace takes a file or rows of \(step, node, event\), got None"),
+        (lambda: Sample(5, of=4), ValueError, "5 … population of 4"),
+        (lambda: Sample(5, of=10**12), ValueError, "of=1,000,000,000,000 … 64,000 GB"),
+        (lambda: Sample(4, of=4, store="x"), ValueError, "store"),
+        (lambda: Sample(1, of=4, store=3), TypeError, "store … path … 3"),
+        (lambda: Sample(1, of=4, available=0.5), TypeError, "available … 0.5"),
+        (lambda: Sample(1, of=4, available=Dropout(0.5, rounds=2)), TypeError, "rounds=2 … available"),
+        (lambda: planned(Sample(4, of=9), 3), ValueError, "num_nodes … 4"),
+        (lambda: planned(Sample(4, of=9, rounds=7), 4, 5), ValueError, "multiple of the 5 steps"),
+        (lambda: planned(Sample(1, of=2, epochs=1e30), 1, 5, np.ones(2)), ValueError, "round has 5"),
+        (lambda: planned(Sample(1, of=3, available=Availability([1, 0]))), ValueError, "2 … has 3"),
+        (lambda: Dropout(1.0), ValueError, "p … >= 0 and < 1"),
+        (lambda: DayNight(1), ValueError, "period … >= 2 … 1"),
+        (lambda: DayNight(8, day=0.5, night=0.6), ValueError, "night … >= 0 and <= 0.5 … 0.6"),
+        (lambda: Availability([0.5, 1.5]), ValueError, "p … >= 0 and <= 1 … [0.5, 1.5]"),
+        (lambda: planned(Availability([0.5, 1]), 3), ValueError, "2 nodes … has 3"),
+        (lambda: ByLabel([1, 2]), ValueError, "counts … 2 dimensions … [1, 2]"),
+        (lambda: Schedule({3: []}), ValueError, "at least one"),
+        (lambda: planned(Schedule({3: [4]}), 4), ValueError, "0 … 3 … [4]"),
+        (lambda: Schedule({0: 3}), TypeError, "Schedule … step 0 … nodes … list … 3"),
+        (lambda: Trace([(1, 0, "crash")]), ValueError, "crash"),
+        (lambda: Trace([(1, 0)]), ValueError, "(step, node, event) … (1, 0)"),  # type: ignore[list-item]
+        (lambda: Trace(None), TypeError, "(step, node, event) … None"),
+        (lambda: planned(Trace([(1, 0, "fail"), (2, 0, "leave")]), 2), ValueError, "cannot leave"),
+        (lambda: planned(Trace([(1, 0, "fail")])), ValueError, "no node … step 1"),
+        (lambda: Deadline(3.0, quorum=0.5), TypeError, "quorum"),
+        (lambda: Deadline("soon"), ValueError, "adaptive … soon"),
+        (lambda: trained(FEDAVG, participation=Deadline(3.0)), TypeError, "Deadline … compute"),
+        (lambda: trained(FEDAVG, participation=Dropout(0.5), compute=1.0), TypeError, "compute"),
+        (lambda: trained(FEDAVG, participation=OverCommit(), compute=1.0), TypeError, "OverCommit … Sample"),
+        (lambda: resting(SimpleReduceStrategy()), TypeError, "gradients … step 2 … epochs="),
+        (lambda: resting(Strategy([GradientAverage()])), TypeError, "gradients … step 2 … epochs="),
+        (lambda: trained(DeMoStrategy(), participation=Sample(2, of=4)), TypeError, "compress.residual"),
+        (lambda: trained(KeepsARow(), participation=Schedule({0: [0]})), vsim.CheckpointError, "KeepsARow.first"),
     ],
-)
-def test_what_is_no_plan_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+def test_refused(make: Any, error: type[Exception], said: str) -> None:
+    with refused(error, said):
         make()
+
+
+class KeepsARow(SimpleReduceStrategy):
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.first = cluster.weights[0]
+
+
+def uneven(*sizes: int) -> Any:
+    """Data of nodes with so many examples each."""
+    return lambda rank, num_nodes, train: Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
+
+
+def resting(strategy: Strategy) -> None:
+    trained(strategy, participation=Sample(3, of=3, epochs=1, rounds=3), num_nodes=3, data=uneven(4, 12, 8))
 
 
 # Nodes that come and go -----------------------------------------------------------------------------------------------
@@ -274,31 +279,43 @@ STRATEGIES = {
 }
 
 
+def compared(strategies: dict[str, Strategy], model: nn.Module | None = None, **options: Any) -> vsim.Comparison:
+    data = options.pop("data", dataset)
+    return vsim.compare(Noisy() if model is None else model, data, strategies=strategies, **{**OPTIONS, **options})
+
+
+def assert_same(ours: vsim.Comparison, theirs: vsim.Comparison) -> None:
+    """All runs have the same record, to the bit, and the same weights at the end."""
+    for name, run in ours.items():
+        other = theirs[name]
+        assert run.model is not None and other.model is not None, (name, run.failure, other.failure)
+        for key, t in run.model.state_dict().items():
+            assert torch.equal(t, other.model.state_dict()[key]), (name, key)
+        for column in set(run.history.columns) - set(OF_THE_MACHINE):
+            np.testing.assert_array_equal(run.history[column], other.history[column], f"{name} {column}")
+        np.testing.assert_array_equal(run.history.node_losses, other.history.node_losses, name)
+        assert list(run.ledger) == list(other.ledger), name
+
+
 @pytest.mark.filterwarnings("ignore:DCTTopK")
-@pytest.mark.parametrize(
-    ("name", "deterministic"),
-    [*zip(STRATEGIES, itertools.cycle([False, True])), ("AllReduce", True), ("DiLoCo", False)],
-)
-def test_a_node_that_never_takes_part_does_not_exist(name: str, deterministic: bool) -> None:
-    options = {"deterministic": deterministic}
-    expected, of_three = trained(STRATEGIES[name], num_nodes=3, **options)
-    found, of_four = trained(STRATEGIES[name], num_nodes=4, participation=Schedule({0: [0, 1, 2]}), **options)
-    assert torch.equal(found, expected)
-    losses = of_four.history.node_losses
-    assert np.array_equal(losses[:, :3], of_three.history.node_losses)
-    assert np.isnan(losses[:, 3]).all()
-    assert of_four.ledger.payload_bytes == of_three.ledger.payload_bytes
-    assert of_four.ledger.node_payload_bytes[3] == 0
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_node_that_never_takes_part_does_not_exist(deterministic: bool) -> None:
+    three = compared(STRATEGIES, num_nodes=3, deterministic=deterministic)
+    options = {"num_nodes": 4, "participation": Schedule({0: [0, 1, 2]}), "deterministic": deterministic}
+    for name, run in compared(STRATEGIES, **options).items():
+        expected, losses = three[name], run.history.node_losses
+        assert all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values())), name
+        assert np.array_equal(losses[:, :3], expected.history.node_losses) and np.isnan(losses[:, 3]).all()
+        assert run.ledger.payload_bytes == expected.ledger.payload_bytes
+        assert run.ledger.node_payload_bytes[3] == 0
 
 
 @pytest.mark.parametrize("gone", [Schedule({4: [0, 1]}), Trace([(4, 2, "leave")])])
 def test_nodes_that_would_leave_after_the_end_are_warned_of(gone: Participation) -> None:
-    with pytest.warns(
-        UserWarning, match=f"{type(gone).__name__}: nodes first leave after step 4, and the run ends after 4"
-    ):
-        trained(FedAvgStrategy(H=2), num_nodes=3, participation=gone, max_steps=4)
-    trained(FedAvgStrategy(H=2), num_nodes=3, participation=gone, max_steps=5)  # a warning would be an error
-    trained(FedAvgStrategy(H=2), num_nodes=3, participation=Schedule({0: [0, 1, 2]}), max_steps=4)
+    with pytest.warns(UserWarning, match=f"{type(gone).__name__}.*after step 4.*after 4"):
+        trained(FEDAVG, num_nodes=3, participation=gone, max_steps=4)
+    trained(FEDAVG, num_nodes=3, participation=gone, max_steps=5)  # a warning would be an error
+    trained(FEDAVG, num_nodes=3, participation=Schedule({0: [0, 1, 2]}), max_steps=4)
 
 
 def test_those_who_join_are_copies_of_a_peer() -> None:
@@ -360,73 +377,31 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
     assert max(spoiled) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:DCTTopK", "ignore:.*SimpleReduce")
-def test_every_strategy_without_its_first_node() -> None:
-    """Three of four nodes train as a cluster of three, but where three are a share of four, or the setup drew pairs."""
-    strategies = {row.name: row.make() for row in TABLE if row.name != "hierarchical"}  # has levels for all four
-    options: dict[str, Any] = {**OPTIONS, "max_steps": 10, "deterministic": True, "strategies": strategies}
-    model = MLP(6, (64, 16), 3, seed=0)
-    without = vsim.compare(model, dataset, num_nodes=4, participation=Schedule({0: [1, 2, 3]}), **options)
-    three = vsim.compare(model, lambda rank, *_: dataset(rank + 1, 4, True), num_nodes=3, **options)
-    others = {
-        name
-        for name, run in three.items()
-        if not np.array_equal(without[name].history.node_losses[:, 1:], run.history.node_losses)
-    }
-    assert others == {"FedDyn", "NoLoCo", "QSGD", "SCAFFOLD"}
-    for name in three.keys() - {"NoLoCo"}:  # of three nodes one has no partner
-        assert without[name].ledger.payload_bytes == three[name].ledger.payload_bytes, name
-
-
 @pytest.mark.filterwarnings("ignore:DCTTopK")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_resumes_where_nodes_come_and_go(name: str, tmp_path: Path) -> None:
-    schedule = Schedule({0: [0, 2, 3], 5: [0, 3], 8: [0, 1, 2, 3]})
-    expected, whole = trained(STRATEGIES[name], num_nodes=4, participation=schedule)
+def test_runs_resume_where_nodes_come_and_go(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"num_nodes": 4, "participation": Schedule({0: [0, 2, 3], 5: [0, 3], 8: [0, 1, 2, 3]})}
+    whole = compared(STRATEGIES, **own)
     for stop in (5, 7):
-        own: dict[str, Any] = {"num_nodes": 4, "participation": schedule, "save_dir": tmp_path / str(stop)}
-        trained(STRATEGIES[name], max_steps=stop, **own)
-        found, resumed = trained(STRATEGIES[name], resume=True, **own)
-        assert torch.equal(found, expected)
-        assert np.array_equal(resumed.history.node_losses, whole.history.node_losses, equal_nan=True)
-        assert list(resumed.ledger) == list(whole.ledger)
-        assert resumed.ledger.attendance == whole.ledger.attendance
-    with pytest.raises(vsim.CheckpointError, match="participation"):
-        trained(STRATEGIES[name], resume=True, **{**own, "participation": Schedule({0: [0, 2, 3], 5: [0, 1]})})
+        own["save_dir"] = tmp_path / str(stop)
+        compared(STRATEGIES, max_steps=stop, **own)
+        resumed = compared(STRATEGIES, resume=True, **own)
+        assert_same(resumed, whole)
+        assert all(run.ledger.attendance == whole[name].ledger.attendance for name, run in resumed.items())
+    with refused(vsim.CheckpointError, "participation"):
+        compared(STRATEGIES, resume=True, **{**own, "participation": Schedule({0: [0, 2, 3], 5: [0, 1]})})
 
 
 @pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5), Schedule({0: [0, 1], 7: [1, 2]})], ids=repr)
 def test_members_are_their_own_fits(plan: Participation) -> None:
-    strategies = {"DiLoCo": DiLoCoStrategy(H=3, lr=1e-2), "FedAvg": FedAvgStrategy(H=3, lr=1e-2)}
-    options: dict[str, Any] = {"num_nodes": 3, "participation": plan, "deterministic": True, **OPTIONS}
-    comparison = vsim.compare(Noisy(), dataset, strategies=strategies, seeds=[1, 2], **options)
-    for name, strategy in strategies.items():
-        for run in comparison.runs(name):
-            _, own = trained(strategy, seed=run.seed, **options)
-            assert np.array_equal(run.history.node_losses, own.history.node_losses, equal_nan=True)
-            assert list(run.history.ledger) == list(own.ledger)
-
-
-def test_optimizers_that_began_anew_at_different_steps_are_put_together_apart() -> None:
-    strategies = {f"H={H}": FedOptStrategy(H=H, lr=1e-2) for H in (2, 3)}  # AdamW, which counts its steps
-    options: dict[str, Any] = {"num_nodes": 3, "participation": Schedule({5: [0, 1]}), "deterministic": True, **OPTIONS}
-    comparison = vsim.compare(Noisy(), dataset, strategies=strategies, **options)
-    for name, strategy in strategies.items():
-        _, own = trained(strategy, **options)
-        assert np.array_equal(comparison[name].history.node_losses, own.history.node_losses, equal_nan=True)
-
-
-@pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
-def test_a_fork_begins_with_those_who_are_there(plan: Participation, tmp_path: Path) -> None:
-    trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=6, save_dir=tmp_path)
-    start = vsim.load_checkpoint(tmp_path).fork()
-    strategy = FedAvgStrategy(H=3, inner_optim="adafactor", lr=1e-2)  # an optimizer for each node
-    _, forked = trained(strategy, num_nodes=3, participation=plan, resume=start)
-    first = forked.ledger.attendance[0]
-    assert first.first == 7
-    there = ~np.isnan(forked.history.node_losses[0])
-    assert there.sum() == len(first.nodes)
+    """FedOpt's AdamW counts its steps, and begins anew at those at which its run syncs."""
+    strategies = {f"{cls.__name__}, {H}": cls(H=H, lr=1e-2) for cls, H in ((DiLoCoStrategy, 3), (FedAvgStrategy, 3))}
+    if not isinstance(plan, Sample | Dropout):
+        strategies |= {f"FedOpt, {H}": FedOptStrategy(H=H, lr=1e-2) for H in (2, 3)}
+    options: dict[str, Any] = {"num_nodes": 3, "participation": plan, "deterministic": True}
+    for name, run in compared(strategies, seeds=[2], **options).items():
+        _, own = trained(strategies[name], seed=2, **options)
+        np.testing.assert_array_equal(run.history.node_losses, own.history.node_losses, name)
+        assert list(run.history.ledger) == list(own.ledger)
 
 
 def test_validation_examples_that_are_drawn_stay_where_nodes_come_and_go() -> None:
@@ -439,16 +414,6 @@ def test_validation_examples_that_are_drawn_stay_where_nodes_come_and_go() -> No
     options = {"participation": Schedule({0: [0, 1, 2], 2: [0, 2]}), "num_nodes": 3, "max_steps": 4, "val_interval": 1}
     trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.0), batch_size=4, progress=False, **options)
     assert len(set(trainer.history["global_loss"])) == 1
-
-
-def test_rows_that_a_strategy_keeps_are_named() -> None:
-    class Keeps(SimpleReduceStrategy):
-        def setup(self, cluster: Cluster) -> None:
-            super().setup(cluster)
-            self.first = cluster.weights[0]
-
-    with pytest.raises(vsim.CheckpointError, match=r"Keeps\.first .*clone\(\)"):
-        trained(Keeps(), num_nodes=3, participation=Schedule({0: [0, 1]}))
 
 
 def test_modules_hear_of_changes_alone() -> None:
@@ -476,34 +441,35 @@ def test_as_many_other_nodes_as_the_model_has_tensors() -> None:
 # Cohorts --------------------------------------------------------------------------------------------------------------
 
 
-FEDERATED = [
-    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", average=mean("examples") | clip(0.1)),
-    DiLoCoStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
-    FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
-    FedPerStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    FedRepStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    DittoStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    ScaffoldStrategy(H=3, lr=0.1),
-    FedNovaStrategy(H=3, lr=0.1, optim_spec="sgd"),
-    FedDynStrategy(H=3, lr=0.1),
-    EDiTStrategy(H=3, lr=0.1, optim_spec="sgd", gate_after=1),
-    DPFedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", clip=0.1, noise_multiplier=0.1),
-]
-federated = pytest.mark.parametrize("strategy", FEDERATED, ids=lambda s: type(s).__name__)
+FEDERATED = {
+    type(strategy).__name__: strategy
+    for strategy in (
+        FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        DiLoCoStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
+        FedProxStrategy(H=3, lr=0.1, optim_spec="sgd", mu=0.5),
+        FedPerStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        FedRepStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        DittoStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        ScaffoldStrategy(H=3, lr=0.1),
+        FedNovaStrategy(H=3, lr=0.1, optim_spec="sgd"),
+        FedDynStrategy(H=3, lr=0.1),
+        EDiTStrategy(H=3, lr=0.1, optim_spec="sgd", gate_after=1),
+        DPFedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", clip=0.1, noise_multiplier=0.1),
+    )
+}
+FEDERATED["clipped"] = FedAvgStrategy(H=3, lr=0.1, optim_spec="sgd", average=mean("examples") | clip(0.1))
 
 
-@federated
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_cohort_of_all_is_all(strategy: Strategy, deterministic: bool) -> None:
+def test_a_cohort_of_all_is_all(deterministic: bool) -> None:
     """Of a model without BatchNorm, whose statistics a round averages, and of SGD, which keeps nothing."""
-    model = MLP(6, (5,), 3, seed=0)
-    options: dict[str, Any] = {"num_nodes": 5, "deterministic": deterministic}
-    expected, plain = trained(strategy, model, **options)
-    found, cohorts = trained(strategy, model, participation=Sample(5, of=5), **options)
-    assert torch.equal(found, expected)
-    assert np.array_equal(plain.history.node_losses, cohorts.history.node_losses)
+    model, options = MLP(6, (5,), 3, seed=0), {"num_nodes": 5, "deterministic": deterministic}
+    everyone = compared(FEDERATED, model, **options)
+    for name, run in compared(FEDERATED, model, participation=Sample(5, of=5), **options).items():
+        expected = everyone[name]
+        assert all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values())), name
+        np.testing.assert_array_equal(run.history.node_losses, expected.history.node_losses, name)
 
 
 NOTHING: list[Participation] = [
@@ -517,33 +483,23 @@ NOTHING: list[Participation] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:too few steps")
-@pytest.mark.parametrize("name", ["AllReduce", "DiLoCo", "SPARTA"])
-def test_a_plan_in_which_nothing_happens_is_no_plan(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:DCTTopK")
+def test_a_plan_in_which_nothing_happens_is_no_plan() -> None:
     """Over three epochs, whose last batches are smaller: 30 examples of 4 nodes are batches of 4 and 4."""
     options: dict[str, Any] = {"num_nodes": 4, "data": vectors(30), "max_steps": None, "num_epochs": 3, "batch_size": 3}
-    model = MLP(12, (5,), 5, seed=0)
-    expected, plain = trained(STRATEGIES[name], model, **options)
-    assert plain.history["examples"].tolist() == [0, 12, 24, 32, 44, 56, 64, 76, 88, 96]
+    strategies = {name: STRATEGIES[name] for name in ("AllReduce", "DiLoCo", "SPARTA")}
+    plain = compared(strategies, MLP(12, (5,), 5, seed=0), **options)
+    assert plain["DiLoCo"].history["examples"].tolist() == [0, 12, 24, 32, 44, 56, 64, 76, 88, 96]
     for plan in NOTHING:
         clock = {"compute": 1.0} if isinstance(plan, Deadline) else {}
-        found, other = trained(STRATEGIES[name], model, participation=plan, **clock, **options)
-        assert torch.equal(found, expected), plan
-        assert list(plain.ledger) == list(other.ledger), plan
-        for column in (c for c in plain.history.columns if c not in OF_THE_MACHINE):
-            np.testing.assert_array_equal(plain.history[column], other.history[column], err_msg=f"{plan} {column}")
-        assert np.array_equal(plain.history.node_losses, other.history.node_losses)
+        assert_same(compared(strategies, MLP(12, (5,), 5, seed=0), participation=plan, **clock, **options), plain)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("executor", ["vmap", "loop"])
 def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: bool) -> None:
     """Nodes with 6, 12 and 8 examples have batches of 4 and 2, three of 4, and two of 4; no example is repeated."""
-    sizes = (6, 12, 8)
-
-    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
-        return Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
-
+    data = uneven(6, 12, 8)
     model, kwargs = Noisy(dropout=0.0), {"drop_last": drop_last}
     strategy = FedAvgStrategy(H=100, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5))
     exact = executor == "loop"
@@ -596,29 +552,20 @@ def test_cohorts_by_hand() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@federated
-def test_cohorts_resume(strategy: Strategy, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=7)}
-    expected, whole = trained(strategy, **own)
+def test_cohorts_resume(tmp_path: Path) -> None:
+    whole = compared(FEDERATED, participation=Sample(2, of=7))
     for stop in (6, 7):
-        trained(strategy, max_steps=stop, save_dir=tmp_path / str(stop), **own)
-        found, resumed = trained(strategy, resume=True, save_dir=tmp_path / str(stop), **own)
-        assert torch.equal(found, expected)
-        assert list(resumed.ledger) == list(whole.ledger)
-        for column in set(whole.history.columns) - set(OF_THE_MACHINE):
-            np.testing.assert_array_equal(resumed.history[column], whole.history[column], column)
+        own: dict[str, Any] = {"participation": Sample(2, of=7), "save_dir": tmp_path / str(stop)}
+        compared(FEDERATED, max_steps=stop, **own)
+        assert_same(compared(FEDERATED, resume=True, **own), whole)
 
 
 def test_local_epochs() -> None:
     """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of batches of four; then they rest."""
     sizes, steps = (4, 7, 16), (2, 4, 8)
-
-    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
-        return Subset(dataset(rank, num_nodes, train), range(sizes[rank]))
-
     model = Noisy(dropout=0.0)
     strategy = FedAvgStrategy(H=8, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5, weight_decay=0.1))
-    options: dict[str, Any] = {"num_nodes": 3, "data": data, "max_steps": 8}
+    options: dict[str, Any] = {"num_nodes": 3, "data": uneven(*sizes), "max_steps": 8}
     found, trainer = trained(strategy, model, participation=Sample(3, of=3, epochs=2), **options)
     moved = []
     for node, own_steps in enumerate(steps):
@@ -639,7 +586,7 @@ def test_local_epochs() -> None:
     torch.testing.assert_close(found[known], torch.cat([t.flatten() for t in means]), rtol=1e-5, atol=1e-6)
     timeline = vsim.timeline(trainer, vsim.Network(float("inf")), Compute([4.0, 2.0, 1.0]))
     assert timeline.seconds[-1] == 8.0  # two steps of 4 s, four of 2 s, or eight of 1 s
-    with pytest.raises(ValueError, match="up to 8 steps to go through its data, and a round has 4"):
+    with refused(ValueError, "8 steps … round has 4"):
         trained(FedAvgStrategy(H=4), participation=Sample(3, of=3, epochs=2), **options)
 
 
@@ -648,21 +595,6 @@ def test_steps_in_which_all_clients_have_done_their_epochs_have_no_loss() -> Non
     _, trainer = trained(FedAvgStrategy(H=6), participation=Sample(3, of=5, epochs=1), num_nodes=3, max_steps=8)
     resting = [step for step, loss in enumerate(trainer.history["train_loss"].tolist()) if loss != loss]
     assert resting == [0, 5, 6]
-
-
-@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(), CommunicateOptimizeStrategy([GradientAverage()])])
-def test_who_rests_has_no_part_in_gradients(strategy: Strategy) -> None:
-    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
-        return Subset(dataset(rank, num_nodes, train), range((4, 12, 8)[rank]))
-
-    with pytest.raises(TypeError, match=r"communicates gradients, and .* have none at step 2; give no epochs="):
-        trained(strategy, participation=Sample(3, of=3, epochs=1, rounds=3), num_nodes=3, data=data)
-
-
-@pytest.mark.filterwarnings("ignore:DCTTopK")
-def test_what_rows_would_pass_on_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"compress\.residual for each node"):
-        trained(DeMoStrategy(), num_nodes=2, participation=Sample(2, of=4))
 
 
 class Counting(CommunicateOptimizeStrategy):
@@ -717,15 +649,15 @@ def test_a_store_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if step == 2:
             trained(Counting(), **own)
 
-    with pytest.raises(ValueError, match="clients' is in use by another run"):
+    with refused(ValueError, "clients … another run"):
         trained(Counting(), train_loss_hook=another, **own)
     _, first = trained(Counting(), **own)  # the lock is gone with the run
     trained(Counting(), **own)
-    with pytest.raises(ValueError, match="has been used by another run"):
+    with refused(ValueError, "clients … another run"):
         first.fit(strategy=Counting(), resume=True, **{**OPTIONS, **own, "max_steps": 6})
     (store / "0.bin").unlink()
     (store / "0.bin").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match=r"0\.bin is a link"):
+    with refused(OSError, "0.bin … link"):
         trained(Counting(), **own)
     assert not (tmp_path / "elsewhere").exists()
     (store / "0.bin").unlink()
@@ -734,7 +666,7 @@ def test_a_store_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"no room for the .* GB of 6 clients"):
+    with refused(OSError, "GB … 6 clients"):
         trained(Counting(), **own)
 
 
@@ -747,14 +679,14 @@ def test_a_store_that_is_cut_short_while_it_is_used_is_an_error(tmp_path: Path) 
             os.truncate(store / "0.bin", 5)
 
     own: dict[str, Any] = {"num_nodes": 2, "participation": Sample(2, of=6, store=store)}
-    with pytest.raises(OSError, match=r"0\.bin has been cut from 48 to 5 bytes"):
+    with refused(OSError, "0.bin … from 48 to 5 bytes"):
         trained(Counting(), callbacks=[cut], **own)
     (store / "0.bin").unlink()
     os.mkfifo(store / "0.bin")
-    with pytest.raises(OSError, match=r"0\.bin is a pipe or a device"):
+    with refused(OSError, "0.bin … pipe"):
         trained(Counting(), **own)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"store '.*file' cannot be made"):
+    with refused(OSError, "store … cannot be made"):
         trained(Counting(), num_nodes=2, participation=Sample(2, of=6, store=tmp_path / "file"))
 
 
@@ -768,12 +700,9 @@ def test_losses_of_clients() -> None:
         assert np.allclose(own[list(segment.nodes)], of_nodes)
     _, failing = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=Schedule({0: [0, 2], 5: [1, 2]}))
     assert np.isnan(failing.history.client_losses).tolist() == [[False, True, False], [True, False, False]]
-
-
-def test_losses_of_a_cohort_of_all_of_which_one_is_late() -> None:
     rule, compute = Sample(3, of=3, stragglers=DropSlowest(0.4)), Compute([1.0, 5.0, 1.0])
-    _, cohorts = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
-    assert np.isnan(cohorts.history.client_losses).tolist() == [[False, True, False]] * 4
+    _, late = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+    assert np.isnan(late.history.client_losses).tolist() == [[False, True, False]] * 4
 
 
 @pytest.mark.parametrize("plan", [Dropout(0.4, rounds=3), Sample(3, of=5)], ids=repr)
@@ -782,9 +711,11 @@ def test_the_record_of_a_fork(plan: Participation, forked_at: int, tmp_path: Pat
     """It begins with the segment that the fork's first step is in, whole or not."""
     trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, max_steps=forked_at, save_dir=tmp_path)
     start = vsim.load_checkpoint(tmp_path).fork()
-    _, forked = trained(FedAvgStrategy(H=3, lr=1e-2), num_nodes=3, participation=plan, resume=start)
+    strategy = FedAvgStrategy(H=3, inner_optim="adafactor", lr=1e-2)  # an optimizer for each node
+    _, forked = trained(strategy, num_nodes=3, participation=plan, resume=start)
     segments = forked.ledger.attendance
     assert [segment.first for segment in segments] == [7, 10]
+    assert (~np.isnan(forked.history.node_losses[0])).sum() == len(segments[0].nodes)
     for own, segment in zip(forked.history.client_losses, segments, strict=True):
         assert np.flatnonzero(~np.isnan(own)).tolist() == list(segment.nodes)
     first = [event for event in forked.ledger if event.step == forked_at + 1 and event.moment == "start"]
@@ -845,44 +776,30 @@ def test_absent_nodes_do_not_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("participation", "there", "seconds"),
+    ("rule", "there", "seconds"),
     [
-        (Deadline(5.0), (0, 1), 5.0),  # 1, 2 and 3 s a step, two steps a round
+        (Deadline(5.0), (0, 1), 5.0),
         (Deadline(6.0), (0, 1, 2), 6.0),
         (Deadline(0.5), (0,), 2.0),
         (DropSlowest(0.4), (0, 1), 4.0),
-    ],
-)
-def test_stragglers(participation: Participation, there: tuple[int, ...], seconds: float) -> None:
-    compute = Compute([1.0, 2.0, 3.0])
-    strategy = FedAvgStrategy(H=2, lr=1e-2)
-    found, trainer = trained(strategy, num_nodes=3, participation=participation, compute=compute)
-    assert {segment.nodes for segment in trainer.ledger.attendance} == {there}
-    timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
-    assert timeline.seconds[2::2].tolist() == [seconds * round for round in range(1, 7)]
-    expected, _ = trained(strategy, num_nodes=3, participation=Schedule({0: there}))
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("rule", "there", "seconds"),
-    [
-        # 1, 2 and 3 s a step, two steps a round: the median is 2 s a step, the median absolute deviation 1 s.
+        # The median is 2 s a step, the median absolute deviation 1 s; the first round waits for all.
         (Deadline("adaptive", k=0), (0, 1), 4.0),
         (Deadline("adaptive", k=0.9), (0, 1), 5.8),
         (Deadline("adaptive"), (0, 1, 2), 6.0),
         (Deadline("adaptive", k=0, quorum=0.7), (0, 1, 2), 6.0),
     ],
 )
-def test_a_deadline_adapts_to_recent_rounds(rule: Deadline, there: tuple[int, ...], seconds: float) -> None:
-    compute = Compute([1.0, 2.0, 3.0])
-    weights, trainer = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
+def test_stragglers(rule: Deadline | DropSlowest, there: tuple[int, ...], seconds: float) -> None:
+    """1, 2 and 3 s a step, two steps a round."""
+    compute, adapts = Compute([1.0, 2.0, 3.0]), "adaptive" in repr(rule)
+    found, trainer = trained(FEDAVG, num_nodes=3, participation=rule, compute=compute)
     timeline = vsim.timeline(trainer, vsim.Network(float("inf")), compute)
-    assert timeline.seconds[2::2].tolist() == pytest.approx([6.0 + seconds * round for round in range(6)])
-    if there != (0, 1, 2):  # the first round waits for all
-        assert [(s.first, s.nodes) for s in trainer.ledger.attendance][:2] == [(1, (0, 1, 2)), (3, there)]
-    again, _ = trained(FedAvgStrategy(H=2, lr=1e-2), num_nodes=3, participation=rule, compute=compute)
-    assert torch.equal(again, weights)  # the rule remembers nothing of another run
+    first = 6.0 if adapts else seconds
+    assert timeline.seconds[2::2].tolist() == pytest.approx([first + seconds * round for round in range(6)])
+    assert trainer.ledger.attendance[-1].nodes == there
+    expected, _ = trained(FEDAVG, num_nodes=3, participation=Schedule({0: range(3) if adapts else there, 2: there}))
+    again, _ = trained(FEDAVG, num_nodes=3, participation=rule, compute=compute)
+    assert torch.equal(found, expected) and torch.equal(again, found)  # the rule remembers nothing of another run
 
 
 def test_an_adaptive_deadline_compares_rounds_by_the_step_and_forgets() -> None:
@@ -897,10 +814,6 @@ def test_an_adaptive_deadline_compares_rounds_by_the_step_and_forgets() -> None:
     assert late(fourth_slow, Deadline("adaptive"), (4, 6, 16, 18, 40)) == [(), (3,), (3,), (3,), (3,)]
     # All turn slow: half of them are waited for, until the rounds before are forgotten.
     assert late(5.0, Deadline("adaptive", window=1)) == [(), (), (1, 3), (), ()]
-    with pytest.raises(TypeError, match="quorum has no effect"):
-        Deadline(3.0, quorum=0.5)
-    with pytest.raises(ValueError, match="adaptive"):
-        Deadline("soon")
 
 
 def test_over_commitment_takes_the_first_to_arrive() -> None:
@@ -921,16 +834,13 @@ def test_over_commitment_takes_the_first_to_arrive() -> None:
     pulls = [event for event in trainer.ledger if event.label == "pull"]
     for pull, segment in zip(pulls, trainer.ledger.attendance, strict=True):  # of late clients, too
         assert pull.groups == (tuple(sorted(segment.nodes + segment.late)),)
-    with pytest.raises(ValueError, match="dropped stragglers by their compute seconds, so that another compute is"):
+    with refused(ValueError, "stragglers … compute"):
         vsim.timeline(trainer, network, 1.0)
 
 
 def test_clients_with_few_examples_arrive_early() -> None:
     """One epoch of 4, 8 and 16 examples is 1, 2 and 4 steps: 2, 6 and 4 s."""
-
-    def data(rank: int, num_nodes: int, train: bool) -> Subset[Any]:
-        return Subset(dataset(rank, num_nodes, train), range((4, 8, 16)[rank]))
-
+    data = uneven(4, 8, 16)
     compute = Compute([2.0, 3.0, 1.0])
     rule = Sample(3, of=3, epochs=1, stragglers=Deadline(5.0))
     _, trainer = trained(FedAvgStrategy(H=4), num_nodes=3, data=data, participation=rule, compute=compute)
@@ -948,15 +858,6 @@ def test_products_are_rounded_as_they_are_meant() -> None:
     given = Round(50, 0, 60, seconds, np.full(100, 50.0))
     segment = Sample(50, of=100, epochs=1.1, stragglers=OverCommit(1.1)).plan(given).segment(1)
     assert (len(segment.nodes), len(segment.late), set(segment.steps)) == (50, 5, {55})
-
-
-def test_stragglers_need_compute() -> None:
-    with pytest.raises(TypeError, match="goes by compute seconds"):
-        trained(FedAvgStrategy(H=2), num_nodes=2, participation=Deadline(3.0))
-    with pytest.raises(TypeError, match="compute has no effect"):
-        trained(FedAvgStrategy(H=2), num_nodes=2, participation=Dropout(0.5), compute=1.0)
-    with pytest.raises(TypeError, match="Sample"):
-        trained(FedAvgStrategy(H=2), num_nodes=2, participation=OverCommit(), compute=1.0)
 
 
 # What a server has to be sent -----------------------------------------------------------------------------------------
@@ -987,8 +888,9 @@ SERVED: list[tuple[str, Strategy, bool]] = [
 def test_a_server_is_sent_what_the_next_cohort_begins_with(strategy: Strategy, pushes: bool) -> None:
     data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(64, 2))
     trainer = vsim.Trainer(nn.Linear(3, 2), data, loss_fn=nn.functional.mse_loss)
-    participation = Sample(4, of=8, rounds=2)
-    trainer.fit(strategy=strategy, num_nodes=4, participation=participation, **{**OPTIONS, "max_steps": 6})
+    trainer.fit(
+        strategy=strategy, **{**OPTIONS, "num_nodes": 4, "participation": Sample(4, of=8, rounds=2), "max_steps": 6}
+    )
     found = by_label(trainer)
     if pushes:
         assert found["round"] == [(2, LINEAR_BYTES), (4, LINEAR_BYTES)]  # no cohort begins with the last one's result
@@ -1005,7 +907,7 @@ def test_running_statistics_are_sent_with_the_weights() -> None:
 
     def labels(strategy: Strategy) -> dict[str, list[tuple[int, int]]]:
         trainer = vsim.Trainer(model, data, loss_fn=nn.functional.mse_loss)
-        trainer.fit(strategy=strategy, num_nodes=2, participation=Sample(2, of=4), **{**OPTIONS, "max_steps": 4})
+        trainer.fit(strategy=strategy, participation=Sample(2, of=4), **{**OPTIONS, "max_steps": 4})
         return by_label(trainer)
 
     weights, norms, statistics = LINEAR_BYTES + 16, 16, 16  # mean and variance; the count of batches is no float
