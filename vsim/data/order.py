@@ -195,7 +195,7 @@ class Order:
         """Return the positions (n, L) of nodes with equally many examples."""
         if self.shared:
             order = _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
-            return order if len(nodes) == self.num_nodes else order[list(nodes)]
+            return order if [*nodes] == [*range(self.num_nodes)] else order[list(nodes)]
         # Nodes with equally many examples see theirs in the same order, as each its own DistributedSampler's.
         own = _recent_epoch(self.lengths[nodes[0]], 1, self.shuffle, self.seed, epoch)
         return own + torch.tensor([self.offsets[node] for node in nodes])[:, None]
