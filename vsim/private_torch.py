@@ -11,27 +11,56 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-# vmap from within. A lowering takes the stacked tensor out of a batched one and puts its own result in.
-# torch.library's register_vmap does that for operators of one's own; a rule in the place of functorch's for an operator
-# of torch would replace these.
+# vmap from within. An executor wraps nodes' tensors and unwraps their losses, and a lowering takes the stacked tensor
+# out of a batched one and puts its own result in. torch.library's register_vmap does that for operators of one's own; a
+# rule in the place of functorch's for an operator of torch would replace these.
 batch_level = _functorch.maybe_get_level
 batch_dim = _functorch.maybe_get_bdim
 unwrapped = _functorch.get_unwrapped
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 add_batch_dim = _functorch._add_batch_dim
+remove_batch_dim = _functorch._remove_batch_dim
+_load_decompositions = cache(lazy_load_decompositions)
 
-# Plain stacked tensors are computed with, within a vmapped function, as if no vmap was going on. Replaced by the same.
-outside_of_vmap = temporarily_clear_interpreter_stack
+
+@contextmanager
+def within_vmap(size: int, randomness: str) -> Iterator[int]:
+    """Compute a block as torch.func.vmap computes a function; yield the level, which the functions above take.
+
+    vmap itself looks at arguments and results, in 300 calls of Python. A form of it without that would replace this.
+    """
+    _load_decompositions()
+    with without_performance_warnings():
+        level: int = _functorch._vmap_increment_nesting(size, randomness)
+        try:
+            yield level
+        finally:
+            _functorch._vmap_decrement_nesting()
+
+
+class outside_of_vmap(AbstractContextManager[None]):
+    """Compute plain stacked tensors in a block within vmap as if no vmap was going on. Replaced by the same."""
+
+    def __enter__(self) -> None:
+        self.levels: list[Any] = []
+        while _functorch.peek_interpreter_stack() is not None:
+            self.levels.append(_functorch.pop_dynamic_layer_stack())
+
+    def __exit__(self, *_: object) -> None:
+        while self.levels:
+            _functorch.push_dynamic_layer_stack(self.levels.pop())
+
 
 # What pickle's errors call operators that a script defines. A public type of theirs would replace the names.
 NAMES_OF_OPERATORS = ("torch._C", "torch._ops", "'_Ops'", "'_OpNamespace'")
@@ -136,7 +165,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
     """Return whether modules have hooks on the gradients at their ends. A public look at them would replace it."""
     of_all = nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
-    return any(of_all) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+    return any((*of_all, *[m._backward_hooks or m._backward_pre_hooks for m in modules]))
 
 
 def version(tensor: Tensor) -> int:
@@ -145,6 +174,11 @@ def version(tensor: Tensor) -> int:
     A public form of it would replace it.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the `version` of each tensor."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def storage_key(tensor: Tensor) -> int:

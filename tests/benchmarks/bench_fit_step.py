@@ -8,11 +8,15 @@ communication, ledger, history. Bookkeeping is also timed alone, with losses tha
 nothing: the rest of it is what the caches lose to the arithmetic in between.
 
     python tests/benchmarks/bench_fit_step.py [--compile]
+
+With --calls, only the calls of Python functions in a step are counted, which a busy machine does not change.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -25,10 +29,16 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.models import MLP
-from vsim.strategy import SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.loop import Ensemble
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
+
+
+def data(num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_nodes * 320, 64, generator=generator)
+    return x, torch.randint(0, 10, (num_nodes * 320,), generator=generator)
 
 
 def bare_seconds(num_nodes: int, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -65,9 +75,21 @@ def fit_seconds(num_nodes: int, x: torch.Tensor, y: torch.Tensor) -> float:
     return (marks[-1] - marks[0]) / STEPS
 
 
-def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> Ensemble:
+def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool, strategy: Any = None) -> Ensemble:
     options = {"num_nodes": num_nodes, "batch_size": BATCH, "progress": False, "executor": "vmap", "compile": compile}
-    return Trainer(MLP(seed=0), TensorDataset(x, y)).prepare(strategy=Strategy(lr=1e-3), max_steps=100_000, **options)
+    strategy = strategy or Strategy(lr=1e-3)
+    return Trainer(MLP(seed=0), TensorDataset(x, y)).prepare(strategy=strategy, max_steps=100_000, **options)
+
+
+def calls(strategy: Any, x: torch.Tensor, y: torch.Tensor, compile: bool) -> float:
+    """The calls of functions, Python's own included, in a step of 4 nodes."""
+    steps = run_of(4, x, y, compile, strategy).steps()
+    for _ in range(STEPS):
+        next(steps)
+    with cProfile.Profile() as profile:
+        for _ in range(6 * STEPS):
+            next(steps)
+    return float(pstats.Stats(profile).total_calls) / (6 * STEPS)
 
 
 def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> list[float]:
@@ -112,12 +134,17 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", action="store_true", help="divide a compiled step, too")
-    compiled = [False, True] if parser.parse_args().compile else [False]
+    parser.add_argument("--calls", action="store_true", help="count calls of functions in a step of K = 4, and no more")
+    options = parser.parse_args()
+    compiled = [False, True] if options.compile else [False]
+    if options.calls:
+        kinds = SimpleReduceStrategy(lr=1e-3), DiLoCoStrategy(H=10, lr=1e-3), SPARTAStrategy(lr=1e-3)
+        counts = [[type(kind).__name__, *(calls(kind, *data(4), c) for c in compiled)] for kind in kinds]
+        print(tabulate(counts, ["calls a step", "vmap", "compiled"][: 1 + len(compiled)], floatfmt=".0f"))
+        return
     rows, divided = [], []
     for num_nodes in (4, 16, 64):
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(num_nodes * 320, 64, generator=generator)
-        y = torch.randint(0, 10, (num_nodes * 320,), generator=generator)
+        x, y = data(num_nodes)
         pairs = [(fit_seconds(num_nodes, x, y), bare_seconds(num_nodes, x, y)) for _ in range(ROUNDS)]
         ratios = [fit / bare for fit, bare in pairs]
         rows.append(

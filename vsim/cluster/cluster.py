@@ -63,7 +63,8 @@ class Cluster:
     @property
     def completed(self) -> int:
         """t, the optimizer steps completed."""
-        return self.step - (self.collectives.position.moment != "end")
+        position = self.collectives.position
+        return position.step - (position.moment != "end")
 
     @property
     def lr(self) -> float:

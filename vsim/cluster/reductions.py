@@ -53,7 +53,7 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
     if weights is not None:
         return torch.tensordot(weights.to(stacked), stacked, dims=1)
     if op == "mean":
-        return stacked.mean(0)
+        return stacked.mean(0) if len(stacked) > 1 else stacked[0].clone()
     if op == "sum":
         return stacked.sum(0)
     return stacked.amax(0) if op == "max" else stacked.amin(0)

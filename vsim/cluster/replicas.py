@@ -109,12 +109,12 @@ class Replicas:
     @property
     def shares_weights(self) -> bool:
         """Whether several nodes share one row of weights."""
-        return len(self.weights) < self.num_held
+        return self.weights.shape[0] < self.num_held
 
     @property
     def shares_grads(self) -> bool:
         """Whether several nodes share one row of gradients, which holds their mean."""
-        return len(self.grads) < self.num_held
+        return self.grads.shape[0] < self.num_held
 
     @property
     def num_parameters(self) -> int:

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from vsim.arguments import a_function, is_factory, real_number, reject_unknown, retold, true_or_false, whole_number
 from vsim.cluster.randomness import EVALUATION, LOADER, derive_seed, generator
 from vsim.data.order import Order, Uneven
+from vsim.trees import mapped, tensors_of
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
@@ -118,7 +119,7 @@ class Batches:
             return self._loaded(order, nodes)
         # Contiguous per node: the layout of the gathered examples is that of the positions.
         gather = self._gather
-        return (tree_map(lambda own: gather(own.contiguous()), positions) for positions in order)
+        return (mapped(lambda own: gather(own.contiguous()), positions) for positions in order)
 
     def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
         """Load any dataset by one DataLoader, whose batches hold the samples of all nodes, the first node's first."""
@@ -317,7 +318,7 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
         def gather(positions: Tensor) -> list[Tensor]:
             # Whole rows at a time: indexing by a matrix of positions copies number by number.
             flat = {device: positions.flatten().to(device) for device in devices}
-            return [t.index_select(0, flat[t.device]).unflatten(0, positions.shape) for t in tensors]
+            return [t.index_select(0, flat[t.device]).view(*positions.shape, *t.shape[1:]) for t in tensors]
 
         return gather
     return None
@@ -526,7 +527,7 @@ def _gathered(
     counts = [sources[key].num_rows for key in keys]
     while True:
         positions = {key: next(order) for key, order in orders.items()}
-        yield tree_map(fields, joined([positions[key] for key in keys], counts))
+        yield mapped(fields, joined([positions[key] for key in keys], counts))
 
 
 def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], start_step: int) -> Iterator[Any]:
@@ -552,7 +553,7 @@ def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
     if isinstance(batch, Uneven):
         own = [sizes_of(part, rows.intersection(those)) for those, part in zip(batch.rows, batch.parts, strict=True)]
         return sum(examples for examples, _ in own), sum(tokens for _, tokens in own)
-    leaves = tree_leaves(batch)
+    leaves = tensors_of(batch)
     largest = max(leaves, key=Tensor.dim)
     named = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor)
     inputs = batch["input_ids"] if named else leaves[0]

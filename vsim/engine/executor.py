@@ -18,7 +18,7 @@ from vsim.cluster.ledger import Position
 from vsim.cluster.randomness import default_generator, drawing_from, preserved
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective, as_given, described_stranger, listed
-from vsim.private_torch import unwatched, version
+from vsim.private_torch import unwatched, version, versions
 
 SHARED_ROW = (
     "the model changes its weights in forward, and with this strategy all nodes share one row of them, which each "
@@ -177,7 +177,7 @@ class Executor(ABC):
         tensors = [t for module in modules for t in (*module.parameters(False), *module.buffers(False))]
         values = [value for module in modules for value in vars(module).values()]
         sizes = [(id(value), len(value) if isinstance(value, list | dict | set) else 0) for value in values]
-        return [*map(version, tensors), *sizes]
+        return [*versions(tensors), *sizes]
 
     def _trains(self, parameter: Tensor) -> bool:
         """Return whether a parameter is a node's own. By default none is, as nodes' own are plain tensors."""

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.replicas import Replicas
+from vsim.trees import tensors_of
 
 # PyTorch before 2.14 returns zeros for lookups in larger tables on MPS [github.com/pytorch/pytorch/issues/188756]. The
 # bound holds with later versions, too: lookups and gradients of larger tables were not compared with the CPU's there.
@@ -30,7 +30,7 @@ _INDICES = (torch.uint8, torch.int32, torch.int64)  # other dtypes are errors of
 
 def is_off_cpu(batch: Any) -> bool:
     """Return whether the tensors of a batch lie on an accelerator."""
-    first = next((t for t in tree_leaves(batch) if isinstance(t, Tensor)), None)
+    first = next((t for t in tensors_of(batch) if isinstance(t, Tensor)), None)
     return first is not None and first.device.type not in ("cpu", "meta")
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, check_depends, write_or_add
+from vsim.trees import mapped
 
 
 class LoopExecutor(Executor):
@@ -51,12 +52,12 @@ class LoopExecutor(Executor):
         Raises:
             ValueError: the model changes a row of weights that nodes share; and see `Executor._loss`.
         """
-        batch, losses = tree_map(rows_apart, batch), []
+        batch, losses = mapped(rows_apart, batch), []
         row = self.replicas.weights.clone() if self.replicas.shares_weights else None
         with self._moved_up_to_date():
             for number in numbers:
                 node, objective = self.nodes[number], self.objective.of_row(number)
-                own_batch = tree_map(lambda t, number=number: t[number], batch)
+                own_batch = mapped(itemgetter(number), batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Keep the context until the gradients are computed, as checkpointed parts of the model run again.
                 with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):

@@ -65,19 +65,10 @@ class Nodes:
         self.failed: Exception | None = None
         self._undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
         self._level = -1
-        self._node: Tensor | None = None
 
-    @property
-    def node(self) -> Tensor | None:
-        """A tensor that is batched over the nodes, on their device. The vmapped function sets it when it starts."""
-        return self._node
-
-    @node.setter
-    def node(self, node: Tensor) -> None:
-        self._device_type = node.device.type
-        self._level = batch_level(node)
-        self.num_nodes = len(unwrapped(node))
-        self._node = node
+    def begin(self, level: int, num_nodes: int, device: torch.device) -> None:
+        """Note functorch's level of a vmapped call that begins."""
+        self._level, self.num_nodes, self._device_type = level, num_nodes, device.type
 
     @property
     def are_cast(self) -> bool:
@@ -99,10 +90,9 @@ class Nodes:
         Returns None if a tensor belongs to another transform. `has_spread_own` is set to whether any tensor differs
         between the nodes.
         """
-        found, self.has_spread_own = [], False
-        for argument in arguments:
+        found, self.has_spread_own = list(arguments), False
+        for place, argument in enumerate(found):
             if not isinstance(argument, Tensor):
-                found.append(argument)
                 continue
             stacked = self.of(argument)
             if stacked is not None:
@@ -112,7 +102,7 @@ class Nodes:
             else:
                 stacked = argument.expand(self.num_nodes, *argument.shape)
                 self.shared[id(stacked)] = argument
-            found.append(stacked)
+            found[place] = stacked
         return found
 
     def batch(self, stacked: Tensor) -> Tensor:
@@ -205,7 +195,7 @@ Form = Callable[..., Any]
 RULES: dict[Any, Form] = {}  # operation → its form for all nodes: f(nodes, operation, *args, **kwargs)
 
 
-def rule(*operations: Any, with_nodes: bool = False, draws: bool = False) -> Callable[[Form], Form]:
+def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
     """Mark a function of stacked tensors as the form of these operations for all nodes.
 
     The function gets the arguments of the operation, with a stacked tensor (K, …) in place of every tensor; tensors
@@ -214,13 +204,12 @@ def rule(*operations: Any, with_nodes: bool = False, draws: bool = False) -> Cal
 
     Args:
         with_nodes: whether the form gets the `Nodes` as its first argument.
-        draws: whether the form draws from the nodes' streams, also for a tensor that nodes share.
     """
 
     def register(form: Form) -> Form:
         def of_wrapped(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
             spread = nodes.spread_all((*args, *kwargs.values()))
-            if spread is None or not (draws or nodes.has_spread_own):
+            if spread is None or not nodes.has_spread_own:
                 return NotImplemented
             own = [nodes] if with_nodes else []
             with outside_of_vmap():
@@ -307,19 +296,23 @@ def _attention(
 def _dropout(operation: Any, whole_features: bool, without_batch: int | None = None) -> None:
     """Register a kind of dropout. An input with `without_batch` dimensions is (C, …), without a batch."""
 
-    @rule(operation, with_nodes=True, draws=True)
-    def dropout(nodes: Nodes, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    @rule_of_wrapped(operation)
+    def dropout(
+        nodes: Nodes, operation: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-        if not training or p == 0.0 or x.numel() == 0:
-            return x
-        streams = nodes.draw()
-        if streams is None:
+        if not training or p == 0.0 or input.numel() == 0:
+            return input
+        streams, stacked = nodes.draw(), nodes.spread_all((input,))
+        if streams is None or stacked is None:
             return NotImplemented
-        one_example = x.dim() - 1 == without_batch
-        dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams, inplace)
-        dropped = dropped[:, 0] if one_example else dropped
-        return x.copy_(dropped) if inplace else dropped
+        (x,) = stacked
+        one_example = input.dim() == without_batch
+        with outside_of_vmap():
+            dropped = batched.dropout(x[:, None] if one_example else x, p, whole_features, streams, inplace)
+            dropped = dropped[:, 0] if one_example else dropped
+            return nodes.batch(x.copy_(dropped) if inplace else dropped)
 
 
 _dropout(F.dropout, whole_features=False)
@@ -561,31 +554,30 @@ class Lowering(Nodes, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._node is None:  # nothing is vmapped yet
-            return func(*args, **kwargs)
         try:
-            form = RULES.get(func)
+            outcome, form = NotImplemented, RULES.get(func)
             if form is not None:
                 self.way = "batched"
                 self.shared.clear()
                 outcome = form(self, func, *args, **kwargs)
-                if outcome is not NotImplemented:
-                    return self._note(func, self.way, outcome)
-            if (name := name_of(func)) in _READS:
-                return self.read(func, args, kwargs)
-            draws = name.removesuffix("_") in _DRAWS and self.streams is not None
-            decomposed = func in CAST and self.are_cast and not self.why_not_alone(func, args, kwargs)
-            if name in _WHOLE or draws or decomposed:
-                return self._note(func, "node by node", self.alone(func, args, kwargs))
-            return self._note(func, "functorch", func(*args, **kwargs))
+            if outcome is NotImplemented:
+                outcome = self._without_rule(func, args, kwargs)
         except Exception as error:
             self.failed = self.failed or error
             raise
-
-    def _note(self, func: Any, way: str, outcome: Any) -> Any:
         if self.watch and any(isinstance(t, Tensor) for t in tree_leaves(outcome)):
-            self.calls[name_of(func), way] += 1
+            self.calls[name_of(func), self.way] += 1
         return outcome
+
+    def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kind, self.way = _KINDS.get(getattr(func, "__name__", "")), "node by node"
+        if kind == "reads":
+            return self.read(func, args, kwargs)
+        decomposed = func in CAST and self.are_cast and not self.why_not_alone(func, args, kwargs)
+        if kind == "whole" or decomposed or (kind == "draws" and self.streams is not None):
+            return self.alone(func, args, kwargs)
+        self.way = "functorch"
+        return func(*args, **kwargs)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -615,3 +607,8 @@ _DRAWS = _names(
     _fractional_max_pool3d fractional_max_pool3d_with_indices
     """
 )
+_KINDS = {
+    **dict.fromkeys(_READS, "reads"),
+    **dict.fromkeys(_WHOLE, "whole"),
+    **{name: "draws" for drawing in _DRAWS for name in (drawing, f"{drawing}_")},
+}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.cluster.randomness import drawing_from
@@ -26,7 +25,8 @@ from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof, prove
 from vsim.engine.rules import Lowering
-from vsim.private_torch import has_backward_hooks, unwatched, version, without_performance_warnings
+from vsim.private_torch import has_backward_hooks, remove_batch_dim, unwatched, versions, within_vmap
+from vsim.trees import mapped, tensors_of
 
 # On the CPU, a vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as
 # their arithmetic is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that
@@ -39,13 +39,13 @@ _HERE = Path(__file__).parent
 
 
 class Piece(NamedTuple):
-    """Nodes that are computed at once: rows, weights by name, gradients, buffers by name, and numbers of the nodes."""
+    """Nodes that are computed at once: rows, weights by name, gradients, buffers by name, and the number of nodes."""
 
     rows: slice
     leaves: Views
     grads: list[Tensor]
     buffers: Views
-    numbers: Tensor
+    size: int
 
 
 class _BeforeCall:
@@ -58,7 +58,8 @@ class _BeforeCall:
     def __init__(self, lowering: Lowering, piece: Piece, batch: list[Tensor]) -> None:
         self.lowering = lowering
         self.buffers = [(b, b.clone()) for b in piece.buffers.values()]
-        self.versions = [(t, version(t)) for t in (*piece.leaves.values(), *batch)]
+        self.tensors = *piece.leaves.values(), *batch
+        self.versions = versions(self.tensors)
 
     def restore(self, error: VmapError) -> None:
         """Restore the random streams and the buffers.
@@ -69,7 +70,7 @@ class _BeforeCall:
         self.lowering.undraw()
         for buffer, value in self.buffers:
             buffer.copy_(value)
-        if any(version(t) != at_first for t, at_first in self.versions):
+        if versions(self.tensors) != self.versions:
             raise VmapError(f"{error}, but for weights or a batch that it has changed in place already") from error
 
 
@@ -123,8 +124,7 @@ class VmapExecutor(Executor):
                 for name, w in part.views(part.weights).items()
             }
             grads = part.views(part.grads[0] if r.shares_grads else part.grads)
-            numbers = torch.arange(rows.stop - rows.start, device=r.weights.device)
-            self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, numbers))
+            self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, part.num_held))
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
@@ -147,7 +147,7 @@ class VmapExecutor(Executor):
 
     def _cut_for(self, batch: Any) -> None:
         """Cut the nodes for batches of these shapes. Equal shapes get equal pieces."""
-        shapes = tuple(t.shape for t in tree_leaves(batch))
+        shapes = tuple(t.shape for t in tensors_of(batch))
         if shapes not in self._pieces_of:
             with unwatched():  # a mode that counts the operations of this step must not see this
                 at_once = self._at_once_for(tree_map(lambda t: t[0], batch))
@@ -219,12 +219,12 @@ class VmapExecutor(Executor):
             self._leave_to_the_loop(why)
             return self._loop.compute(range(self.replicas.num_held), batch, share, first)
         losses, shared = [], list(self.pieces[0].leaves.values()) if self.replicas.shares_weights else []
-        at_first = [version(w) for w in shared]
+        at_first = versions(shared)
         for number, piece in enumerate(self.pieces):
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
-            before = _BeforeCall(lowering, piece, tree_leaves(own_batch))
+            before = _BeforeCall(lowering, piece, tensors_of(own_batch))
             try:
-                with lowering, self._precision():
+                with self._precision():
                     stacked = self._losses(piece, own_batch, lowering)
                 self._write_gradients(stacked, piece, share, first, number)
             except VmapError as error:
@@ -236,7 +236,7 @@ class VmapExecutor(Executor):
             self.has_worked = True
             self.calls = self.calls or lowering.calls
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
-        if [version(w) for w in shared] != at_first:
+        if versions(shared) != at_first:
             raise ValueError(SHARED_ROW)
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
@@ -268,7 +268,7 @@ class VmapExecutor(Executor):
             raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
-        return batch if len(self.pieces) == 1 else tree_map(lambda t: t[piece.rows], batch)
+        return batch if len(self.pieces) == 1 else mapped(lambda t: t[piece.rows], batch)
 
     def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
         """Return the losses of the nodes of a piece, with their graph.
@@ -285,7 +285,7 @@ class VmapExecutor(Executor):
 
         parts = (piece.leaves, piece.buffers, batch)
         of_all = self.replicas.shares_grads  # one leaf for all nodes
-        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.numbers, *parts, weights_of_all=of_all)
+        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.size, *parts, weights_of_all=of_all)
         return losses
 
     def _evaluate(
@@ -299,12 +299,12 @@ class VmapExecutor(Executor):
         state = stream.get_state()
         for rows in even_pieces(len(weights), self._rows_at_once(batch)):
             own_buffers = {name: b[rows].clone() for name, b in buffers.items()}
-            numbers = torch.arange(rows.stop - rows.start, device=weights.device)
             parts = (self.replicas.views(weights[rows]), own_buffers, cloned(batch))
             stream.set_state(state)
             try:
-                with drawing_from(stream), Lowering(None) as lowering, self._precision():
-                    outcomes.append(self._vmapped(outcome_of_node, lowering, numbers, *parts, batch_of_all=True))
+                with drawing_from(stream), self._precision():
+                    size, lowering = rows.stop - rows.start, Lowering(None)
+                    outcomes.append(self._vmapped(outcome_of_node, lowering, size, *parts, batch_of_all=True))
             except VmapError as error:
                 stream.set_state(state)
                 evaluated = super()._evaluate(objective, weights, buffers, batch, stream)
@@ -318,7 +318,7 @@ class VmapExecutor(Executor):
         self,
         of_node: Callable[..., Any],
         lowering: Lowering,
-        numbers: Tensor,
+        size: int,
         weights: Views,
         buffers: Views,
         batch: Any,
@@ -328,21 +328,19 @@ class VmapExecutor(Executor):
         """Return the stacked results of of_node(weights, buffers, batch) for all nodes, from one call within vmap.
 
         Args:
-            numbers: the numbers of the nodes, (K,).
+            size: K, the number of nodes.
             weights, buffers, batch: stacked over the nodes; nodes share the weights with `weights_of_all`, and the
                 batch with `batch_of_all`. The latter is for evaluation, where nodes draw the same random numbers.
         """
-
-        def of_number(node: Tensor) -> Any:
-            lowering.node = node
-            # Wrap the tensors here, because vmap would process every tensor among its arguments several times.
-            own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
-            own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
-            return of_node(own_weights, own_buffers, batch if batch_of_all else tree_map(lowering.batch, batch))
-
         try:
-            with without_performance_warnings():
-                stacked = vmap(of_number, randomness="same" if batch_of_all else "different")(numbers)
+            with within_vmap(size, "same" if batch_of_all else "different") as level:
+                lowering.begin(level, size, self.replicas.weights.device)
+                own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
+                own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
+                own_batch = batch if batch_of_all else mapped(lowering.batch, batch)
+                with lowering:
+                    outcome = of_node(own_weights, own_buffers, own_batch)
+                stacked = mapped(lambda t: remove_batch_dim(t, level, size, 0), outcome)
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
@@ -353,7 +351,7 @@ class VmapExecutor(Executor):
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
     """Return the shapes and dtypes of a node's part of a stacked batch (K, B, …)."""
-    return tuple((t.shape[1:], t.dtype) for t in tree_leaves(batch))
+    return tuple((t.shape[1:], t.dtype) for t in tensors_of(batch))
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:

@@ -7,6 +7,7 @@ A schedule says, after a sync, at which step the next one is. `CommunicationModu
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -210,9 +211,12 @@ def interval(H: Any, name: str = "H") -> int | When:
     return copy.copy(H) if isinstance(H, When) else whole_number(name, H)
 
 
+_every = functools.cache(Every)  # which is asked for at every step
+
+
 def schedule_of(H: int | When) -> When:
     """Return H as a schedule."""
-    return H if isinstance(H, When) else Every(H)
+    return H if isinstance(H, When) else _every(H)
 
 
 def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:

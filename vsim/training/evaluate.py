@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from vsim.data.batches import validation_examples
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.executor import bits_of, check_examples
 from vsim.engine.indices import is_off_cpu
+from vsim.engine.machine import using_threads
 from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
 from vsim.training.clients import OwnModels
@@ -277,7 +279,7 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
                 weights, tuned = fine_tuned(runs[row], number, *own) if runs[row].spec.client_val_steps else own
                 own_buffers = {name: b[None] for name, b in tuned.items()}
                 models[row] = models[row]._replace(weights=weights[None], buffers=own_buffers)
-            with stack.threads():
+            with using_threads(1) if stack.is_small else nullcontext():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:
             data = f"data of client {number}" if of == "client" else "test data"

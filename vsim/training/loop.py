@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vsim.arguments import naming, retold
 from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.randomness import fingerprints, global_states
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import moved, repeating, synchronize
+from vsim.engine.machine import moved, repeating, synchronize, using_threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
@@ -30,6 +29,7 @@ from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged, Run
 from vsim.training.stack import Stack
+from vsim.trees import tensors_of
 
 
 class Drawn(BaseException):
@@ -199,13 +199,13 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         return False
     try:
         batch = next(stack.batches) if stack.taking else []
-        if any(t.device != device for t in tree_leaves(batch)):
+        if any(t.device != device for t in tensors_of(batch)):
             batch = moved(batch, device)
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
     before = ensemble.states_for_trial(runs[0])
-    with stack.threads():
+    with using_threads(1) if stack.is_small else nullcontext():
         try:
             with runs[0].computing():
                 losses = stack.losses_and_grads(batch) if stack.taking else torch.empty(0)
@@ -377,6 +377,8 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
 def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
     """Measure the global models of ended runs on their clients' and test data, and amend their last reports."""
     runs = [run for run in ended if run.trains and (run.client_data or run.test_data)]
+    if not runs:
+        return
     try:
         found = _of_ended(stack, runs)
     except Exception as error:  # in the model or the data, which all these runs share

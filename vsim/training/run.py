@@ -144,7 +144,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether the run has completed its last step."""
-        return self.done >= self.max_steps
+        return self.cluster.completed >= self.max_steps
 
     @property
     def trains(self) -> bool:
@@ -222,7 +222,6 @@ class Run:
         buffers = self.cluster.replicas.buffers
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
-    @torch.no_grad()
     def put_back_resting(self) -> None:
         """Restore the rows of nodes that rest in this step, which were computed with the others."""
         if self._kept is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.executor import bits_of, undone
-from vsim.engine.machine import takes_one_thread, using_threads
+from vsim.engine.machine import takes_one_thread
 from vsim.private_torch import storage_key
 from vsim.training.optimizers import Optimizers
 from vsim.training.run import Run
@@ -138,6 +137,7 @@ class Stack:
         batches: stacked batches (R, B, …) for the present rows, on any device. batch: the one that was computed last.
         optimizers: the runs' optimizers, stepped in few calls.
         take_own_step: takes the step of the stack's only run, if the run is asynchronous.
+        is_small: whether one thread computes the present rows.
     """
 
     runs: list[Run]
@@ -150,9 +150,9 @@ class Stack:
     batches: Iterator[Any] = field(default_factory=lambda: iter(()))
     batch: Any = None
     take_own_step: Callable[[], None] | None = None
+    is_small: bool = False
     _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # what runs hold apart, and their rows
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
-    _is_small: bool = False
 
     def place(self, run: Run, rows: range) -> None:
         """Give a run these rows, besides what it holds apart."""
@@ -179,7 +179,7 @@ class Stack:
         if number not in self._executors:
             made = self.make(self.whole.rows(0, number), streams)
             self._executors[number] = made, takes_one_thread(made)
-        self.executor, self._is_small = self._executors[number]
+        self.executor, self.is_small = self._executors[number]
         self.executor.generators[:] = streams
         self.few.engine = self.executor
         self.optimizers = Optimizers([run.strategy for run in self.taking])
@@ -226,7 +226,3 @@ class Stack:
     def minibatch_size(self) -> int | None:
         """The examples per node whose gradients are computed at once; None: the whole batch."""
         return self.runs[0].minibatch_size
-
-    def threads(self) -> AbstractContextManager[None]:
-        """Return the context of the stack's steps, which one thread computes if they are small."""
-        return using_threads(1) if self._is_small else nullcontext()
