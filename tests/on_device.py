@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ import vsim
 from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.cluster.replicas import Replicas
-from vsim.engine import LoopExecutor, VmapExecutor, batched
+from vsim.engine import CompiledExecutor, LoopExecutor, VmapExecutor, batched
 from vsim.engine.executor import Settings
 from vsim.engine.machine import devices_of_nodes, moved
 from vsim.engine.objective import Objective
@@ -541,3 +541,43 @@ def test_memory_that_is_still_to_be_copied_must_stay() -> None:
         assert here.isnan().all()  # not there yet
         torch.pretend.synchronize()  # type: ignore[attr-defined]
         assert here.tolist() == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+@pytest.mark.parametrize("share_of_the_graph", [1.0, 1.5])
+def test_what_cuda_compiles_has_safe_options_and_is_proved_when_it_is_replayed(
+    share_of_the_graph: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {}
+    proved: list[int] = []
+    prove = CompiledExecutor.prove
+
+    def uncompiled(function: Any, **given: Any) -> Any:
+        options.update(given["options"])
+
+        def replayed(weights: Any, grads: Any, *others: Any) -> Any:
+            losses = function(weights, grads, *others)
+            return losses * share_of_the_graph if len(proved) > 1 else losses  # a replay that is wrong
+
+        return replayed
+
+    def noted(executor: CompiledExecutor, *given: Any) -> Any:
+        proved.append(executor.settings.position.step)
+        return prove(executor, *given)
+
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    monkeypatch.setattr(torch, "from_dlpack", Tensor.detach)  # knows no pretended device
+    monkeypatch.setattr(CompiledExecutor, "captures", True)
+    monkeypatch.setattr(CompiledExecutor, "prove", noted)
+    wrong = share_of_the_graph != 1.0
+    warned = pytest.warns(UserWarning, match="'vmap'.*losses.*differ") if wrong else nullcontext()
+    with accelerator("cuda"), warned:
+        draws = MLP(8, (16,), 4, dropout=0.5, seed=0)
+        data = TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
+        trainer = Trainer(draws, data, device=OTHER)
+        trainer.fit(strategy=diloco(), num_nodes=2, max_steps=12, batch_size=4, compile=True, progress=False)
+    assert trainer.history.executor == ("vmap" if wrong else "compiled")
+    assert options["fallback_random"] and options["triton.cudagraphs"]
+    assert options["triton.mix_order_reduction"] is False and "align_random_eager" not in options
+    assert {"fallback_random", "triton.cudagraphs", "triton.mix_order_reduction"} <= {*torch._inductor.list_options()}
+    assert proved == [1, 9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,22 @@ from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof
 from vsim.engine.vmap import VmapExecutor, shapes_of
 
+_STEPS_TO_REPLAY = 8  # PyTorch captures in the second and third
+
 
 @dataclass
 class Decision:
-    """What was decided for a model: the executor, why, the proofs by the shapes of a batch, and shapes without one."""
+    """What was decided for a model: the executor, why, the proofs by the shapes of a batch, and shapes without one.
+
+    `again` has the step from which on a proof is taken once more, because what a device captures in the first steps is
+    replayed then.
+    """
 
     kind: Callable[..., Executor] | None = None
     why: str = ""
     proofs: dict[Any, Proof] = field(default_factory=dict)
     left: dict[Any, VmapError] = field(default_factory=dict)
+    again: dict[Any, int] = field(default_factory=dict)
 
 
 class AutoExecutor(Executor):
@@ -100,8 +108,9 @@ class AutoExecutor(Executor):
             self.chosen = self._made()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
             return
-        shapes = shapes_of(batch)
-        if (shapes, share == 1.0) in self.decision.proofs or shapes in self.decision.left:
+        shapes, proofs, step = shapes_of(batch), self.decision.proofs, self.settings.position.step
+        key = shapes, share == 1.0
+        if shapes in self.decision.left or (key in proofs and step < self.decision.again.get(key, math.inf)):
             return
         failed, proof = None, None
         while isinstance(fast := self.chosen, VmapExecutor) and proof is None:
@@ -109,7 +118,7 @@ class AutoExecutor(Executor):
                 proof = fast.prove(batch, share)
                 fast.has_worked = True
             except (VmapError, CompileError) as error:
-                if self.decision.proofs and isinstance(error, VmapError):
+                if proofs and isinstance(error, VmapError):
                     self.decision.left[shapes] = error
                     return
                 failed = error
@@ -118,10 +127,14 @@ class AutoExecutor(Executor):
             self._warn(failed)
         if proof is None:
             return
-        may_choose = not (self.decision.proofs or self.settings.compile or self.replicas.shares_grads)
+        may_choose = not (proofs or self.settings.compile or self.replicas.shares_grads)
         if may_choose and self.asked == "auto" and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
-        self.decision.proofs[shapes, share == 1.0] = proof
+        if fast.captures and key not in proofs:
+            self.decision.again[key] = step + _STEPS_TO_REPLAY
+        else:
+            self.decision.again.pop(key, None)
+        proofs[key] = proof
 
     def _choose_simpler(self, error: Exception) -> None:
         """Replace an executor that cannot run this model by the next simpler one."""

@@ -134,17 +134,25 @@ class CompiledExecutor(VmapExecutor):
         # Compile one graph: between separate forward and backward graphs, autograd's overhead exceeds the arithmetic of
         # a small model. The graph also writes the gradients to their places while they are in the caches. fullgraph,
         # because a graph break within vmap would silently leave everything uncompiled.
-        # Operations draw as they do uncompiled, so that both can be compared.
-        options: Any = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
-        if self.captures:
-            options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
         self._function = losses_and_grads
         self.compiled: Callable[..., Tensor] = torch.compile(
-            losses_and_grads, dynamic=False, fullgraph=True, options=options
+            losses_and_grads, dynamic=False, fullgraph=True, options=self.options
         )
 
     @property
-    def captures(self) -> bool:
+    def options(self) -> dict[str, Any]:
+        """The options of torch.compile."""
+        # Operations draw as they do uncompiled, so that both can be compared. By default, fused kernels of CUDA repeat
+        # masks of dropout from 2.13 on [github.com/pytorch/pytorch/issues/198333].
+        options: dict[str, Any] = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
+        if self.captures:
+            options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
+            if torch.__version__ < "2.15":  # fused sums over rows and columns may be wrong [issues/193061]
+                options["triton.mix_order_reduction"] = False
+        return options
+
+    @property
+    def captures(self) -> bool:  # type: ignore[override]
         """Whether PyTorch captures the graph as a CUDA graph, and replays its launches as one from the third step on.
 
         A CUDA graph needs tensors that stay where they are: the batch is copied to such a place, weights, gradients and
