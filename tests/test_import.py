@@ -15,7 +15,7 @@ PROBE = """
 import sys, torch
 before = set(sys.modules)
 import vsim
-heavy = "matplotlib", "pandas", "sklearn", "sympy", "torch._dynamo", "tqdm"
+heavy = "matplotlib", "optuna", "pandas", "sklearn", "sympy", "torch._dynamo", "tqdm"
 vsim.strategy.DiLoCoStrategy(lr=0.1, lr_scheduler="cosine", warmup_steps=1)  # checked without torch.compile
 print([name for name in heavy if name in sys.modules and name not in before])
 """

@@ -25,11 +25,13 @@ from vsim.process.comparison import Difference
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from vsim.records.search import Search
 from vsim.records.sweep import Sweep
 from vsim.strategy.attack import Attack
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer
 from vsim.training.callbacks import Callback, EarlyStopping, KeepBest
+from vsim.tune import tune
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
 
@@ -63,6 +65,7 @@ __all__ = [
     "OverCommit",
     "Sample",
     "Schedule",
+    "Search",
     "Sweep",
     "TensorBoardLogger",
     "Timeline",
@@ -81,5 +84,6 @@ __all__ = [
     "scaling",
     "sweep",
     "timeline",
+    "tune",
     "verify",
 ]

@@ -56,7 +56,7 @@ from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.strategy.remade import remade
 from vsim.trainer import Trainer
-from vsim.training.entries import Entries, Entry, copied_callbacks, saving_in
+from vsim.training.entries import Entries, Entry, Keep, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options
@@ -230,7 +230,7 @@ def _tuned(
         for point, own in by_point.items()
     }
     options = {key: value for key, value in options.items() if key not in _OF_THE_COMPARISON}
-    used = _checked_seeds(seeds, options)
+    used = checked_seeds(seeds, options)
     own_seeds = [max(used) + 1 + i for i in range(len(used))]
     interrupt = Interrupt()
     if isinstance(steps := options["max_steps"], Mapping):
@@ -299,6 +299,7 @@ def train_entries(
     budget: Mapping[str, Any] | None = None,
     at: float | None = None,
     halving: int | None = None,
+    pruning: tuple[Sequence[int], Keep] | None = None,
     extend: Comparison | None = None,
     network: Network | str | float | None = None,
     compute: Compute | float | str | None = None,
@@ -312,6 +313,7 @@ def train_entries(
         max_steps: of all, or name → its own.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             The others are kept with `stopped_at`.
+        pruning: steps, and the function that returns the entries that continue there; see `Entries.keep`.
         extend: runs that are not trained again. They are not in the result.
         interrupt: gets a request if the training was interrupted.
     """
@@ -319,7 +321,7 @@ def train_entries(
         raise no_comparison("extend", extend)
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
-    seeds = _checked_seeds(seeds, options)
+    seeds = checked_seeds(seeds, options)
     amounts, within = _amounts(budget, at), None  # what decides the steps, if runs may differ in them
     lengths: dict[str, int] = {}
     if isinstance(max_steps, Mapping):
@@ -411,19 +413,21 @@ def train_entries(
     folders = [entry.folder for entry in running if entry.folder is not None]
     if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
-    kept: list[tuple[int, int]] = []
     if halving is not None:
         if spec.max_steps is None:
             raise ValueError("halving needs max_steps, of which its rungs are parts")
         if not true_or_false("together", together):
             raise ValueError("halving compares all runs at every rung, which together=False trains one after the other")
-        kept = rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2))
+        kept = dict(rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2)))
+        pruning = list(kept), partial(_lowest, kept)
+    steps, keep = ((), None) if pruning is None else pruning
     trained = Entries(
         running,
         trainer.device_of(spec),
         together=true_or_false("together", together),
         memory_share=spec.max_memory_usage,
-        rungs=kept,
+        rungs=steps,
+        keep=keep,
         progress=spec.progress,
         title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
         folder=None if save_dir is None else Path(save_dir),
@@ -557,7 +561,7 @@ def _is_new(name: str, seed: int, extended: Comparison) -> bool:
     return not any(run.seed == seed and (run.ended or run.diverged_at is not None) for run in runs)
 
 
-def _checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[int]:
+def checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[int]:
     """Return the seeds of all runs; a single one is taken out of `options`."""
     what = "seed" if seeds is None else "every one of seeds"
     if seeds is None:
@@ -615,6 +619,11 @@ def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
     for _ in steps:
         kept.append(-(-kept[-1] // factor))
     return list(zip(steps, kept[1:], strict=True))
+
+
+def _lowest(kept: Mapping[int, int], step: int, losses: Mapping[str, float]) -> list[str]:
+    """Return the names with the lowest losses, as many as a rung keeps."""
+    return sorted(losses, key=losses.__getitem__)[: kept[step]]
 
 
 def _made(model: Any, seed: int) -> nn.Module:

@@ -28,6 +28,7 @@ from vsim.reading import parse_json, read_text
 from vsim.records.cache import Cache
 from vsim.records.comparison import ComparedRun, Comparison
 from vsim.records.history import COLUMNS, History, holding_a_record, read_json
+from vsim.records.search import Search
 from vsim.records.sweep import Sweep
 
 # What `vsim compare` and `vsim sweep` call them.
@@ -206,7 +207,7 @@ def _lines(path: Path, must: bool) -> Iterator[dict[str, float]]:
 
 def _read_file(path: Path) -> Comparison:
     content = read_json(path, "Comparison", Comparison._keys)
-    kind = Sweep if all(key in content for key in Sweep._keys) else Comparison
+    kind = next(kind for kind in (Search, Sweep, Comparison) if all(key in content for key in kind._keys))
     with holding_a_record(path, kind.__name__):
         comparison = kind._from_plain(content)
         comparison.table()  # a file whose table cannot be made is not a record

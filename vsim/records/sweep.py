@@ -204,7 +204,7 @@ class Sweep(Comparison):
     def _title(self) -> str:
         return f"{self.strategy}, {len(self)} settings; {super()._title()}"
 
-    _keys = ("allreduce_bytes", "runs", "strategy", "settings", "labels")
+    _keys: tuple[str, ...] = ("allreduce_bytes", "runs", "strategy", "settings", "labels")
 
     def _as_plain(self) -> dict[str, Any]:
         settings = {

@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from vsim.training.spec import RunSpec
 _SHARE_OF_MATRICES = 0.5
 _DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 _SECONDS_BETWEEN = 0.1  # updates of a progress bar
+Keep = Callable[[int, Mapping[str, float]], Collection[str]]
 
 
 @dataclass(eq=False)
@@ -149,7 +150,9 @@ class Entries:
         together: whether they train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
         portion: the portion of every run's nodes that the device holds.
-        rungs: pairs (step, number of names that continue); all other names stop after that step, see `vsim.sweep`.
+        rungs: steps after which `keep` stops some of the names, see `vsim.sweep` and `vsim.tune`.
+        keep: called with a rung's step and name → mean loss over the seeds (inf after a failure); returns the names
+            that continue.
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
         folder: where all entries are saved together, each in a folder of its own.
         resume: whether to resume from that folder; "auto": if it holds a comparison.
@@ -164,7 +167,8 @@ class Entries:
     together: bool = True
     memory_share: float | None = None
     portion: float = 1.0
-    rungs: Sequence[tuple[int, int]] = ()
+    rungs: Sequence[int] = ()
+    keep: Keep | None = None
     progress: bool | str = True
     title: str = ""
     folder: Path | None = None
@@ -197,8 +201,8 @@ class Entries:
         ensembles = self._ensembles()
         if len(ensembles) > 1 and self.together and self.rungs:
             raise ValueError(
-                f"halving compares all runs at every rung, and {len(self.entries)} do not fit into memory together: "
-                "take fewer settings or nodes, or a smaller model"
+                f"halving and pruners compare all runs at every rung, and {len(self.entries)} do not fit into memory "
+                "together: take fewer settings, trials or nodes, or a smaller model"
             )
         if len(ensembles) > 1 and self.together:
             sizes = ", ".join(str(len(entries)) for entries in ensembles)
@@ -322,7 +326,7 @@ class Entries:
                 for run in self._stopped(ensemble, running):  # the checkpoint may be of a rung's step
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):
-                    run.rungs = [step for step, _ in self.rungs]
+                    run.rungs = self.rungs
                     if entry.finished_at is not None:
                         run.stop()
                 try:
@@ -341,10 +345,12 @@ class Entries:
         """Forget what `entries` have done together, and give them callbacks that have not been told of it.
 
         Raises:
-            ValueError: halving needs runs that train together.
+            ValueError: halving and pruners need runs that train together.
         """
         if self.rungs:
-            raise ValueError(f"halving needs runs that train together, and {drawn}: {_DRAW_FROM_NODES}") from drawn
+            raise ValueError(
+                f"halving and pruners need runs that train together, and {drawn}: {_DRAW_FROM_NODES}"
+            ) from drawn
         if self.processes.is_first:
             warnings.warn(
                 f"{drawn}, of which runs that train together have none of their own: the runs start again, one after "
@@ -398,18 +404,17 @@ class Entries:
             self.tell(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs that a rung stops when all have reached it: their names are not among the best."""
+        """Return the runs that a rung stops when all have reached it: `keep` does not name them."""
         step = min((run.done for run in ensemble.unfinished), default=0)
-        keep = dict(self.rungs).get(step)
-        if keep is None:
+        if self.keep is None or step not in self.rungs:
             return []
         scores: dict[str, list[float]] = {}
         for run, entry in zip(ensemble.runs, running, strict=True):
             if not run.stopped:
                 scores.setdefault(entry.name, []).append(_score(entry, step) if run.trains else float("inf"))
-        best = self.processes.agreed(sorted(scores, key=lambda name: statistics.fmean(scores[name]))[:keep])
+        kept = self.processes.agreed(self.keep(step, {name: statistics.fmean(own) for name, own in scores.items()}))
         pairs = zip(ensemble.runs, running, strict=True)
-        return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in best]
+        return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in kept]
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -438,7 +443,7 @@ class Entries:
         """
         if self.folder is None:
             return
-        about = {"runs": [entry.spec.label for entry in self.entries], "rungs": [list(r) for r in self.rungs]}
+        about = {"runs": [entry.spec.label for entry in self.entries], "rungs": list(self.rungs)}
         path = self.folder / "race.json"
         self.resume = path.exists() if self.resume == "auto" else self.resume
         if not self.resume:

@@ -1,0 +1,366 @@
+"""`vsim.tune`: optuna's trials as the runs of comparisons, pruned, resumed after kills, and told how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_tune import TRAIN, VAL, Quadratic
+
+import vsim
+from vsim.cluster.randomness import fingerprints
+from vsim.records.search import Search
+from vsim.saved import read_comparison
+from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
+
+optuna = pytest.importorskip("optuna")  # in the extra `test`, and so in CI
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+COMPLETE, PRUNED, FAIL, RUNNING = (optuna.trial.TrialState[s] for s in ("COMPLETE", "PRUNED", "FAIL", "RUNNING"))
+
+
+def space(trial: Any) -> Strategy:
+    return DiLoCoStrategy(
+        H=trial.suggest_categorical("H", [1, 2, 3]),
+        outer_optim="sgd",
+        outer_lr=1.0,
+        inner_optim="sgd",
+        lr=trial.suggest_float("lr", 0.01, 1.0, log=True),
+    )
+
+
+OPTIONS: dict[str, Any] = {"space": space, "num_nodes": 2, "max_steps": 6, "batch_size": 8, "progress": False}
+
+
+def tune(**options: Any) -> Search:
+    return vsim.tune(Quadratic(), TRAIN, VAL, **{**OPTIONS, "trials": 7, "together": 3, **options})
+
+
+def told(study: Any) -> list[Any]:
+    return [(one.number, one.state, one.params, one.values) for one in study.trials]
+
+
+def assert_equally_told(one: Any, other: Any) -> None:
+    for own, theirs in zip(told(one), told(other), strict=True):
+        assert own[:3] == theirs[:3]
+        assert own[3] == theirs[3] or own[3] == pytest.approx(theirs[3], rel=1e-5)
+
+
+@pytest.mark.parametrize("together", [1, 3, 12])
+def test_trials_are_those_of_optuna_one_by_one(together: int) -> None:
+    def objective(trial: Any) -> list[float]:
+        run = vsim.compare(Quadratic(), TRAIN, VAL, strategies={"one": space(trial)}, **options)["one"]
+        return [run.history.last("global_loss"), float(run.history.last("wire_bytes"))]
+
+    options = {key: value for key, value in OPTIONS.items() if key != "space"}
+    alone = optuna.create_study(directions=["minimize"] * 2, sampler=optuna.samplers.RandomSampler(seed=3))
+    alone.optimize(objective, n_trials=4)
+    sampler = optuna.samplers.RandomSampler(seed=3)
+    search = tune(trials=4, together=together, objectives=["loss", "wire"], sampler=sampler)
+    assert_equally_told(search.study, alone)
+    assert {name: search.settings[name] for name in search} == {f"trial {t.number}": t.params for t in alone.trials}
+
+
+def test_two_objectives_give_the_front_of_the_full_grid() -> None:
+    grid: dict[str, list[Any]] = {"H": [1, 2, 3], "lr": [0.02, 0.1, 0.4]}
+    sampler = optuna.samplers.GridSampler(grid, seed=1)
+    priced: dict[str, Any] = {"network": "1 Mbit/s, 10 ms", "compute": vsim.Compute(0.1, dollars_per_hour=2.0)}
+    search = tune(trials=9, together=4, objectives=["loss", "time"], sampler=sampler, **priced)
+    options = {key: value for key, value in OPTIONS.items() if key != "space"} | priced
+    fixed = {"inner_optim": "sgd", "outer_optim": "sgd", "outer_lr": 1.0}
+    sweep = vsim.sweep(Quadratic(), TRAIN, VAL, strategy=DiLoCoStrategy, settings={**grid, **fixed}, **options)
+    front = sweep.pareto("time").frame.set_index("strategy")
+    values = {
+        tuple(sweep.settings[name][key] for key in grid): (front.loc[name, "loss"], 3600 * front.loc[name, "hours"])
+        for name in sweep
+    }
+    found = {tuple(one.params[key] for key in grid): one.values for one in search.study.trials}
+    assert found.keys() == values.keys() and len(found) == 9
+    assert all(found[at] == pytest.approx(values[at], rel=1e-5) for at in found)
+    best = {tuple(one.params[key] for key in grid) for one in search.study.best_trials}
+    on_front = {tuple(sweep.settings[name][key] for key in grid) for name in sweep.pareto("time").names}
+    assert best == on_front and 1 < len(best) < 9
+
+
+def test_equal_seeds_ask_for_equal_trials_and_draw_from_no_global_generator() -> None:
+    states = fingerprints(torch.device("cpu"))
+    one, same, other = tune(seed=1), tune(seed=1), tune(seed=2)
+    assert fingerprints(torch.device("cpu")) == states
+    assert_equally_told(one.study, same.study)
+    rates = [[own.params["lr"] for own in search.study.trials] for search in (one, other)]
+    assert len({*rates[0], *rates[1]}) == 14
+
+
+def test_the_mean_over_the_seeds_counts() -> None:
+    search = tune(trials=2, seeds=[3, 7])
+    for trial in search.study.trials:
+        runs = search.runs(f"trial {trial.number}")
+        assert [run.seed for run in runs] == [3, 7]
+        assert trial.value == pytest.approx(np.mean([run.history.last("global_loss") for run in runs]))
+    assert search.best() == f"trial {search.study.best_trial.number}"
+
+
+class Odd(optuna.pruners.BasePruner):  # type: ignore[misc]
+    """Prunes trials of odd numbers after step 4."""
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        return bool(trial.number % 2 and trial.last_step >= 4)
+
+
+def test_pruned_trials_leave_the_matrix() -> None:
+    rows: list[int] = []
+
+    def note(run: Any) -> None:
+        rows.append(run.done)
+
+    search = tune(trials=5, together=5, pruner=Odd(), val_interval=2, max_steps=7, seeds=[1, 2], callbacks=[note])
+    for trial in search.study.trials:
+        runs = search.runs(f"trial {trial.number}")
+        is_odd = trial.number % 2 == 1
+        assert [run.stopped_at for run in runs] == [4 if is_odd else None] * 2
+        assert trial.state == (PRUNED if is_odd else COMPLETE)
+        rungs = [2, 4] if is_odd else [2, 4, 6]
+        at = {step: np.mean([run.history.at_step(step, "global_loss") for run in runs]) for step in rungs}
+        assert trial.intermediate_values == pytest.approx(at)
+    assert [rows.count(step) for step in range(1, 8)] == [10] * 4 + [6] * 3
+    assert search.rows()[-1]["note"] == "stopped after step 4"
+
+
+@pytest.mark.parametrize("together", [2, 6])
+def test_how_a_trial_ended_is_told(together: int) -> None:
+    def some_end_otherwise(trial: Any) -> Strategy:
+        lr = trial.suggest_categorical("lr", [0.1, 0.2, 0.3, 1e30])
+        if lr == 0.3:
+            raise optuna.TrialPruned
+        if lr == 0.2:
+            return SimpleReduceStrategy(inner_optim="sgd", lr=lr)
+        H = 2 if lr < 1 else trial.suggest_int("H", 2, 3)
+        return DiLoCoStrategy(H=H, inner_optim="sgd", lr=lr)
+
+    class Fails(vsim.Callback):
+        def on_step(self, run: Any) -> None:
+            if run.done == 3 and isinstance(run.strategy, SimpleReduceStrategy):
+                raise RuntimeError("a disk is full")
+
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage, study_name="own")
+    for lr in (0.1, 0.2, 0.3, 1e30):
+        study.enqueue_trial({"lr": lr})
+    with pytest.warns(UserWarning, match="a disk is full|non-finite"):
+        search = tune(
+            trials=4,
+            together=together,
+            space=some_end_otherwise,
+            storage=storage,
+            study_name="own",
+            callbacks=[Fails()],
+        )
+    states, reasons = zip(*((one.state, one.user_attrs.get("failure", "")) for one in search.study.trials), strict=True)
+    assert states == (COMPLETE, FAIL, PRUNED, PRUNED)
+    assert reasons[0] == reasons[2] == "" and "a disk is full" in reasons[1] and reasons[3].startswith("non-finite")
+    assert list(search) == ["trial 0", "trial 1", "trial 3"]
+    assert search.settings["trial 1"] == {"lr": 0.2, "H": None}
+    assert {row["trial"]: row["H"] for row in search.rows()}["1"] == "–" and search.study.best_trial.number == 0
+
+
+def test_an_error_of_the_space_is_of_its_trial() -> None:
+    storage = optuna.storages.InMemoryStorage()
+
+    def wrong(trial: Any) -> Any:
+        return space(trial) if trial.number != 1 else "adam"
+
+    with pytest.raises(TypeError, match=r"trial 1 with {}: space\(trial\) must return a Strategy, got 'adam'"):
+        tune(space=wrong, storage=storage)
+    states = [one.state for one in optuna.load_study(study_name="vsim", storage=storage).trials]
+    assert states == [RUNNING, FAIL]
+    study = tune(storage=storage).study
+    assert [one.state for one in study.trials] == [COMPLETE, FAIL, *[COMPLETE] * 5]
+
+
+class Killed(BaseException):
+    """Ends everything, as a signal does."""
+
+
+def killed_at(place: str, count: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return options of a search that is killed at the count-th call of the space, of a step, or of optuna's tell."""
+    calls = 0
+
+    def kill(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise Killed
+
+    def killing_space(trial: Any) -> Strategy:
+        kill()
+        return space(trial)
+
+    def killing_tell(*args: Any, **kwargs: Any) -> Any:
+        kill()
+        return tell(*args, **kwargs)
+
+    tell = optuna.Study.tell
+    if place == "tell":
+        monkeypatch.setattr(optuna.Study, "tell", killing_tell)
+    return {"space": killing_space} if place == "space" else {"callbacks": [kill]} if place == "step" else {}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("place", ["space", "step", "tell"])
+def test_a_search_that_is_killed_continues(
+    place: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tune(objectives=["loss", "wire"])
+    storage = optuna.storages.InMemoryStorage()
+    options: dict[str, Any] = {"objectives": ["loss", "wire"], "storage": storage}
+    if saves:
+        options |= {"save_dir": tmp_path, "checkpoint_interval": 2}
+    for count in (2, 5):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            tune(**options, **killed_at(place, count, patch))
+    if saves:
+        search = tune(**options)
+        assert [*search] == [*whole] and search.table(columns=["validation loss"]) == whole.table(
+            columns=["validation loss"]
+        )
+    elif place != "step":
+        with pytest.warns(UserWarning, match="trials of the study are not in the result.*save_dir="):
+            search = tune(**options)
+    else:
+        search = tune(**options)
+    assert_equally_told(search.study, whole.study)
+    if saves:
+        assert_equally_told(tune(**options).study, whole.study)
+    else:
+        with pytest.raises(ValueError, match="has all its trials, and their records were not saved"):
+            tune(**options)
+
+
+SCRIPT = """
+import os, signal, sys
+import test_search as t
+import optuna
+kill_at, path = int(sys.argv[1]), sys.argv[2]
+calls = 0
+def count(*_):
+    global calls
+    calls += 1
+    if calls == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+def space(trial):
+    count()
+    return t.space(trial)
+t.tune(space=space, callbacks=[count], save_dir=path, checkpoint_interval=2)
+"""
+
+
+@pytest.mark.slow
+def test_five_kills_lose_no_trial(tmp_path: Path) -> None:
+    for kill_at in (2, 8, 13, 20, 23, -1):
+        command = [sys.executable, "-c", SCRIPT, str(kill_at), str(tmp_path / "search")]
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        assert done.returncode == (-signal.SIGKILL if kill_at > 0 else 0), done.stderr
+    whole = tune()
+    study = optuna.load_study(study_name="vsim", storage=f"sqlite:///{tmp_path / 'search' / 'study.db'}")
+    assert_equally_told(study, whole.study)
+    assert len(read_comparison(tmp_path / "search")) == 7
+
+
+def test_an_interrupt_leaves_the_batch_to_the_next_call(tmp_path: Path) -> None:
+    storage = optuna.storages.InMemoryStorage()
+
+    def interrupt(run: Any) -> None:
+        if run.done == 3 and run.spec.label == "trial 4":
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        search = tune(storage=storage, save_dir=tmp_path, callbacks=[interrupt])
+    assert [one.state for one in search.study.trials] == [COMPLETE] * 3 + [RUNNING] * 3
+    assert len(search) == 6 and search["trial 4"].failure.startswith("interrupted")
+    assert_equally_told(tune(storage=storage, save_dir=tmp_path).study, tune().study)
+
+
+def test_a_study_that_another_process_searches_is_left_alone(tmp_path: Path) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage, study_name="vsim")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        mark = f"{socket.gethostname()} {other.pid} {psutil.Process(other.pid).create_time()}"
+        study.ask().set_user_attr("process", mark)
+        with pytest.raises(ValueError, match=rf"another process \(.* {other.pid} .*\), which trains its trial 0"):
+            tune(storage=storage)
+        other.communicate(b"\n")
+    assert len(tune(storage=storage)) == 7
+
+
+def test_the_study_of_another_problem_is_refused_before_training(tmp_path: Path) -> None:
+    tune(save_dir=tmp_path)
+
+    def refuse(run: Any) -> None:
+        raise AssertionError("a step was taken")
+
+    with pytest.raises(ValueError, match=r"do not fit together: .*batch_size"):
+        tune(save_dir=tmp_path, trials=9, batch_size=4, callbacks=[refuse])
+    with pytest.raises(ValueError, match=r"is of loss, and objectives=\['loss', 'wire'\]"):
+        tune(save_dir=tmp_path, trials=9, objectives=["loss", "wire"])
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=storage, study_name="vsim", direction="maximize")
+    with pytest.raises(ValueError, match="is of maximize"):
+        tune(storage=storage)
+
+
+def test_files_hold_the_search(tmp_path: Path) -> None:
+    search = tune(save_dir=tmp_path, objectives=["loss", "wire"])
+    read = read_comparison(tmp_path)
+    assert isinstance(read, Search) and read.objectives == ["loss", "wire"] and read.study is None
+    assert read.table() == search.table() and read.settings == search.settings
+    assert search.table().splitlines()[0].split()[:3] == ["trial", "H", "lr"]
+    assert search._repr_html_().count("<img") == 1 and "7 trials; 2 nodes" in repr(search)
+    frame = search.to_pandas()
+    assert {one.params["lr"] for one in search.study.trials} == {*frame["lr_setting"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"space": 3}, TypeError, "space"),
+        ({"trials": 0}, ValueError, r"trials must be .*1, got 0"),
+        ({"together": True}, TypeError, "together"),
+        ({"objectives": ["wire"]}, ValueError, r'"loss" one of them, got \[\'wire\'\]'),
+        ({"objectives": ["loss", "loss"]}, ValueError, "objectives must be different"),
+        ({"objectives": ["loss", "bytes"]}, ValueError, "an objective must be one of .*'wire'.*'bytes'"),
+        ({"objectives": ["loss", "time"]}, TypeError, "network"),
+        ({"objectives": ["loss", "cost"], "network": 1e6, "compute": 1.0}, ValueError, "dollars_per_hour"),
+        ({"pruner": Odd(), "objectives": ["loss", "wire"]}, ValueError, "pruner= .*objectives="),
+        ({"pruner": Odd()}, ValueError, r"pruner= .*val_interval=100 .*max_steps=6"),
+        ({"pruner": Odd(), "max_steps": None, "num_epochs": 1}, ValueError, "pruner= .*max_steps"),
+        ({"pruner": Odd(), "val_interval": 2, "backend": "process"}, ValueError, "pruner= .*process"),
+        ({"study_name": "mine"}, ValueError, "study_name='mine' has no effect"),
+        ({"strategies": {}}, TypeError, "strategies"),
+        ({"resume": True}, TypeError, "resume"),
+        ({"max_steps": {"DiLoCo": 3}}, ValueError, "max_steps"),
+        ({"seeds": [1, 1]}, ValueError, "seeds"),
+    ],
+)
+def test_mistakes_are_named_before_training(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    def refuse(run: Any) -> None:
+        raise AssertionError("a step was taken")
+
+    with pytest.raises(error, match=message):
+        tune(**options, callbacks=[refuse])
+
+
+def test_it_needs_validation_data_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="needs a validation dataset"):
+        vsim.tune(Quadratic(), TRAIN, None, **OPTIONS)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r'vsim\.tune needs optuna: pip install "vsim\[tune\]"'):
+        tune()

@@ -1,0 +1,78 @@
+"""The trials of a search with optuna: a sorted comparison that knows each trial's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.sweep import Point, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Search(Sweep):
+    """The trials of `vsim.tune`, the best first. "trial 7" is the trial with number 7 in optuna's study.
+
+    Attributes:
+        study: optuna's study, with all trials; None if the search was read from a file.
+        objectives: what was minimized: "loss", and "wire", "time" or "cost".
+        varied: the parameters of all trials. A trial without a parameter has None for it, shown as –.
+    """
+
+    study: Any = None
+
+    def __init__(self, allreduce_bytes: int, points: Mapping[str, Point], objectives: Sequence[str]) -> None:
+        super().__init__(allreduce_bytes, points)
+        self.objectives = list(objectives)
+
+    @classmethod
+    def of(
+        cls,
+        runs: Mapping[str, Sequence[ComparedRun]],
+        params: Mapping[str, Mapping[str, Any]],
+        objectives: Sequence[str],
+        priced: Comparison,
+    ) -> Search:
+        """Return the search of these runs.
+
+        Args:
+            runs: name → runs, one for each seed. params: name → parameters. priced: has bytes, network and compute.
+        """
+        varied = dict.fromkeys(key for name in runs for key in params[name])
+        points = {
+            name: Point(
+                {key: params[name].get(key) for key in varied}, {key: _text(params[name].get(key)) for key in varied}
+            )
+            for name in runs
+        }
+        search = cls(priced.allreduce_bytes, points, objectives)
+        search._price_as(priced)
+        for name, own in runs.items():
+            for run in own:
+                search._add(name, run)
+        return search
+
+    def _titles(self, name: str) -> dict[str, Any]:
+        return {"trial": name.removeprefix("trial "), **self._points[name].labels}
+
+    def _title(self) -> str:
+        return f"{len(self)} trials; {Comparison._title(self)}"
+
+    def _pictures(self) -> dict[str, Figure]:
+        return Comparison._pictures(self)  # a map of values that hardly ever meet would be empty
+
+    _keys = (*Sweep._keys, "objectives")
+
+    def _as_plain(self) -> dict[str, Any]:
+        return {**super()._as_plain(), "objectives": self.objectives}
+
+    @classmethod
+    def _empty(cls, content: Mapping[str, Any]) -> Search:
+        sweep = Sweep._empty(content)
+        return cls(sweep.allreduce_bytes, sweep._points, content["objectives"])
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

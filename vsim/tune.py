@@ -1,0 +1,406 @@
+"""A search with optuna: trials are asked in batches, and each batch trains as one matrix."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+from torch import nn
+
+from vsim.arguments import a_function, a_list, a_path, a_text, naming, one_of, whole_number
+from vsim.compare import call_text, checked_seeds, compare, train_entries
+from vsim.data.batches import Data
+from vsim.extras import extra
+from vsim.network import Compute, Network
+from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.fronts import COSTS
+from vsim.records.history import History
+from vsim.records.search import Search
+from vsim.strategy.base import Algorithm
+from vsim.training.interrupt import Interrupt
+from vsim.training.spec import option_defaults, takes_options
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+
+_OBJECTIVES = ("loss", "wire", "time", "cost")
+_FILE = "comparison.json"  # of the records in save_dir, which `vsim show` and `vsim report` find
+# Attributes that optuna keeps: of a trial, the process that trains it, and why it did not end; of a study, its problem.
+_PROCESS, _FAILURE, _PROBLEM = "process", "failure", "problem"
+
+
+@takes_options("strategies", "tune", "extend", "resume", of=compare)
+def tune(
+    model: nn.Module | Callable[[int], nn.Module],
+    train_dataset: Data,
+    val_dataset: Data,
+    *,
+    space: Callable[[Any], Algorithm],
+    num_nodes: int,
+    trials: int = 60,
+    together: int = 12,
+    objectives: Sequence[str] = ("loss",),
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    storage: str | BaseStorage | None = None,
+    study_name: str | None = None,
+    seeds: Sequence[int] | None = None,
+    **options: Any,
+) -> Search:
+    """Search for the best strategy with optuna. Trials are asked in batches, and a batch trains as one matrix.
+
+    Args:
+        model, train_dataset, val_dataset, num_nodes: see `compare`.
+        space: a function of an `optuna.Trial` that returns a strategy, such as
+            `lambda trial: DiLoCoStrategy(H=trial.suggest_int("H", 1, 50))`. It may raise `optuna.TrialPruned`.
+        trials: the number of trials that the study has in the end, those of earlier calls included.
+        together: trials that are asked at once, before any of them is told.
+        objectives: what is minimized: "loss", the mean final validation loss over the seeds; and, if given, "wire"
+            (bytes per node), "time" (seconds) and "cost" (dollars) on the `network` and `compute`.
+        sampler: optuna's sampler. Default: `TPESampler` with `constant_liar`, so that the trials of a batch differ; its
+            random numbers follow from the seed and the number of the trial, so that equal calls ask for equal trials,
+            also after a kill. A sampler of your own begins its random numbers again in every call.
+        pruner: optuna's pruner, for one objective; default: none. It gets the mean validation loss of every trial
+            after every `val_interval` steps. Pruned trials leave the matrix.
+        storage: optuna's storage, such as "sqlite:///study.db": an equal call continues the study in it. Trials that
+            were running when a call was killed are trained first, under their numbers. Only one call at a time may
+            search a study.
+        study_name: of the study in the storage; default "vsim".
+        seeds: train every trial once with each seed; default: once with `seed`.
+        save_dir: a folder for the records of all trials and their checkpoints, and without `storage` also for the
+            study, in study.db: an equal call continues the batch that was killed. Without it, the result has only the
+            trials that this call trains.
+        options: every other argument of `compare`, the same for all trials. `max_steps` is a number.
+
+    Returns:
+        A `Search`: a comparison of all trials, the best first, whose `study` is optuna's. A trial with a run that
+        diverged is told as pruned, so that the sampler avoids such values; a trial with another error as failed; both
+        have the reason as their user attribute "failure". After an interrupt, the trials of the batch are left running
+        in the storage.
+
+    Raises:
+        ImportError: optuna is not installed; it is in the extra `tune`.
+        TypeError, ValueError: as `compare`; or the study in the storage is of another problem.
+    """
+    optuna = extra("optuna", "vsim.tune", "optuna", "tune")
+    a_function("space", space, "trial")
+    whole_number("trials", trials)
+    whole_number("together", together)
+    objectives = [one_of("an objective", of, _OBJECTIVES) for of in a_list("objectives", objectives)]
+    if "loss" not in objectives or len(set(objectives)) < len(objectives):
+        raise ValueError(f'objectives must be different ones, and "loss" one of them, got {objectives}')
+    if {"time", "cost"} & {*objectives}:
+        Network.of(options.get("network"))
+        if Compute.of(options.get("compute")).dollars_per_hour is None and "cost" in objectives:
+            raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
+    if val_dataset is None:
+        raise ValueError("tune() chooses by validation loss and needs a validation dataset")
+    seed = checked_seeds(seeds, dict(options))[0]
+    rungs = [] if pruner is None else _rungs(objectives, options)
+    folder = None if options.get("save_dir") is None else a_path("save_dir", options.pop("save_dir"))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        storage = f"sqlite:///{folder / 'study.db'}" if storage is None else storage
+    if storage is None and study_name is not None:
+        raise ValueError(f"study_name={study_name!r} has no effect without storage= or save_dir=")
+    study = optuna.create_study(
+        storage=storage,
+        sampler=sampler,
+        pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
+        study_name=a_text("study_name", "vsim" if study_name is None else study_name) if storage is not None else None,
+        directions=["minimize"] * len(objectives),
+        load_if_exists=True,
+    )
+    asking = _Asking(optuna, study, space, trials, together, seed if sampler is None else None)
+    found = _Found(study, objectives, folder)
+    while batch := asking.batch():
+        # A call that is killed before it tells leaves trials whose runs are known.
+        new = {name: one for name, one in batch.items() if name not in found.runs}
+        interrupt = Interrupt()
+        if new:
+            own: dict[str, Any] = {**options, "seeds": seeds, "interrupt": interrupt, "extend": found.known}
+            if folder is not None:
+                own |= {"save_dir": folder / f"{next(iter(new))} to {next(reversed(new))}", "resume": "auto"}
+            if rungs:
+                own["pruning"] = rungs, _Pruning(new)
+            entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, (_, strategy) in new.items()}
+            trained = train_entries(entries, model, train_dataset, val_dataset, **own)
+            found.add(trained, {name: dict(trial.params) for name, (trial, _) in new.items()}, interrupt.requested)
+        if interrupt.requested:
+            break
+        for name, (trial, _) in batch.items():
+            asking.tell(trial, found.runs[name], found.values.get(name))
+    search = found.search()
+    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    if unsaved := [one.number for one in complete if f"trial {one.number}" not in search]:
+        warnings.warn(
+            f"{len(unsaved)} trials of the study are not in the result, as their records were not saved: "
+            f"{', '.join(map(str, unsaved))}; save_dir= saves records",
+            UserWarning,
+            stacklevel=3,
+        )
+    about = {"space": space, "trials": trials, "together": together, "objectives": objectives}
+    search.calls = [
+        call_text("vsim.tune", **about, sampler=sampler, pruner=pruner, num_nodes=num_nodes, seeds=seeds, **options)
+    ]
+    return search
+
+
+def _rungs(objectives: Sequence[str], options: Mapping[str, Any]) -> list[int]:
+    """Return the steps after which a pruner decides."""
+    if list(objectives) != ["loss"]:
+        raise ValueError(f'pruner= has an effect with the one objective "loss", got objectives={list(objectives)}')
+    if options.get("backend") == "process":
+        raise ValueError(
+            'pruner= decides in this process, and backend="process" trains in others: leave one of them out'
+        )
+    if options.get("budget") is not None or options.get("max_steps") is None:
+        raise ValueError("pruner= compares runs of one length: give max_steps as a number, and no budget")
+    steps = whole_number("max_steps", options["max_steps"])
+    interval = whole_number("val_interval", options.get("val_interval", option_defaults()["val_interval"]))
+    if interval >= steps:
+        raise ValueError(
+            f"pruner= decides after every val_interval={interval} steps, of max_steps={steps}: give a smaller one"
+        )
+    return list(range(interval, steps, interval))
+
+
+class _Asking:
+    """Asks optuna for batches of trials, and tells it how they ended.
+
+    Args:
+        trials, together: see `tune`. seed: of the default sampler; None: the study's sampler is the user's.
+
+    Attributes:
+        exhausted: whether the sampler has nothing more to suggest.
+    """
+
+    def __init__(
+        self, optuna: Any, study: Any, space: Callable[[Any], Any], trials: int, together: int, seed: int | None
+    ) -> None:
+        self.optuna, self.study, self.space, self.trials, self.together = optuna, study, space, trials, together
+        self.seed, self.exhausted = seed, False
+        self.states = optuna.trial.TrialState
+        self.process = f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()}"
+
+    def batch(self) -> dict[str, tuple[Any, Algorithm]]:
+        """Return name → trial and strategy of the next batch; empty when the study has all its trials."""
+        batch: dict[str, tuple[Any, Algorithm]] = {}
+        while not batch and not self.exhausted:
+            begun = [one for one in self.study.get_trials(deepcopy=False) if one.state != self.states.WAITING]
+            left = [one for one in begun if one.state == self.states.RUNNING and _PROCESS in one.user_attrs]
+            # What a killed call left of a batch is completed to that batch.
+            missing = -len(begun) % self.together if left else self.together - len(begun) % self.together
+            new = range(len(begun), min(len(begun) + missing, self.trials))
+            if not left and not new:
+                break
+            for own in (*left, *new):
+                trial = self._ask(own) if isinstance(own, int) else self._continue(own)
+                if (strategy := self._strategy(trial)) is not None:
+                    batch[f"trial {trial.number}"] = trial, strategy
+        return batch
+
+    def _ask(self, place: int) -> Any:
+        self._seed(place)
+        trial = self.study.ask()
+        trial.set_user_attr(_PROCESS, self.process)
+        return trial
+
+    def _continue(self, left: Any) -> Any:
+        """Return a trial that another call has left running.
+
+        Raises:
+            ValueError: that call still runs.
+        """
+        process = left.user_attrs[_PROCESS]
+        if process != self.process and _is_alive(process):
+            raise ValueError(
+                f"the study {self.study.study_name!r} is searched by another process ({process}), which trains its "
+                f"trial {left.number}: wait for it, or give another study_name"
+            )
+        self._seed(left.number)
+        # Only the id, which is not public, leads from a storage to a trial that can be suggested to and reported.
+        trial = self.optuna.Trial(self.study, left._trial_id)
+        trial.set_user_attr(_PROCESS, self.process)
+        return trial
+
+    def _seed(self, place: int) -> None:
+        if self.seed is None:
+            return
+        own = int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)  # constant_liar, in optuna 4
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=own, constant_liar=True)
+
+    def _strategy(self, trial: Any) -> Algorithm | None:
+        """Return the strategy of a trial; None if the space prunes it."""
+        try:
+            strategy = self.space(trial)
+            if not isinstance(strategy, Algorithm):
+                raise TypeError(f"space(trial) must return a Strategy, got {strategy!r:.100}")
+        except self.optuna.TrialPruned:
+            self._tell(trial, state=self.states.PRUNED)
+            return None
+        except Exception as error:
+            self._fail(trial, f"{type(error).__name__}: {error}", self.states.FAIL)
+            with naming(f"trial {trial.number} with {trial.params}"):
+                raise
+        return strategy
+
+    def tell(self, trial: Any, runs: Sequence[ComparedRun], values: Sequence[float] | None) -> None:
+        """Tell how a trial ended.
+
+        Args:
+            values: of the objectives, if all runs reached their ends.
+        """
+        diverged = [run.failure for run in runs if run.diverged_at is not None]
+        failed = [run.failure for run in runs if run.failed]
+        if values is not None and all(map(math.isfinite, values)):
+            self._tell(trial, list(values))
+        elif failed and not diverged:
+            self._fail(trial, failed[0], self.states.FAIL)
+        elif failed or values is not None:
+            self._fail(trial, (diverged or ["the loss is not finite"])[0], self.states.PRUNED)
+        else:
+            self._tell(trial, state=self.states.PRUNED)
+
+    def _fail(self, trial: Any, why: str, state: Any) -> None:
+        trial.set_user_attr(_FAILURE, why)
+        self._tell(trial, state=state)
+
+    def _tell(self, trial: Any, values: Sequence[float] | None = None, state: Any = None) -> None:
+        try:
+            self.study.tell(trial, values, state=state)
+        except RuntimeError:  # a sampler that has suggested everything stops the study, which optuna refuses here
+            if self.study.trials[trial.number].state == self.states.RUNNING:
+                raise
+            self.exhausted = True
+
+
+def _is_alive(process: str) -> bool:
+    """Return whether a process runs on this machine, from its host, id and start."""
+    host, number, begun = process.rsplit(" ", 2)
+    try:
+        return host == socket.gethostname() and psutil.Process(int(number)).create_time() == float(begun)
+    except psutil.Error:
+        return False
+
+
+class _Pruning:
+    """Asks optuna's pruner at a rung which trials continue.
+
+    Args:
+        batch: name → trial and strategy.
+    """
+
+    def __init__(self, batch: Mapping[str, tuple[Any, Algorithm]]) -> None:
+        self.trials = {name: trial for name, (trial, _) in batch.items()}
+        # Of an earlier call that was killed.
+        known = {one.number: one.intermediate_values for one in next(iter(self.trials.values())).study.trials}
+        self.reported = {name: set(known[trial.number]) for name, trial in self.trials.items()}
+
+    def __call__(self, step: int, losses: Mapping[str, float]) -> Collection[str]:
+        for name, loss in losses.items():
+            if step not in self.reported[name]:
+                self.trials[name].report(loss, step)
+                self.reported[name].add(step)
+        return [name for name, loss in losses.items() if math.isfinite(loss) and not self.trials[name].should_prune()]
+
+
+class _Found:
+    """The runs of all trials so far, in a folder if there is one.
+
+    Attributes:
+        runs: name → runs. values: name → values of the objectives, of trials that reached their ends.
+        known: a comparison with the problem that is searched; None at first.
+    """
+
+    def __init__(self, study: Any, objectives: Sequence[str], folder: Path | None) -> None:
+        self.study, self.objectives = study, objectives
+        self.path = None if folder is None else folder / _FILE
+        self.runs: dict[str, list[ComparedRun]] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, list[float]] = {}
+        self.priced: Comparison | None = None
+        self.known: Comparison | None = None
+        directions, problem = [one.name.lower() for one in study.directions], study.user_attrs.get(_PROBLEM)
+        theirs = directions if problem is None else problem["objectives"]
+        if directions != ["minimize"] * len(objectives) or (problem and theirs != list(objectives)):
+            raise ValueError(
+                f"the study {study.study_name!r} is of {', '.join(theirs)}, and objectives={list(objectives)} are "
+                "to be minimized: give another study_name"
+            )
+        if problem is None:
+            return
+        history = History()
+        history.config = problem["config"]
+        self.known = Comparison(0)
+        self.known._add(problem["name"], ComparedRun(history, seed=problem["seed"]))
+        if self.path is not None and self.path.exists():
+            saved = Search.from_json(self.path)
+            runs = {name: saved.runs(name) for name in saved}
+            self._keep(saved, runs, {name: saved.settings[name] for name in saved})
+
+    def add(self, trained: Comparison, params: Mapping[str, Mapping[str, Any]], interrupted: bool) -> None:
+        """Add the runs of a batch, and save all unless the batch was interrupted."""
+        if self.known is None:
+            name = next(iter(trained))
+            run = trained[name]
+            problem = {
+                "name": name,
+                "seed": run.seed,
+                "config": run.history.config,
+                "objectives": list(self.objectives),
+            }
+            self.study.set_user_attr(_PROBLEM, problem)
+            self.known = trained
+        self._keep(trained, {name: trained.runs(name) for name in trained}, params)
+        if self.path is not None and not interrupted:
+            self.search().to_json(self.path)
+
+    def _keep(
+        self,
+        comparison: Comparison,
+        runs: Mapping[str, list[ComparedRun]],
+        params: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.priced = comparison
+        self.runs |= runs
+        self.params |= {
+            name: {key: value for key, value in own.items() if value is not None} for name, own in params.items()
+        }
+        ended = [name for name, own in runs.items() if all(run.ended for run in own)]
+        if not ended:
+            return
+        costs = [of for of in self.objectives if of != "loss"]
+        frames = {of: comparison[ended].pareto(of).frame.set_index("strategy") for of in costs or ["wire"]}
+        first = next(iter(frames.values()))
+        for name in ended:
+            own = {of: float(frame.loc[name, COSTS[of].column]) * COSTS[of].unit for of, frame in frames.items()}
+            own["loss"] = float(first.loc[name, "loss"])
+            self.values[name] = [own[of] for of in self.objectives]
+
+    def search(self) -> Search:
+        """Return the trials whose runs are known, with the study.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.priced is None:
+            raise ValueError(
+                f"the study {self.study.study_name!r} has all its trials, and their records were not saved: give a "
+                "larger trials=, or read the study by optuna.load_study; save_dir= saves records"
+            )
+        order = sorted(self.runs, key=lambda name: int(name.split()[-1]))
+        search = Search.of({name: self.runs[name] for name in order}, self.params, self.objectives, self.priced)
+        search.study = self.study
+        return search
