@@ -59,6 +59,7 @@ class Executor(ABC):
         name: its name in the history.
         reason: why this executor was chosen, if there was a choice.
         preparing: text for a progress bar, if the next step does other long work first.
+        captures: whether the device replays later steps from what it has captured in the first.
         has_given_threads: whether the user chose the number of threads.
         casts: whether autocast is on, also if the model itself turns it on, which the proof finds out.
     """
@@ -66,6 +67,7 @@ class Executor(ABC):
     name: str
     reason: str = ""
     preparing: str = ""
+    captures: bool = False
     has_given_threads: bool = False
 
     def __init__(

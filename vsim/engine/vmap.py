@@ -87,10 +87,7 @@ class VmapExecutor(Executor):
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
         not_vmapped: number of calls that were left to the loop.
-        captures: whether a device replays later steps from what it has recorded of the first.
     """
-
-    captures = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
