@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_strategies_common import COMMON, P, examples, model, uneven
@@ -50,40 +51,26 @@ TABLE: dict[str, tuple[Callable[..., Strategy], dict[str, Any], dict[str, dict[s
         AsyncDiLoCoStrategy,
         {"H": 2},
         {
-            "H": {"H": 3},
-            "outer_optim": {"H": 2, "outer_optim": PLAIN},
-            "outer_lr": {"H": 2, "outer_lr": 0.3},
-            "staleness": {"H": 2, "staleness": "none"},
-            "buffer": {"H": 2, "buffer": 2},
-            "patience": {"H": 2, "patience": 2},
-            "average": {"H": 2, "buffer": 3, "average": "median"},
+            **{"H": {"H": 3}, "outer_optim": {"outer_optim": PLAIN}, "outer_lr": {"outer_lr": 0.3}},
+            **{"staleness": {"staleness": "none"}, "buffer": {"buffer": 2}, "patience": {"patience": 2}},
+            "average": {"buffer": 3, "average": "median"},
         },
     ),
     "delayed Nesterov": (
         DelayedNesterovStrategy,
         {"H": 4},
         {
-            "H": {"H": 3},
-            "N": {"H": 4, "N": 2},
-            "c": {"H": 4, "c": 0.2},
-            "outer_lr": {"H": 4, "outer_lr": 0.3},
-            "momentum": {"H": 4, "momentum": 0.3},
-            "dylu": {"H": 4, "dylu": True},
+            **{"H": {"H": 3}, "N": {"N": 2}, "c": {"c": 0.2}, "outer_lr": {"outer_lr": 0.3}},
+            **{"momentum": {"momentum": 0.3}, "dylu": {"dylu": True}},
         },
     ),
     "decoupled": (
         DecoupledDiLoCoStrategy,
         {"H": 4},
         {
-            "H": {"H": 3},
-            "fragments": {"H": 4, "fragments": 1},
-            "pattern": {"H": 4, "pattern": "sequential", "fragments": [["layers"]]},
-            "delay": {"H": 4, "delay": 3},
-            "quorum": {"H": 4, "quorum": 2},
-            "grace": {"H": 4, "grace": 0.0},
-            "outer_optim": {"H": 4, "outer_optim": PLAIN},
-            "outer_lr": {"H": 4, "outer_lr": 0.3},
-            "average": {"H": 4, "average": "mean"},
+            **{"H": {"H": 3}, "fragments": {"fragments": 1}, "delay": {"delay": 3}, "quorum": {"quorum": 2}},
+            **{"grace": {"grace": 0.0}, "outer_optim": {"outer_optim": PLAIN}, "outer_lr": {"outer_lr": 0.3}},
+            **{"average": {"average": "mean"}, "pattern": {"pattern": "sequential", "fragments": [["layers"]]}},
         },
     ),
 }
@@ -142,7 +129,7 @@ def directions(*gradients: Sequence[float]) -> Callable[..., TensorDataset]:
 # In lockstep ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_nodes", "network"), [(1, NETWORK), (2, None), (3, NETWORK), (3, None), (5, NETWORK)])
+@pytest.mark.parametrize(("num_nodes", "network"), [(1, NETWORK), (3, None), (4, NETWORK)])
 def test_infinite_patience_is_diloco_bit_for_bit(num_nodes: int, network: Network | None) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 5, "max_norm": 0.5, "H": 3}
     same: dict[str, Any] = {"deterministic": True, "val": examples(), "val_interval": 2}
@@ -350,7 +337,7 @@ class Drawing(nn.Module):
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(
     row=st.sampled_from([*TABLE]),
     H=st.integers(3, 5),
@@ -431,9 +418,9 @@ def test_workers_that_take_no_step_neither_draw_nor_fetch() -> None:
 
 @pytest.mark.parametrize(("row", "argument"), [(row, argument) for row in TABLE for argument in TABLE[row][2]])
 def test_every_argument_has_an_effect(row: str, argument: str) -> None:
-    cls, _, changes = TABLE[row]
-    assert argument in changes[argument]
-    assert outcome(run(cls(**changes[argument], lr=1e-2))) != of_row(row)
+    changed = TABLE[row][2][argument]
+    assert argument in changed
+    assert outcome(run(made(row, **changed))) != of_row(row)
 
 
 def test_the_table_knows_every_argument() -> None:
@@ -443,8 +430,10 @@ def test_the_table_knows_every_argument() -> None:
             assert set(inspect.signature(cls).parameters) - {"options", *COMMON} == known[cls]
 
 
-@every_row
-@pytest.mark.parametrize("argument", ["max_norm", "warmup_steps", "lr", "optim_spec"])
+@pytest.mark.parametrize(
+    ("row", "argument"),
+    [*zip([*TABLE, "decoupled"], ["max_norm", "warmup_steps", "lr", "optim_spec"], strict=True)],
+)
 def test_common_arguments_have_an_effect(row: str, argument: str) -> None:
     changed = made(row, **{"lr": None, **COMMON[argument]})
     sgd = {"optim_spec": COMMON["optim_spec"]["optim_spec"], "lr": None}
@@ -485,24 +474,6 @@ def test_it_learns_digits(name: str) -> None:
     assert trainer.history.last("global_accuracy") > 0.85
 
 
-def test_a_fast_worker_saves_hours() -> None:
-    # In lockstep a step takes as long as the slowest worker; without, ten fast steps are taken meanwhile.
-    train, val = digits()
-    compute, hours = Compute(1, speeds=[1, 1, 1, 10]), []
-    for strategy in (
-        DiLoCoStrategy(H=5, outer_lr=0.4, lr=1e-2),
-        AsyncDiLoCoStrategy(H=5, outer_optim=OptimSpec("sgd", lr=0.4), lr=1e-2),
-    ):
-        trainer = Trainer(MLP(hidden=(32,), seed=0), train, val)
-        options: dict[str, Any] = {"compute": compute, "network": NETWORK} if strategy.is_asynchronous else {}
-        trainer.fit(
-            strategy=strategy, num_nodes=4, max_steps=120, val_size=360, val_interval=5, progress=False, **options
-        )
-        reached = trainer.history.crossing(0.5, "global_loss")
-        hours.append(trainer.history.time(NETWORK, compute).seconds[int(reached.step)])
-    assert hours[1] < 0.6 * hours[0]
-
-
 # The record, and resuming ---------------------------------------------------------------------------------------------
 
 
@@ -512,7 +483,7 @@ def test_a_run_resumes_in_the_middle_of_everything(row: str, tmp_path: Path) -> 
     whole = outcome(run(made(row), **options))
     run(made(row), **{**options, "max_steps": 7}, save_dir=tmp_path)
     assert outcome(run(made(row), **options, save_dir=tmp_path, resume=True)) == whole
-    with pytest.raises(ValueError, match=r"compute\.node_seconds was"):
+    with refused(ValueError, "compute.node_seconds"):
         run(made(row), **options, compute=2.0, resume=load_checkpoint(tmp_path, 7))
     fork = run(made(row), **options, resume=load_checkpoint(tmp_path, 7).fork())
     assert ran(fork).clock.taken == 4 * 7 and fork.history["step"][0] == 7
@@ -527,9 +498,9 @@ def test_the_record_has_its_seconds_and_no_others(tmp_path: Path) -> None:
         assert 0 < time.utilization < 1
         assert time.compute_seconds.sum() + time.stalls.sum() == pytest.approx(time.seconds[-1])
         assert "12 steps" in repr(time)
-        with pytest.raises(ValueError, match=r"another compute is another run: .* and Compute\(0.2"):
+        with refused(ValueError, "compute … Compute(0.2"):
             history.time(NETWORK, 0.8)
-        with pytest.raises(ValueError, match="no picture"):
+        with refused(ValueError, "no picture"):
             time.plot()
 
 
@@ -576,48 +547,26 @@ class Broken(TensorDataset):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "error", "message"),
+    ("strategy", "options", "error", "said"),
     [
-        (lambda: AsyncDiLoCoStrategy(buffer=2, patience=2), {}, TypeError, "buffer and patience both say"),
-        (lambda: AsyncDiLoCoStrategy(staleness="log"), {}, ValueError, "staleness must be one of 'none', 'sqrt'"),
-        (lambda: AsyncDiLoCoStrategy(H=1, staleness=lambda s: -1), {}, ValueError, "staleness weight must be"),
-        (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c must be at most 1/N, 0.25, got 0.5"),
-        (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum must be at most the number of nodes, 4"),
-        (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay must be below H"),
-        (
-            lambda: DecoupledDiLoCoStrategy(H=3, fragments=9),
-            {},
-            ValueError,
-            "fragments must be a whole number from 1 to 3, got 9",
-        ),
-        (lambda: AsynchronousStrategy(H=1), {}, NotImplementedError, "AsynchronousStrategy must define receive"),
-        (
-            lambda: AsyncDiLoCoStrategy(H=1, optim_spec="sgd", lr=1e30),
-            {},
-            FloatingPointError,
-            "non-finite loss at step",
-        ),
-        (lambda: AsyncDiLoCoStrategy(), {"model": nn.Linear(3, 3)}, TypeError, "raised this at step 1, given batch"),
-        (
-            lambda: AsyncDiLoCoStrategy(),
-            {"data": Broken(torch.ones(8))},
-            OSError,
-            "of node 1 at step 1: .* the disk is",
-        ),
+        (lambda: AsyncDiLoCoStrategy(buffer=2, patience=2), {}, TypeError, "buffer … patience"),
+        (lambda: AsyncDiLoCoStrategy(staleness="log"), {}, ValueError, "staleness … 'none', 'sqrt'"),
+        (lambda: AsyncDiLoCoStrategy(H=1, staleness=lambda s: -1), {}, ValueError, "staleness weight"),
+        (lambda: DelayedNesterovStrategy(c=0.5), {}, ValueError, "c … 0.25 … 0.5"),
+        (lambda: DecoupledDiLoCoStrategy(quorum=5), {}, ValueError, "quorum … 4"),
+        (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay … H"),
+        (lambda: DecoupledDiLoCoStrategy(H=3, fragments=9), {}, ValueError, "fragments … from 1 to 3 … 9"),
+        (lambda: AsynchronousStrategy(H=1), {}, NotImplementedError, "AsynchronousStrategy … receive"),
+        (lambda: AsyncDiLoCoStrategy(H=1, optim_spec="sgd", lr=1e30), {}, FloatingPointError, "non-finite loss"),
+        (lambda: AsyncDiLoCoStrategy(), {"model": nn.Linear(3, 3)}, TypeError, "step 1 … given batch"),
+        (lambda: AsyncDiLoCoStrategy(), {"data": Broken(torch.ones(8))}, OSError, "node 1 … step 1 … the disk is"),
         (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),
-        (lambda: Returning([]), {}, RuntimeError, "all workers wait, and nothing is on its way"),
-        (lambda: Returning(None), {}, ValueError, r"workers that wait, \[\d\], each once; Returning's returned None"),
-        (lambda: Returning(range(4)), {}, ValueError, r"returned range\(0, 4\)"),
-        (
-            lambda: Returning([3, 3]),
-            {"num_nodes": 1, "compute": 1.0},
-            ValueError,
-            r"that wait, \[0\], each once; .* \[3, 3\]",
-        ),
+        (lambda: Returning([]), {}, RuntimeError, "all workers wait"),
+        (lambda: Returning(None), {}, ValueError, "Returning … None"),
+        (lambda: Returning(range(4)), {}, ValueError, "range(0, 4)"),
+        (lambda: Returning([3, 3]), {"num_nodes": 1, "compute": 1.0}, ValueError, "[0] … [3, 3]"),
     ],
 )
-def test_what_is_refused(
-    strategy: Callable[[], Strategy], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_refused(strategy: Callable[[], Strategy], options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with refused(error, said):
         run(strategy(), **options)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import (
@@ -29,12 +30,12 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset, TensorDataset
 
 import vsim
-from vsim import LocalTrainer, Trainer
+from vsim import Trainer
 from vsim.data.batches import validation_examples
 from vsim.engine import VmapExecutor
 from vsim.engine.compiled import CompiledExecutor
 from vsim.engine.machine import pick_device
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 from vsim.training import evaluate
 from vsim.training.evaluate import replica_spread
 
@@ -68,15 +69,6 @@ def test_the_final_model_is_the_mean_of_the_nodes(task: Task, executor: str) -> 
     assert all(p.grad is None for p in model.parameters())
 
 
-@both_executors
-def test_training_lowers_the_loss(executor: str) -> None:
-    for strategy in (SimpleReduceStrategy(lr=0.01), FedAvgStrategy(H=5, lr=0.01), DiLoCoStrategy(H=5, lr=0.01)):
-        trainer = Trainer(small_mlp(), vectors(), vectors())
-        fit(trainer, strategy, max_steps=60, executor=executor)
-        losses = trainer.history.measured("global_loss")[0]
-        assert losses[-1] < 0.5 * losses[0], strategy
-
-
 def test_frozen_and_tied_parameters() -> None:
     model = small_gpt()
     model.positions.weight.requires_grad_(False)
@@ -86,11 +78,6 @@ def test_frozen_and_tied_parameters() -> None:
     assert not final.positions.weight.requires_grad
     assert final.lm_head.weight is final.tokens.weight
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
-
-
-def test_a_local_trainer_is_a_trainer() -> None:
-    assert issubclass(LocalTrainer, Trainer) and vsim.Trainer is Trainer
-    assert isinstance(fit(LocalTrainer(small_mlp(), vectors())), nn.Module)
 
 
 @both_executors
@@ -157,12 +144,10 @@ def test_the_number_of_steps(options: dict[str, Any], steps: int) -> None:
     trainer = Trainer(small_mlp(), vectors())
     fit(trainer, **{"max_steps": None, **options})
     assert trainer.history["step"][-1] == steps and len(trainer.history) == steps + 1
+    assert options != {"num_epochs": 2} or trainer.history["examples"][-1] == 2 * 3 * 10
 
 
-def test_every_example_counts() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    fit(trainer, num_epochs=2, max_steps=None)
-    assert trainer.history["examples"][-1] == 2 * 3 * 10
+def test_sequences_are_examples_of_many_tokens() -> None:
     sequences = Trainer(small_gpt(), TASKS[2].data())
     fit(sequences, num_epochs=1, max_steps=None)
     assert sequences.history["examples"][-1] == 30  # of 7 tokens each
@@ -171,12 +156,17 @@ def test_every_example_counts() -> None:
 # Measurements
 
 
-@both_executors
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 @pytest.mark.parametrize(
-    "strategy", [DiLoCoStrategy(H=3, lr=0.01), FedAvgStrategy(H=3, lr=0.01)], ids=lambda s: type(s).__name__
+    ("task", "executor", "strategy"),
+    [
+        (task, executor, strategy(H=3, lr=0.01))
+        for i, task in enumerate(TASKS)
+        for executor, strategy in zip(
+            ["vmap", "loop"], [DiLoCoStrategy, FedAvgStrategy][:: 1 - 2 * (i % 2)], strict=True
+        )
+    ],
 )
-def test_validation_by_hand(task: Task, strategy: Strategy, executor: str) -> None:
+def test_validation_by_hand(task: Task, executor: str, strategy: Strategy) -> None:
     trainer = Trainer(task.model(), task.data(), task.data())
     # After 5 steps the replicas have drifted apart again; 11 examples are pieces of 4, 4 and 3.
     final = fit(trainer, strategy, executor=executor, val_size=11).eval()
@@ -220,18 +210,13 @@ def test_replicas_that_are_equal_are_validated_alike() -> None:
     assert history["local_loss"][-1] == history["global_loss"][-1] == history["average_loss"][-1]
 
 
-def test_without_accuracy_there_is_none() -> None:
-    trainer = Trainer(nn.Linear(12, 1), TensorDataset(torch.ones(9, 12), torch.ones(9, 1)), loss_fn=F.mse_loss)
-    trainer.val_dataset = trainer.train_dataset
+def test_measurements_that_cannot_be_made_are_nan() -> None:
+    data = TensorDataset(torch.ones(9, 12), torch.ones(9, 1))
+    trainer, without = Trainer(nn.Linear(12, 1), data, data, loss_fn=F.mse_loss), Trainer(small_mlp(), vectors())
     fit(trainer)
-    assert not np.isnan(trainer.history["global_loss"][-1])
-    assert np.isnan(trainer.history["global_accuracy"]).all()
-
-
-def test_no_validation_without_data() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    fit(trainer, val_interval=1)
-    assert np.isnan(trainer.history["global_loss"]).all()
+    assert not np.isnan(trainer.history["global_loss"][-1]) and np.isnan(trainer.history["global_accuracy"]).all()
+    fit(without, val_interval=1)
+    assert np.isnan(without.history["global_loss"]).all()
 
 
 def test_a_factory_makes_the_validation_data_of_the_first_node() -> None:
@@ -280,49 +265,6 @@ def test_spread_is_measured_when_asked_for() -> None:
 # Hooks, interrupts, progress
 
 
-def test_hooks() -> None:
-    seen: list[tuple[str, int, float]] = []
-    trainer = Trainer(small_mlp(), vectors(), vectors())
-    fit(
-        trainer,
-        val_interval=2,
-        train_loss_hook=lambda step, loss: seen.append(("train", step, loss)),
-        eval_loss_hook=lambda step, loss: seen.append(("eval", step, loss)),
-    )
-    history = trainer.history
-    train = [("train", t, history["train_loss"][t]) for t in range(1, 6)]
-    evaluations = {t: ("eval", t, history["global_loss"][t]) for t in (0, 2, 4, 5)}
-    expected = [evaluations[0]]
-    for entry in train:
-        expected += [entry, *([evaluations[entry[1]]] if entry[1] in evaluations else [])]
-    assert seen == expected
-
-
-def test_an_interrupted_run_keeps_what_was_done() -> None:
-    def interrupt(step: int, loss: float) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-    trainer, whole = (Trainer(small_mlp(), vectors(), vectors()) for _ in range(2))
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    with pytest.raises(KeyboardInterrupt):
-        fit(trainer, train_loss_hook=interrupt, val_interval=1)
-    assert torch.equal(torch.rand(1), expected)
-    fit(whole, val_interval=1)
-    assert trainer.history["step"].tolist() == [0, 1, 2, 3]
-    for column in ("train_loss", "payload_bytes", "lr"):
-        assert trainer.history[column][1:].tolist() == whole.history[column][1:4].tolist()
-    assert np.array_equal(trainer.history.node_losses, whole.history.node_losses[:3])
-    assert trainer.history["global_loss"][:3].tolist() == whole.history["global_loss"][:3].tolist()
-    assert list(trainer.ledger) == list(whole.ledger)[:1]
-    assert trainer.history.executor == "vmap"
-    # and the trainer can be used again
-    fit(trainer, val_interval=1)
-    assert trainer.history["train_loss"][1:].tolist() == whole.history["train_loss"][1:].tolist()
-
-
 @both_executors
 def test_a_loss_that_is_not_finite_names_step_and_nodes(executor: str) -> None:
     def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
@@ -332,11 +274,8 @@ def test_a_loss_that_is_not_finite_names_step_and_nodes(executor: str) -> None:
         return TensorDataset(x, y)
 
     trainer = Trainer(small_mlp(), data)
-    with pytest.raises(FloatingPointError) as caught:
+    with refused(FloatingPointError, "step 3 … nodes [1, 3] … node 1: nan, node 3: nan … not finite: batch[0]"):
         fit(trainer, FedAvgStrategy(H=2, lr=0.01), num_nodes=4, shuffle=False, executor=executor)
-    message = str(caught.value)
-    assert message.startswith("non-finite loss at step 3 on nodes [1, 3] (node 1: nan, node 3: nan)")
-    assert "the history up to step 2 is kept" in message and "not finite: batch[0]" in message
     assert trainer.history["step"].tolist() == [0, 1, 2] and len(trainer.ledger) == 1
 
 
@@ -349,11 +288,8 @@ def test_infinite_losses_are_not_finite() -> None:
         def forward(self, batch: list[Tensor]) -> Tensor:
             return self.weight * batch[0].mean() / 0
 
-    many = TensorDataset(torch.ones(12, 1))
-    with pytest.raises(
-        FloatingPointError, match=r"step 1 on nodes \[0, 1, 2, .*, 11\] \(node 0: inf, .*node 7: inf\);"
-    ):
-        fit(Trainer(Exploding(), many), num_nodes=12)
+    with refused(FloatingPointError, "step 1 … nodes [0, 1, 2 … 11] … node 0: inf … node 7: inf"):
+        fit(Trainer(Exploding(), TensorDataset(torch.ones(12, 1))), num_nodes=12)
 
 
 def test_the_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,33 +318,24 @@ def test_progress_says_what_takes_long(capsys: pytest.CaptureFixture[str], monke
 # Where
 
 
-def test_devices() -> None:
-    assert pick_device("cpu") == pick_device(torch.device("cpu")) == torch.device("cpu")
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert pick_device(None).type == best
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(small_mlp(), vectors(), device="cpu")
-    fit(trainer)
-    fit(Trainer(small_mlp(), vectors(), device="cpu"), device=torch.device("cpu"))
+    fit(trainer, device=torch.device("cpu"))
     assert trainer.strategy is not None and trainer.strategy.cluster.weights.device.type == "cpu"
-
-
-def test_the_best_device_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device(None) == torch.device("cuda") and pick_device("cuda:1") == torch.device("cuda:1")
     for beyond in ("cuda:2", "mps:1", "cpu:7"):
-        with pytest.raises(ValueError, match=f"device '{beyond}' is not available"):
+        with refused(ValueError, beyond):
             pick_device(beyond)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device(None) == torch.device("mps")
-    with pytest.raises(ValueError, match="'cuda' is not available; this machine has mps, cpu"):
+    with refused(ValueError, "cuda … mps, cpu"):
         pick_device("cuda")
 
 
-@pytest.mark.parametrize(
-    "options", [{"minibatch_size": 2}, {"gradient_accumulation": 2}, {"minibatch_size": 1}, {"minibatch_size": 4}]
-)
+@pytest.mark.parametrize("options", [{"gradient_accumulation": 2}, {"minibatch_size": 1}])
 @both_executors
 def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], executor: str) -> None:
     # Shards of 10 give batches of 4, 4 and 2: the last is in other pieces. SGD, so that rounding stays small.
@@ -482,14 +409,6 @@ def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], 
     assert trainer.history.executor == ("loop" if kind is Choosing else executor)
 
 
-@pytest.mark.slow
-def test_batches_of_different_lengths_have_the_bits_of_processes() -> None:
-    options: dict[str, Any] = {"batch_size": 4, "progress": False, "dataloader_kwargs": {"collate_fn": padded}}
-    strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
-    report = vsim.verify(Choosing(), Texts(), strategy, 3, 6, num_processes=2, **options)
-    assert report.identical, report
-
-
 # Threads
 
 
@@ -512,13 +431,12 @@ def test_runs_in_threads_draw_what_each_draws_alone() -> None:
 # Modes of the caller
 
 
-@both_executors
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("mode", "executor"), [(torch.no_grad, "loop"), (torch.inference_mode, "vmap")])
 def test_a_run_trains_in_any_mode_of_its_caller(mode: Any, executor: str) -> None:
     def trained() -> list[Tensor]:
         model, seen = small_cnn(), list[nn.Module]()
         model.head.bias.requires_grad_(False)
-        options: dict[str, Any] = {"executor": executor, "max_steps": 3}
+        options: dict[str, Any] = {"executor": executor, "max_steps": 2, "num_nodes": 2}
         trainer = Trainer(model, images(), images())
         nested = Trainer(model, images())
         final = fit(trainer, callbacks=[lambda run: seen.append(fit(nested, **options))], **options)
@@ -533,6 +451,14 @@ def test_a_run_trains_in_any_mode_of_its_caller(mode: Any, executor: str) -> Non
         found = trained()
         assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+@pytest.mark.slow
+def test_processes_train_in_inference_mode() -> None:
+    options = {"batch_size": 4, "dataloader_kwargs": {"collate_fn": padded}, "progress": False}
+    with torch.inference_mode():
+        report = vsim.verify(Choosing(), Texts(), FedAvgStrategy(H=2, lr=0.01), 3, 6, num_processes=2, **options)
+    assert report.identical, report
 
 
 def test_all_faces_train_in_inference_mode() -> None:
@@ -551,7 +477,6 @@ def test_all_faces_train_in_inference_mode() -> None:
     expected = trained()
     with torch.inference_mode():
         found = trained()
-        assert vsim.verify(small_mlp(), vectors(), FedAvgStrategy(H=2, lr=0.01), **options).identical
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected) == 3
 
 
