@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from separate import images, vectors
+from errors import refused
+from separate import vectors
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-import vsim
 from vsim import DilocoSimulator, Trainer
 from vsim.compat.diloco_sim import EvalStats, TrainStats
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy
@@ -198,41 +198,24 @@ def test_checkpoints_are_counted_in_outer_steps(monkeypatch: pytest.MonkeyPatch)
     assert not {"checkpoint_interval", "save_dir"} & asked.keys()
 
 
-def test_images() -> None:
-    convolutions = simulator(
-        model_cls=lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 5)), train_dataset=images()
-    )
-    convolutions.train()
-    assert len(convolutions.ledger) == 1 and vsim.DilocoSimulator is DilocoSimulator
-
-
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "said"),
     [
-        (
-            {"diloco_intervall": 3},
-            TypeError,
-            r"DilocoSimulator\(\) got .*'diloco_intervall'; did you mean 'diloco_inter",
-        ),
-        ({"model_cls": Net()}, TypeError, "model_cls must be a class"),
-        ({"diloco_interval": 0}, ValueError, "diloco_interval must be a whole number >= 1, got 0"),
-        ({"num_nodes": 2.5}, TypeError, "num_nodes must be a whole number, got 2.5"),
-        ({"max_local_step": 0}, ValueError, "max_local_step must be a whole number >= 1"),
-        ({"eval_iters": 0}, ValueError, "eval_iters must be a whole number >= 1"),
-        ({"ckpt_interval": 0}, ValueError, "ckpt_interval must be a whole number >= 1"),
-        ({"p_sparta": 2}, ValueError, "p_sparta must be >= 0 and <= 1, got 2"),
-        ({"sparta_interval": 4}, ValueError, "sparta_interval=4 has no effect without a p_sparta above 0"),
-        ({"optimizer_kwargs": {"rl": 1}}, TypeError, "AdamW got an unknown argument 'rl'"),
-        ({"outer_optimizer_kwargs": {"momentun": 1}}, TypeError, "SGD got .* did you mean 'momentum'"),
-        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),
-        ({"train_loss_hook": 3}, TypeError, r"train_loss_hook must be a function of \(TrainStats\), got 3"),
+        ({"diloco_intervall": 3}, TypeError, "DilocoSimulator() … did you mean 'diloco_interval'"),
+        ({"model_cls": Net()}, TypeError, "model_cls … class"),
+        ({"model_cls": lambda: 3}, TypeError, "torch.nn.Module … int"),
+        ({"train_dataset": None}, TypeError, "train_dataset … NoneType"),
+        ({"train_dataset": lambda rank: 3}, TypeError, "train_dataset"),
+        ({"p_sparta": 2}, ValueError, "p_sparta … >= 0 and <= 1 … 2"),
+        ({"sparta_interval": 4}, ValueError, "sparta_interval=4 … p_sparta"),
+        ({"cosine_anneal": "yes"}, TypeError, "cosine_anneal … yes"),
+        ({"optimizer_kwargs": {"rl": 1}}, TypeError, "AdamW … rl"),
+        ({"optimizer_kwargs": {"betas": 0.9}}, TypeError, "betas=0.9"),
+        ({"outer_optimizer_kwargs": {"momentun": 1}}, TypeError, "SGD … did you mean 'momentum'"),
+        ({"train_loss_hook": 3}, TypeError, "train_loss_hook … (TrainStats) … 3"),
+        ({"eval_loss_hook": print}, ValueError, "eval_loss_hook … val_dataset"),
     ],
 )
-def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        simulator(**options)
-
-
-def test_a_hook_without_validation_data() -> None:
-    with pytest.raises(ValueError, match="eval_loss_hook has no effect without a val_dataset"):
-        simulator(eval_loss_hook=print).train()
+def test_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with refused(error, said):
+        simulator(**options).train()

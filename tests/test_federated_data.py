@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from errors import refused
 
 import vsim
 from vsim.data import fcube, synthetic_federated
@@ -94,16 +95,6 @@ def test_partitions_are_training_and_client_validation_data() -> None:
     assert np.average(accuracies, weights=val.sizes) == pytest.approx(trainer.history.last("global_accuracy"), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"alpha": -1, "beta": 1}, "alpha must be >= 0, got -1"),
-        ({"alpha": 1, "beta": float("nan")}, "beta must be .*got nan"),
-        ({"alpha": 1, "beta": 1, "num_clients": 0}, "num_clients must be .*>= 1, got 0"),
-        ({"alpha": 1, "beta": 1, "num_clients": 10**9}, "num_clients=1,000,000,000 clients take"),
-        ({"alpha": 1, "beta": 1, "seed": -1}, "seed must be .*>= 0, got -1"),
-    ],
-)
-def test_synthetic_rejects(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        synthetic_federated(**arguments)
+def test_many_clients_need_memory() -> None:
+    with refused(ValueError, "num_clients=1,000,000,000"):
+        synthetic_federated(1, 1, num_clients=10**9)

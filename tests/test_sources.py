@@ -11,17 +11,15 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.interpolate import interp1d
 from scipy.ndimage import gaussian_filter
 from torch.utils.data import TensorDataset
 
-import vsim
 from vsim.data import sources
 from vsim.data.sources import TextDataset, Vocabulary, digits, docs_text, fashion_mnist, mnist, mnist1d, text_file
-from vsim.models import MLP
-from vsim.strategy import SimpleReduceStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +66,15 @@ def test_vocabulary() -> None:
     assert vocabulary != Vocabulary("abc") and vocabulary != "ab"
     assert vocabulary.decode(torch.tensor(1)) == "b"
     assert vocabulary.decode(torch.empty(0, dtype=torch.int64)) == ""
-    for ids, message in [
-        (torch.tensor([0, 2]), "got id 2; 0 to 1 allowed"),
-        (torch.tensor([-1]), "got id -1"),
-        (torch.zeros(1, 1, dtype=torch.int64), r"got \(1, 1\) torch.int64"),
-        (torch.zeros(1), r"got \(1,\) torch.float32"),
+    for ids, said in [
+        (torch.tensor([0, 2]), "2 … 0 to 1"),
+        (torch.tensor([-1]), "-1"),
+        (torch.zeros(1, 1, dtype=torch.int64), "(1, 1) torch.int64"),
+        (torch.zeros(1), "(1,) torch.float32"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, said):
             vocabulary.decode(ids)
-    with pytest.raises(ValueError, match="empty text"):
+    with refused(ValueError, "empty text"):
         Vocabulary("")
 
 
@@ -135,52 +133,23 @@ def test_text_windows(folder: Path, text: str, block_size: int, stride: int | No
         assert len(dataset) >= 1
 
 
-def test_the_named_minimum_is_enough(tmp_path: Path) -> None:
-    for fraction, minimum in ((0.1, 650), (0.5, 130), (0.9, 650), (0.07, 929)):
-        (tmp_path / "enough").write_text("a" * minimum)
-        train, val = text_file(tmp_path / "enough", val_fraction=fraction)
-        assert len(train) >= 1 and len(val) >= 1
-        (tmp_path / "short").write_text("a" * (minimum - 1))
-        with pytest.raises(ValueError, match=f"{minimum - 1} characters; .* at least {minimum}$"):
-            text_file(str(tmp_path / "short"), val_fraction=fraction)
-
-
 def test_text_file_encoding(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(("é" * 100).encode("latin-1"))
     train, _ = text_file(path, 4, encoding="latin-1")
     assert train.vocabulary.characters == "é"
-    with pytest.raises(ValueError, match=r"text is not utf-8 text \(.*position 0"):
+    with refused(ValueError, "utf-8 … position 0"):
         text_file(path, 4)
-    with pytest.raises(ValueError, match="unknown encoding 'utf-99'"):
+    with refused(ValueError, "utf-99"):
         text_file(path, 4, encoding="utf-99")
 
 
-def test_text_file_missing_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere\.txt"):
-        text_file(tmp_path / "nowhere.txt")
-    with pytest.raises(FileNotFoundError, match="no file at"):
-        text_file(tmp_path)
-    (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="empty: got 0 characters"):
-        text_file(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"block_size": 0}, "block_size must be .*>= 1, got 0"),
-        ({"block_size": 1.5}, "block_size must be .*got 1.5"),
-        ({"stride": 0}, "stride must be .*got 0"),
-        ({"stride": True}, "stride must be .*got True"),
-        ({"val_fraction": 0.0}, "val_fraction must be .*> 0 and < 1, got 0.0"),
-        ({"val_fraction": 1}, "val_fraction must be .*got 1"),
-        ({"block_size": 10**6}, "pydoc_data.topics: got .* at least 10000010"),
-    ],
-)
-def test_docs_text_rejects(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        docs_text(**arguments)
+def test_text_that_cannot_be_read_or_cut(tmp_path: Path) -> None:
+    for missing in (tmp_path / "nowhere.txt", tmp_path):
+        with refused(FileNotFoundError, str(missing)):
+            text_file(missing)
+    with refused(ValueError, "pydoc_data.topics … at least 10000010"):
+        docs_text(block_size=10**6)
 
 
 # Digits
@@ -201,13 +170,11 @@ def test_digits() -> None:
     assert not torch.equal(digits(seed=1)[1].tensors[1], val.tensors[1])
     assert len(digits(val_fraction=0.5)[1]) == 898
     assert len(digits(val_fraction=1e-9)[1]) == 1
-    with pytest.raises(ValueError, match=r"val_fraction must be .*got -1"):
-        digits(val_fraction=-1)
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "vsim\[digits\]"'):
+    with refused(ImportError, 'pip install "vsim[digits]"'):
         digits()
 
 
@@ -271,7 +238,7 @@ def test_mnist_pixels_end_at_one(tmp_path: Path) -> None:
 def test_fashion_mnist_is_where_debian_puts_it_or_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path, suffix=".gz")
     monkeypatch.setattr("vsim.data.sources.FASHION_MNIST", tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*dataset-fashion-mnist.*folder="):
+    with refused(FileNotFoundError, "nowhere … dataset-fashion-mnist … folder="):
         fashion_mnist()
     train, val = fashion_mnist(tmp_path)
     assert (len(train), len(val)) == (5, 3)
@@ -280,33 +247,11 @@ def test_fashion_mnist_is_where_debian_puts_it_or_in_a_folder(tmp_path: Path, mo
 
 
 def test_mnist_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no folder at .*nowhere"):
+    with refused(FileNotFoundError, str(tmp_path / "nowhere")):
         mnist(tmp_path / "nowhere")
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(FileNotFoundError) as caught:
-        mnist(tmp_path)
-    for name in ("t10k-labels-idx1-ubyte", "t10k-labels.idx1-ubyte.gz", str(tmp_path)):
-        assert name in str(caught.value)
-
-
-def test_mnist_bad_files(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    path = tmp_path / "train-images-idx3-ubyte"
-    whole = path.read_bytes()
-    labels = (tmp_path / "train-labels-idx1-ubyte").read_bytes()
-    for raw, message in [
-        (labels, "starts with magic number 2049; 2051 is needed"),
-        (b"no", "is cut short: 2 bytes, not even a header of 16"),
-        (whole[:15], "is cut short: 15 bytes, not even a header of 16"),
-        (whole[:-1], r"is cut short: 3935 bytes; 3936 for shape \(5, 28, 28\) expected"),
-        (whole + b"!", "is too long: 3937 bytes; 3936 for"),
-    ]:
-        path.write_bytes(raw)
-        with pytest.raises(ValueError, match=f"{path.name} {message}"):
-            mnist(tmp_path)
-    write_idx(path, np.zeros((4, 28, 28)))
-    with pytest.raises(ValueError, match="has 4 images and train-labels-idx1-ubyte has 5 labels"):
+    with refused(FileNotFoundError, "t10k-labels-idx1-ubyte … t10k-labels.idx1-ubyte.gz", str(tmp_path)):
         mnist(tmp_path)
 
 
@@ -317,7 +262,7 @@ def test_mnist_bad_gzip(tmp_path: Path) -> None:
     garbled = whole[:30] + bytes(255 - byte for byte in whole[30:])
     for raw in (b"plain", whole[:-10], garbled):
         path.write_bytes(raw)
-        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a whole gzip file"):
+        with refused(ValueError, "train-images-idx3-ubyte.gz … gzip"):
             mnist(tmp_path)
 
 
@@ -363,27 +308,8 @@ def test_mnist1d_is_the_authors_by_default() -> None:
     assert not torch.equal(mnist1d(seed=1)[1].tensors[1], val.tensors[1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": 5001}, "size must be a multiple of 10, got 5001"),
-        ({"size": 10**13}, r"size=10,000,000,000,000 examples take .* at most size="),
-        ({"val_fraction": 0}, "val_fraction must be .*got 0"),
-        ({"seed": 2**32}, "seed must be .*4294967295, got 4294967296"),
-    ],
-)
-def test_mnist1d_rejects(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mnist1d(**arguments)
-
-
-@pytest.mark.slow
-def test_mnist1d_is_far_from_its_ceiling() -> None:
-    """The paper has 32 % for logistic regression and 68 % for an MLP."""
-    accuracies = {}
-    for hidden in ((), (100, 100)):
-        trainer = vsim.Trainer(MLP(40, hidden, seed=0), *mnist1d())
-        trainer.fit(strategy=SimpleReduceStrategy(lr=2e-3), num_nodes=1, batch_size=100, max_steps=1500, progress=False)
-        accuracies[hidden] = trainer.history.last("global_accuracy")
-    assert 0.25 < accuracies[()] < 0.4
-    assert 0.6 < accuracies[100, 100] < 0.75
+def test_sizes_of_mnist1d() -> None:
+    with refused(ValueError, "size … multiple of 10 … 5001"):
+        mnist1d(5001)
+    with refused(ValueError, "size=10,000,000,000,000 … GB"):
+        mnist1d(10**13)
