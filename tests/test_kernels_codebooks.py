@@ -27,7 +27,7 @@ def decoded(codes_and_scale: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return look_up(codes, E3M0 * scale)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(whole), bits=st.integers(1, 8))
 def test_bins_against_reference(x: torch.Tensor, bits: int) -> None:
     codes, table = statistical_codes(x, bits)
@@ -60,14 +60,14 @@ def test_bins_by_hand(scale: float) -> None:
     assert codes.tolist() == [78, 103, 115, 128, 141, 203]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(whole), bits=st.integers(1, 8))
 def test_neither_code_takes_away_more_than_there_is(x: torch.Tensor, bits: int) -> None:
     for received in (look_up(*statistical_codes(x, bits)), decoded(fp4_codes(x))):
         assert ((received - x).square().sum(-1) <= x.square().sum(-1) * (1 + 1e-5)).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(whole))
 def test_fp4_against_reference(x: torch.Tensor) -> None:
     codes, scale = fp4_codes(x)
@@ -88,7 +88,7 @@ def test_the_codebook_of_fp4() -> None:
     assert decoded(fp4_codes(near)).tolist() == [[1, 1, 0.5, 1 / 32, 1 / 64, 1 / 64, 0, -1, 0]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(anything), bits=st.integers(1, 8))
 def test_nothing_makes_a_nan(x: torch.Tensor, bits: int) -> None:
     for codes, table in (statistical_codes(x, bits), fp4_codes(x)):

@@ -20,7 +20,7 @@ def columns(draw):
     return whole, slice(1, nodes + 1), slice(2, numel + 2), index
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(columns())
 def test_writing_touches_the_chosen_columns_of_the_slice_only(case):
     whole, rows, cols, index = case

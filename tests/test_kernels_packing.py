@@ -18,7 +18,7 @@ def messages(draw: Any) -> tuple[list[torch.Tensor], list[int]]:
     return [torch.randint(2**w, (nodes, draw(st.integers(0, 9))), generator=stream) for w in widths], widths
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(messages())
 @example(([torch.zeros(2, 0, dtype=torch.int64)], [12]))
 def test_there_and_back_and_against_the_reference(message: tuple[list[torch.Tensor], list[int]]) -> None:

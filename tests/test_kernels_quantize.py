@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -45,7 +46,7 @@ def stochastic_quantize(x: torch.Tensor, levels: int, generator: torch.Generator
     return dequantize(*stochastic_codes(x, levels, uniform)).to(x.dtype)
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(x=tensors(ordinary), bits=bits, dim=dims)
 def test_quantize_against_reference(x, bits, dim):
     codes, scale = quantize(x, bits, dim)
@@ -57,7 +58,7 @@ def test_quantize_against_reference(x, bits, dim):
     torch.testing.assert_close(uniform_quantize(x, bits, dim), uniform_quantize_reference(x, bits, dim))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(ordinary), bits=st.integers(2, 16), dim=dims)
 def test_error_is_at_most_half_a_step(x, bits, dim):
     codes, scale = quantize(x, bits, dim)
@@ -81,7 +82,7 @@ def test_quantize_by_hand():
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(x=tensors(anything), bits=bits, dim=dims, levels=st.sampled_from([1, 7, 127, 32767]))
 def test_nothing_makes_a_nan(x, bits, dim, levels):
     for out in (
@@ -104,22 +105,18 @@ def test_infinities_saturate_and_nan_is_nothing():
     torch.testing.assert_close(scale, torch.tensor([1.4]))
 
 
-@pytest.mark.parametrize("x", [torch.zeros(2, 3), torch.zeros(2, 0), torch.zeros(0, 3)])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 3), torch.zeros(2, 0), torch.zeros(0, 3), torch.tensor([[0.0, 0.0], [1.0, -1.0]])]
+)
 def test_zeros_and_nothing_stay_what_they_are(x):
     for out in (
-        *(uniform_quantize(x, bits, dim) for bits in (1, 2, 8) for dim in (None, -1)),
-        stochastic_quantize(x, 4, generator()),
+        *(uniform_quantize(x, bits, dim) for bits in (1, 2, 8) for dim in (None, -1) if dim or not x.any()),
+        *([] if x.any() else [stochastic_quantize(x, 4, generator())]),
     ):
         assert torch.equal(out, x)
 
 
-def test_a_zero_row_beside_another():
-    x = torch.tensor([[0.0, 0.0], [1.0, -1.0]])
-    assert torch.equal(uniform_quantize(x, 8, dim=-1), x)
-    assert torch.equal(uniform_quantize(x, 1, dim=-1), x)
-
-
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(x=tensors(ordinary), levels=st.sampled_from([1, 2, 15, 127, 128, 1000]), seed=st.integers(0, 2**31))
 def test_stochastic_against_reference(x, levels, seed):
     uniform = torch.rand(x.shape, generator=generator(seed))
@@ -158,7 +155,7 @@ def test_norm_beyond_the_largest_number_saturates():
     assert out.isfinite().all() and torch.equal(out, torch.full((4,), LARGEST))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.sampled_from([-1, 0, 1])))
 def test_votes_against_counting(signs):
     signs = torch.from_numpy(signs)
@@ -177,18 +174,12 @@ def test_half_precision_in_and_out():
     assert quantize(x.double(), 8)[1].dtype == torch.float64
 
 
-@pytest.mark.parametrize("bits", [0, 17])
-def test_bits_out_of_range(bits):
-    with pytest.raises(ValueError, match=f"bits must be between 1 and 16, got {bits}"):
-        quantize(torch.zeros(2), bits)
-
-
-@pytest.mark.parametrize("levels", [0, 32768])
-def test_levels_out_of_range(levels):
-    with pytest.raises(ValueError, match=f"levels must be between 1 and 32767, got {levels}"):
-        stochastic_quantize(torch.zeros(2), levels, generator())
-
-
-def test_integers_are_refused():
-    with pytest.raises(TypeError, match=r"expected a floating-point tensor, got torch\.int64"):
+def test_refused():
+    for bits in (0, 17):
+        with refused(ValueError, f"bits … between 1 and 16 … {bits}"):
+            quantize(torch.zeros(2), bits)
+    for levels in (0, 32768):
+        with refused(ValueError, f"levels … between 1 and 32767 … {levels}"):
+            stochastic_quantize(torch.zeros(2), levels, generator())
+    with refused(TypeError, "floating-point … torch.int64"):
         working_dtype(torch.int64)

@@ -25,7 +25,7 @@ def check_topk(x: torch.Tensor, k: int) -> None:
     assert torch.equal(values, again) and torch.equal(index, index_again)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 4), n=st.integers(1, 200), k=st.integers(1, 40), seed=seeds, dtype=dtypes)
 @example(rows=2, n=197, k=2, seed=0, dtype=torch.float32)  # prime: one stage
 @example(rows=2, n=192, k=2, seed=0, dtype=torch.float32)  # two stages, groups of 8
@@ -34,7 +34,7 @@ def test_topk_against_sorting(rows, n, k, seed, dtype):
     check_topk(torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)).to(dtype), k)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 3), n=st.integers(1, 200), k=st.integers(1, 20), seed=seeds)
 def test_topk_with_ties(rows, n, k, seed):
     x = torch.randint(-2, 3, (rows, n), generator=torch.Generator().manual_seed(seed))
@@ -87,24 +87,14 @@ def sent(draw):
     return index, torch.randn(index.shape, generator=generator).to(draw(dtypes)), n
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(sent())
-def test_scatter_mean_against_reference(case):
+def test_scatter_against_reference(case):
     index, values, n = case
-    mean = scatter_mean(index, values, n)
-    assert mean.dtype == values.dtype
-    eps = 4 * torch.finfo(values.dtype).eps
-    torch.testing.assert_close(mean, scatter_mean_reference(index, values, n), rtol=eps, atol=eps)
-
-
-@settings(max_examples=80)
-@given(sent())
-def test_scatter_sum_against_reference(case):
-    index, values, n = case
-    total = scatter_sum(index, values, n)
-    assert total.dtype == values.dtype
     eps = 8 * torch.finfo(values.dtype).eps  # a rounding for each of five nodes
-    torch.testing.assert_close(total, scatter_sum_reference(index, values, n), rtol=eps, atol=eps)
+    for ours, theirs in ((scatter_mean, scatter_mean_reference), (scatter_sum, scatter_sum_reference)):
+        assert ours(index, values, n).dtype == values.dtype
+        torch.testing.assert_close(ours(index, values, n), theirs(index, values, n), rtol=eps, atol=eps)
 
 
 def test_scatter_mean_by_hand():
@@ -125,13 +115,6 @@ def test_one_node_that_sends_everything_gets_it_back_bit_for_bit():
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     values, index = topk_entries(x, 64)
     assert torch.equal(scatter_mean(index, values, 64), x[0])
-
-
-def test_the_sum_runs_in_rank_order():
-    # In float32, (1e8 + 1) − 1e8 = 0 while (1e8 − 1e8) + 1 = 1: the order shows.
-    index = torch.zeros(3, 1, dtype=torch.int64)
-    assert scatter_mean(index, torch.tensor([1e8, 1.0, -1e8]).reshape(3, 1), 1).item() == 0
-    assert scatter_mean(index, torch.tensor([1e8, -1e8, 3.0]).reshape(3, 1), 1).item() == 1
 
 
 def test_many_nodes_add_up_in_rank_order():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -80,8 +81,8 @@ WAYS = [
     {"strategy": SimpleReduceStrategy(lr=0.05)},
     {"strategy": AsyncDiLoCoStrategy(H=2, lr=0.05), "compute": 1.0},
     {"participation": Sample(3, of=5)},
-    {"backend": "process", "threads_per_process": 1},
     {"backend": "process", "threads_per_process": 1, "num_processes": 2},
+    pytest.param({"backend": "process", "threads_per_process": 1}, marks=pytest.mark.slow),
 ]
 
 
@@ -146,12 +147,6 @@ def test_validation_leaves_the_modes() -> None:
         assert torch.equal(found, expected)
 
 
-def test_processes_and_simulator_are_equal() -> None:
-    options = {"loss_fn": F.cross_entropy, "val_dataset": DATA, "batch_size": 4, "max_steps": 4, "progress": False}
-    report = vsim.verify(in_evaluation("1", "3"), DATA, FedAvgStrategy(H=2), 2, num_processes=2, **options)
-    assert report.identical, report
-
-
 def test_runs_of_a_comparison_keep_their_own() -> None:
     def make(seed: int) -> nn.Module:
         return in_evaluation("1") if seed else Net()
@@ -166,7 +161,7 @@ def test_runs_of_a_comparison_keep_their_own() -> None:
 def test_a_run_resumes_with_the_modes_that_it_had(tmp_path: Path) -> None:
     straight, expected = fit(in_evaluation("1"))
     fit(in_evaluation("1"), save_dir=tmp_path, max_steps=2)
-    with pytest.raises(CheckpointError, match="mode of 1 was evaluation and is absent"):
+    with refused(CheckpointError, "mode of 1 … evaluation"):
         fit(Net(), save_dir=tmp_path, resume=True)
     _, model = fit(in_evaluation("1"), save_dir=tmp_path, resume=True)
     for name, found in model.state_dict().items():

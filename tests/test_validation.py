@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -200,8 +201,7 @@ def norm_of_gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
-@pytest.mark.parametrize("executor", ["auto", "loop"])
-@pytest.mark.parametrize("kind", [Equation, Forces, Backward])
+@pytest.mark.parametrize(("kind", "executor"), [(Equation, "auto"), (Forces, "loop"), (Backward, "auto")])
 def test_models_that_differentiate_are_validated_as_plain_pytorch_does(
     kind: type[Differentiating], executor: str
 ) -> None:
@@ -258,14 +258,14 @@ def test_a_metric_that_fails_is_named() -> None:
         def failing(model: nn.Module, batch: Any, error: Exception = error) -> float:
             raise error
 
-        with pytest.raises(type(error), match=rf"metrics\['ratio'\]: {error}"):
+        with refused(type(error), "metrics['ratio']", str(error)):
             fitted(vectors(20), metrics={"ratio": failing})
 
 
 def test_batches_without_a_label_are_named() -> None:
     data = TensorDataset(torch.randn(16, 4), torch.full((16,), -100))
     trainer = Trainer(nn.Linear(4, 2), data, loss_fn=F.cross_entropy)
-    with pytest.raises(FloatingPointError, match=r"non-finite loss at step 1.* batch\[1\] is -100 throughout"):
+    with refused(FloatingPointError, "step 1 … batch[1] … -100"):
         trainer.fit(strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=1, batch_size=4, progress=False)
 
 
