@@ -65,12 +65,9 @@ SWEEP = """
         def __init__(self):
             super().__init__()
             self.features = nn.Sequential(
-                nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.1),
-                nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+                nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.1)
             )
-            self.classifier = nn.Sequential(
-                nn.Flatten(), nn.Linear(16 * 2 * 2, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
-            )
+            self.classifier = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(8 * 4 * 4, 10))
 
         def forward(self, x):
             return self.classifier(self.features(x))
@@ -119,7 +116,7 @@ SWEEP = """
         right.plot(val["step"], val["global_loss"], label=f"{name} global")
         right.plot(val["step"], val["local_perplexity"] / val["global_perplexity"], label=f"{name} local")
         final_losses[name] = val["global_loss"].iloc[-1]
-    left.legend(); right.legend()
+    left.legend()
     fig.savefig("digits.png")
     plt.close(fig)
 """
@@ -144,7 +141,6 @@ def test_the_sweep_over_digits_with_its_plot() -> None:
 
 NANOGPT = """
     import argparse
-    import math
     from dataclasses import dataclass
     from functools import partial
 
@@ -160,33 +156,8 @@ NANOGPT = """
     class GPTConfig:
         block_size: int = 16
         vocab_size: int = 128
-        n_layer: int = 2
-        n_head: int = 2
         n_embd: int = 16
         dropout: float = 0.1
-
-
-    class Block(nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-            self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-            self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-            self.mlp = nn.Sequential(
-                nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd),
-                nn.Dropout(config.dropout),
-            )
-            self.n_head, self.dropout = config.n_head, config.dropout
-
-        def forward(self, x):
-            B, T, C = x.size()
-            q, k, v = self.c_attn(self.ln_1(x)).split(C, dim=2)
-            q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
-            )
-            x = x + self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
-            return x + self.mlp(self.ln_2(x))
 
 
     class GPT(nn.Module):
@@ -195,7 +166,7 @@ NANOGPT = """
             self.config = config
             self.transformer = nn.ModuleDict(dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd), wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout), h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                drop=nn.Dropout(config.dropout), h=nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in "12"),
                 ln_f=nn.LayerNorm(config.n_embd),
             ))
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -208,12 +179,11 @@ NANOGPT = """
 
         def forward(self, batch, inference=False):
             idx, targets = (batch, None) if inference else batch
-            b, t = idx.size()
-            assert t <= self.config.block_size
-            pos = torch.arange(0, t, dtype=torch.long, device=idx.device)
+            assert idx.size(1) <= self.config.block_size
+            pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
             x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
             for block in self.transformer.h:
-                x = block(x)
+                x = x + F.gelu(block(x))
             logits = self.lm_head(self.transformer.ln_f(x))
             if inference:
                 return logits

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from reproductions import result
-
-import vsim
 
 SCRIPTS = sorted(path.stem for path in result.HERE.glob("*.py") if "\nTABLE = " in path.read_text(encoding="utf-8"))
 # What users import from.
@@ -48,12 +48,25 @@ def test_a_number_that_disagrees_says_so() -> None:
     assert f"| near | 1 to 2 | 0.9 ± {12.7062 * 0.1414214 / math.sqrt(2):.2g} | yes |" in section
 
 
+def imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield the modules of vsim that a file imports, and what it imports from them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "vsim")
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vsim":
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
 @pytest.mark.parametrize("path", sorted(result.HERE.glob("*.py")), ids=lambda path: path.name)
 def test_scripts_import_what_users_import(path: Path) -> None:
-    tree = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in tree if isinstance(node, ast.ImportFrom) and not node.level}
-    assert {name for name in names if name.split(".")[0] == vsim.__name__} <= PUBLIC
+    assert {module for module, _ in imports(path)} <= PUBLIC
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    for path in (result.HERE.parent / "benchmarks").glob("*.py"):
+        for module, name in imports(path):
+            found = importlib.import_module(module)
+            assert name is None or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}"), (path, name)
 
 
 @pytest.mark.slow
