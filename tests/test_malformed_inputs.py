@@ -109,7 +109,9 @@ NOT_THE_VALUE = (
 
 # Public, and not called here: name → why.
 MADE_ELSEWHERE = {
-    **dict.fromkeys(["Checkpoint", "ComparedRun", "Comparison", "Event", "History", "Ledger", "Sweep"], "of a run"),
+    **dict.fromkeys(
+        ["Checkpoint", "ComparedRun", "Comparison", "Event", "History", "Ledger", "Search", "Sweep"], "of a run"
+    ),
     **dict.fromkeys(["Difference", "Partition", "Timeline", "VerifyReport"], "the result of a function"),
     **dict.fromkeys(["Batches", "Order", "TextDataset", "epoch_indices"], "of options that have been checked"),
     **dict.fromkeys(["FedAdam", "FedAdagrad", "FedYogi"], "torch optimizers, built from an OptimSpec"),
@@ -215,6 +217,7 @@ def calls(folder: Path) -> list[Call]:
         Call("a setting of a sweep", with_parameters(swept_over, of_setting), {}),
         Call("compare", vsim.compare, {**problem, **train, **times, "strategies": strategies}),
         Call("sweep", vsim.sweep, {**problem, **train, "strategy": DiLoCoStrategy, "settings": settings}, shared),
+        Call("tune", vsim.tune, {**problem, **train, "space": lambda trial: DiLoCoStrategy(lr=0.1)}, shared),
         Call("verify", vsim.verify, {**problem, **train, "strategy": SimpleReduceStrategy()}),
         Call("price", vsim.price, {**of_nodes, **times, "max_steps": 4, "parameters": 1e6}),
         Call("required_bandwidth", vsim.required_bandwidth, {**of_nodes, "parameters": 1e6, "compute": 1.0}),

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 from torch import nn
 
-from vsim.arguments import a_function, a_list, a_path, a_text, naming, one_of, whole_number
+from vsim.arguments import a_function, a_list, a_path, a_text, given, naming, one_of, whole_number
 from vsim.compare import call_text, checked_seeds, compare, train_entries
 from vsim.data.batches import Data
 from vsim.extras import extra
@@ -95,7 +95,7 @@ def tune(
     a_function("space", space, "trial")
     whole_number("trials", trials)
     whole_number("together", together)
-    objectives = [one_of("an objective", of, _OBJECTIVES) for of in a_list("objectives", objectives)]
+    objectives = [one_of("every one of objectives", of, _OBJECTIVES) for of in a_list("objectives", objectives)]
     if "loss" not in objectives or len(set(objectives)) < len(objectives):
         raise ValueError(f'objectives must be different ones, and "loss" one of them, got {objectives}')
     if {"time", "cost"} & {*objectives}:
@@ -105,6 +105,13 @@ def tune(
     if val_dataset is None:
         raise ValueError("tune() chooses by validation loss and needs a validation dataset")
     seed = checked_seeds(seeds, dict(options))[0]
+    for argument, value, kind in (
+        ("sampler", sampler, optuna.samplers.BaseSampler),
+        ("pruner", pruner, optuna.pruners.BasePruner),
+        ("storage", None if isinstance(storage, str) else storage, optuna.storages.BaseStorage),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{argument} must be one of optuna's, such as a {kind.__name__}, got {given(value)}")
     rungs = [] if pruner is None else _rungs(objectives, options)
     folder = None if options.get("save_dir") is None else a_path("save_dir", options.pop("save_dir"))
     if folder is not None:
@@ -112,6 +119,10 @@ def tune(
         storage = f"sqlite:///{folder / 'study.db'}" if storage is None else storage
     if storage is None and study_name is not None:
         raise ValueError(f"study_name={study_name!r} has no effect without storage= or save_dir=")
+    try:
+        storage = None if storage is None else optuna.storages.get_storage(storage)
+    except Exception as error:  # of SQLAlchemy or a database
+        raise ValueError(f"storage={storage!r} cannot be opened: {error}") from error
     study = optuna.create_study(
         storage=storage,
         sampler=sampler,
