@@ -495,63 +495,6 @@ def test_a_plan_in_which_nothing_happens_is_no_plan() -> None:
         assert_same(compared(strategies, MLP(12, (5,), 5, seed=0), participation=plan, **clock, **options), plain)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("executor", ["vmap", "loop"])
-def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: bool) -> None:
-    """Nodes with 6, 12 and 8 examples have batches of 4 and 2, three of 4, and two of 4; no example is repeated."""
-    data = uneven(6, 12, 8)
-    model, kwargs = Noisy(dropout=0.0), {"drop_last": drop_last}
-    strategy = FedAvgStrategy(H=100, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5))
-    exact = executor == "loop"
-    options: dict[str, Any] = {"executor": executor, "deterministic": exact, "dataloader_kwargs": kwargs}
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    _, trainer = trained(strategy, model, num_nodes=3, data=data, max_steps=7, **options)
-    assert trainer.strategy is not None
-    for node in range(3):
-        own = copy.deepcopy(model).train()
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.5)
-        batches = shard_batches(data(node, 3, True), 1, 0, 4, True, 42, drop_last)
-        for step in range(7):
-            optimizer.zero_grad()
-            loss = own(next(batches))
-            loss.backward()
-            optimizer.step()
-            np.testing.assert_allclose(trainer.history.node_losses[step, node], float(loss.detach()), **tolerance)
-        weights = nn.utils.parameters_to_vector(own.parameters())
-        torch.testing.assert_close(trainer.strategy.cluster.weights[node], weights, **tolerance)
-    small = 0 if drop_last else 3 * 2  # node 0's every second batch has two examples
-    assert trainer.history["examples"][-1] == 7 * 3 * 4 - small
-
-
-def test_cohorts_by_hand() -> None:
-    """FedAvg of two out of five clients, each with its own data and place in them."""
-    model, steps = MLP(6, (5,), 3, seed=0), 12
-    found, trainer = trained(
-        FedAvgStrategy(H=3, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.9)), model, num_nodes=2,
-        participation=Sample(2, of=5),
-    )  # fmt: skip
-    own, place = copy.deepcopy(model), [0] * 5
-    cohorts = [segment.nodes for segment in trainer.ledger.attendance]
-    assert len(cohorts) == steps // 3
-    assert len(set(cohorts)) > 1
-    for cohort in cohorts:
-        moved = []
-        for client in cohort:
-            local = copy.deepcopy(own)
-            optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
-            for _ in range(3):
-                epoch, batch = divmod(place[client], 4)
-                order = torch.randperm(16, generator=torch.Generator().manual_seed(42 + epoch))
-                optimizer.zero_grad()
-                local(dataset(client, 5, True)[order[4 * batch : 4 * batch + 4].tolist()]).backward()
-                optimizer.step()
-                place[client] += 1
-            moved.append(local.state_dict())
-        own.load_state_dict({name: torch.stack([m[name] for m in moved]).mean(0) for name in moved[0]})
-    expected = torch.cat([t.flatten().double() for t in own.state_dict().values()])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_cohorts_resume(tmp_path: Path) -> None:
     whole = compared(FEDERATED, participation=Sample(2, of=7))
     for stop in (6, 7):
@@ -560,34 +503,65 @@ def test_cohorts_resume(tmp_path: Path) -> None:
         assert_same(compared(FEDERATED, resume=True, **own), whole)
 
 
+def fedavg_by_hand(model: nn.Module, data: Any, rounds: list[tuple[Any, Any]], drop_last: bool = False) -> Tensor:
+    """The mean of the clients' models after rounds of (clients, steps of each), each with its own data and place."""
+    population = 1 + max(max(clients) for clients, _ in rounds)
+    batches = [shard_batches(data(k, population, True), 1, 0, 4, True, 42, drop_last) for k in range(population)]
+    own = copy.deepcopy(model).train()
+    for clients, steps in rounds:
+        moved = []
+        for client, number in zip(clients, steps, strict=True):
+            local = copy.deepcopy(own)
+            optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+            for batch in itertools.islice(batches[client], number):
+                optimizer.zero_grad()
+                local(batch).backward()
+                optimizer.step()
+            moved.append(local.state_dict())
+        own.load_state_dict({name: torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0]})
+    return torch.cat([t.flatten() for name, t in own.state_dict().items() if "num_batches" not in name]).double()
+
+
+def by_vsim(H: int, model: nn.Module, **options: Any) -> tuple[Tensor, vsim.Trainer]:
+    spec = OptimSpec("sgd", lr=0.1, momentum=0.5, weight_decay=0.1)
+    found, trainer = trained(FedAvgStrategy(H=H, optim_spec=spec), model, **{"num_nodes": 3, **options})
+    return found[["num_batches" not in name for name, t in model.state_dict().items() for _ in t.flatten()]], trainer
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_nodes_of_unequal_size_train_as_each_alone(executor: str, drop_last: bool) -> None:
+    """Nodes with 6, 12 and 8 examples have batches of 4 and 2, three of 4, and two of 4; no example is repeated."""
+    options: dict[str, Any] = {"data": uneven(6, 12, 8), "max_steps": 7, "executor": executor}
+    found, trainer = by_vsim(100, Noisy(dropout=0.0), dataloader_kwargs={"drop_last": drop_last}, **options)
+    expected = fedavg_by_hand(Noisy(dropout=0.0), uneven(6, 12, 8), [(range(3), [7] * 3)], drop_last)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    small = 0 if drop_last else 3 * 2  # node 0's every second batch has two examples
+    assert trainer.history["examples"][-1] == 7 * 3 * 4 - small
+
+
+def test_cohorts_by_hand() -> None:
+    model = MLP(6, (5,), 3, seed=0)
+    found, trainer = by_vsim(3, model, num_nodes=2, participation=Sample(2, of=5))
+    cohorts = [segment.nodes for segment in trainer.ledger.attendance]
+    assert len(cohorts) == 4 and len(set(cohorts)) > 1
+    expected = fedavg_by_hand(model, dataset, [(cohort, [3, 3]) for cohort in cohorts])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_local_epochs() -> None:
     """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of batches of four; then they rest."""
-    sizes, steps = (4, 7, 16), (2, 4, 8)
-    model = Noisy(dropout=0.0)
-    strategy = FedAvgStrategy(H=8, optim_spec=OptimSpec("sgd", lr=0.1, momentum=0.5, weight_decay=0.1))
-    options: dict[str, Any] = {"num_nodes": 3, "data": uneven(*sizes), "max_steps": 8}
-    found, trainer = trained(strategy, model, participation=Sample(3, of=3, epochs=2), **options)
-    moved = []
-    for node, own_steps in enumerate(steps):
-        own = copy.deepcopy(model).train()
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
-        epochs = [torch.randperm(sizes[node], generator=torch.Generator().manual_seed(42 + e)) for e in range(2)]
-        for batch in (batch for epoch in epochs for batch in epoch.split(4)):  # the second of seven examples has three
-            optimizer.zero_grad()
-            own(dataset(node, 3, True)[batch.tolist()]).backward()
-            optimizer.step()
-        moved.append(own.state_dict())
-        there = ~np.isnan(trainer.history.node_losses[:, node])
-        assert there.tolist() == [step < own_steps for step in range(8)]
+    data, steps, model = uneven(4, 7, 16), (2, 4, 8), Noisy(dropout=0.0)
+    found, trainer = by_vsim(8, model, data=data, max_steps=8, participation=Sample(3, of=3, epochs=2))
+    expected = fedavg_by_hand(model, data, [(range(3), steps)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    there = ~np.isnan(trainer.history.node_losses)
+    assert there.T.tolist() == [[step < own for step in range(8)] for own in steps]
     assert trainer.history["examples"].tolist() == [0, 12, 23, 31, 38, 42, 46, 50, 54]
-    means = [torch.stack([m[name].double() for m in moved]).mean(0) for name in moved[0] if "num_batches" not in name]
-    names = [name for name, t in model.state_dict().items() for _ in range(t.numel())]
-    known = torch.tensor(["num_batches" not in name for name in names])
-    torch.testing.assert_close(found[known], torch.cat([t.flatten() for t in means]), rtol=1e-5, atol=1e-6)
     timeline = vsim.timeline(trainer, vsim.Network(float("inf")), Compute([4.0, 2.0, 1.0]))
     assert timeline.seconds[-1] == 8.0  # two steps of 4 s, four of 2 s, or eight of 1 s
     with refused(ValueError, "8 steps … round has 4"):
-        trained(FedAvgStrategy(H=4), participation=Sample(3, of=3, epochs=2), **options)
+        trained(FedAvgStrategy(H=4), num_nodes=3, data=data, participation=Sample(3, of=3, epochs=2), max_steps=8)
 
 
 def test_steps_in_which_all_clients_have_done_their_epochs_have_no_loss() -> None:
