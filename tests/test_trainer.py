@@ -80,50 +80,6 @@ def test_frozen_and_tied_parameters() -> None:
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
 
 
-@both_executors
-def test_the_two_forms_of_a_loss_are_one(executor: str) -> None:
-    class WithLoss(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
-            super().__init__()
-            self.linear = linear
-
-        def forward(self, batch: list[Tensor]) -> Tensor:
-            return F.cross_entropy(self.linear(batch[0]), batch[1])
-
-    linear = nn.Linear(12, 5)
-    finals = [
-        fit(Trainer(WithLoss(linear), vectors()), executor=executor),
-        fit(Trainer(linear, vectors(), loss_fn=F.cross_entropy), executor=executor),
-        fit(Trainer(linear, vectors(), loss_fn=nn.CrossEntropyLoss(weight=torch.ones(5))), executor=executor),
-    ]
-    ours, *theirs = [parameters_to_vector(m.parameters()) for m in finals]
-    assert torch.equal(ours, theirs[0])
-    torch.testing.assert_close(ours, theirs[1])
-
-
-@both_executors
-def test_batches_that_are_dictionaries(executor: str) -> None:
-    class Pairs(Dataset[dict[str, Tensor]]):
-        def __len__(self) -> int:
-            return 29
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            x, y = vectors().tensors
-            return {"x": x[index], "y": y[index]}
-
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = small_mlp()
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.mlp([batch["x"], batch["y"]])
-
-    ours = fit(Trainer(Reader(), Pairs(), Pairs()), executor=executor)
-    theirs = fit(Trainer(small_mlp(), vectors(), vectors()), executor=executor)
-    assert torch.equal(*(parameters_to_vector(m.parameters()) for m in (ours, theirs)))
-
-
 # How long
 
 
@@ -480,52 +436,58 @@ def test_all_faces_train_in_inference_mode() -> None:
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected) == 3
 
 
-# Models of other projects
+# Forms of a model and its batches
 
 
-class Parts(nn.Module):
-    """Takes a batch in the way that other projects' models do, and returns what they return."""
+class Layer(nn.Linear):
+    """Takes a tuple, as models of EXO Gym do, and returns the loss."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, nn.Linear(12, 5)
+    def __init__(self) -> None:
+        super().__init__(12, 5)
         with torch.no_grad():
-            self.layer.weight.copy_(torch.linspace(-1, 1, 60).view(5, 12))
-            self.layer.bias.zero_()
-        forms = {"nanoGPT": self.with_targets, "Hugging Face": self.by_keyword, "EXO Gym": self.of_a_tuple}
-        self.forward = forms[kind]  # type: ignore[assignment]
+            self.weight.copy_(torch.linspace(-1, 1, 60).view(5, 12))
+            self.bias.zero_()
 
-    def with_targets(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = self.layer(idx)
-        return logits, None if targets is None else F.cross_entropy(logits, targets)
-
-    def by_keyword(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None) -> dict[str, Any]:
-        logits = self.layer(input_ids)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-    def of_a_tuple(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Any:
         assert isinstance(batch, tuple)
-        return F.cross_entropy(self.layer(batch[0]), batch[1])
+        return F.cross_entropy(super().forward(batch[0]), batch[1])
 
 
-class Named(Dataset[Any]):
-    """The pairs of `vectors` as dicts."""
-
-    def __len__(self) -> int:
-        return len(vectors())  # type: ignore[arg-type]
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        x, y = vectors()[i]
-        return {"input_ids": x, "labels": y}
+class NanoGPTs(Layer):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        return nn.Linear.forward(self, idx), None if targets is None else Layer.forward(self, (idx, targets))
 
 
-def test_models_of_other_projects_need_no_wrapper() -> None:
-    def losses(kind: str, data: Any) -> Any:
-        trainer = Trainer(Parts(kind), data, data)
-        fit(trainer, Strategy(lr=0.1), max_steps=2, metrics={"is a tuple": lambda m, b: float(isinstance(b, tuple))})
-        assert trainer.history["is a tuple"][-1] == (kind != "Hugging Face")
+class HuggingFaces(Layer):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Any = None) -> Any:
+        return {"loss": Layer.forward(self, (input_ids, labels)), "logits": nn.Linear.forward(self, input_ids)}
+
+
+class OfDict(Layer):
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return Layer.forward(self, (batch["input_ids"], batch["labels"]))
+
+
+class Outputs(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return nn.Linear.forward(self, x)
+
+
+NAMED: Any = [{"input_ids": x, "labels": y} for x, y in vectors()]
+
+
+@both_executors
+def test_every_form_of_a_model_and_its_batches_trains_alike(executor: str) -> None:
+    def losses(model: nn.Module, data: Any, loss_fn: Any = None) -> Any:
+        trainer = Trainer(model, data, data, loss_fn=loss_fn)
+        is_dict = {"is a dict": lambda m, batch: float(isinstance(batch, dict))}
+        fit(trainer, Strategy(lr=0.1), max_steps=2, metrics=is_dict, executor=executor)
+        assert trainer.history["is a dict"][-1] == (data is NAMED)
         return trainer.history.node_losses
 
-    expected = losses("EXO Gym", vectors())
-    np.testing.assert_array_equal(losses("nanoGPT", vectors()), expected)
-    np.testing.assert_array_equal(losses("Hugging Face", Named()), expected)
+    expected = losses(Layer(), vectors())
+    for model, data in ((NanoGPTs(), vectors()), (HuggingFaces(), NAMED), (OfDict(), NAMED)):
+        np.testing.assert_array_equal(losses(model, data), expected, type(model).__name__)
+    np.testing.assert_array_equal(losses(Outputs(), vectors(), F.cross_entropy), expected)
+    weighted = losses(Outputs(), vectors(), nn.CrossEntropyLoss(weight=torch.ones(5)))
+    np.testing.assert_allclose(weighted, expected, rtol=1e-5)
