@@ -106,22 +106,6 @@ def test_batches_are_those_of_dataloaders(
         assert torch.equal(ours, theirs)
 
 
-lengths = st.one_of(
-    st.lists(st.integers(2, 12), min_size=1, max_size=1),  # shared by 2 nodes
-    st.lists(st.integers(1, 12), min_size=2, max_size=4),
-    st.integers(1, 12).map(lambda n: [n] * 3),
-)
-
-
-@given(lengths=lengths, batch_size=st.integers(1, 6), start=st.integers(0, 12), shuffle=st.booleans())
-def test_starting_at_a_step_is_skipping_to_it(lengths: list[int], batch_size: int, start: int, shuffle: bool) -> None:
-    num_nodes = len(lengths) if len(lengths) > 1 else 2
-    order = Order(lengths, num_nodes, batch_size, shuffle, seed=3)
-    later = taken(order.batches(start), 6)
-    skipped = taken(order.batches(), start + 6)[start:]
-    assert all(map(equal, map(by_row, later), map(by_row, skipped)))
-
-
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4) | st.integers(1, 12).map(lambda n: [n] * 3),
     batch_size=st.integers(1, 5),
@@ -173,56 +157,6 @@ def equal(ours: Any, theirs: Any) -> bool:
     return own_tree == other_tree and all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
-def test_memory_loader_and_torch_give_the_same_batches(num_nodes: int) -> None:
-    data = pairs(17)
-    fast = Batches([data], num_nodes, 3, True, 9)
-    slow = Batches([SlowPairs(*data.tensors)], num_nodes, 3, True, 9)
-    optioned = Batches([data], num_nodes, 3, True, 9, {"collate_fn": torch.utils.data.default_collate})
-    assert fast._gather is not None and slow._gather is None and optioned._gather is None
-    steps = 2 * fast.steps_per_epoch + 1
-    loaders = [shard_batches(data, num_nodes, node, 3, True, 9) for node in range(num_nodes)]
-    theirs = [[torch.stack(t) for t in zip(*(next(loader) for loader in loaders), strict=True)] for _ in range(steps)]
-    for batches in (fast, slow, optioned):
-        for ours, expected in zip(taken(batches.from_step(), steps), theirs, strict=True):
-            assert equal(ours, expected)
-    # an epoch's last batch holds what is left of ceil(17 / K) examples
-    sizes = [t[0].shape[1] for t in theirs[: fast.steps_per_epoch]]
-    assert sum(sizes) == -(-17 // num_nodes) and sizes[:-1] == [3] * (len(sizes) - 1)
-
-
-@pytest.mark.parametrize("start", [0, 1, 5])
-def test_every_path_can_start_anywhere(start: int) -> None:
-    for dataset in (pairs(17), SlowPairs(*pairs(17).tensors)):
-        batches = Batches([dataset], 2, 4, True, 1)
-        skipped = taken(batches.from_step(), start + 3)[start:]
-        assert all(map(equal, taken(batches.from_step(start), 3), skipped))
-
-
-@pytest.mark.parametrize("sizes", [(6, 6, 6), (3, 7, 5)], ids=["equal", "unequal"])
-def test_factories_in_memory_and_loaded_agree(sizes: tuple[int, ...]) -> None:
-    tensors = [pairs(size).tensors for size in sizes]
-    made = [TensorDataset(x + 100 * node, y) for node, (x, y) in enumerate(tensors)]  # x is below 100
-    fast = Batches(made, 3, 2, True, 4)
-    slow = Batches([SlowPairs(*d.tensors) for d in made], 3, 2, True, 4)
-    assert fast.shard_sizes.tolist() == list(sizes)
-    for ours, theirs in zip(taken(fast.from_step(), 9), taken(slow.from_step(), 9), strict=True):
-        assert equal(ours, theirs)
-        for node in range(3):
-            assert ((by_row(ours)[node][0] // 100) == node).all()  # a node sees its own examples only
-
-
-def test_subsets_of_tensors_are_in_memory() -> None:
-    data = pairs(20)
-    nested = Subset(Subset(data, range(4, 20)), [0, 3, 5, 7, 11, 2])
-    batches = Batches([nested], 2, 2, True, 4)
-    assert batches._gather is not None
-    slow = Batches([nested], 2, 2, True, 4, {"num_workers": 0})
-    assert all(map(equal, taken(batches.from_step(), 5), taken(slow.from_step(), 5)))
-    of_other = Batches([Subset(Numbers(9), [1, 2, 3, 4])], 2, 2, False, 0)
-    assert taken(of_other.from_step(), 1)[0].tolist() == [[1, 3], [2, 4]]
-
-
 def test_clients_of_one_dataset_are_gathered_at_once() -> None:
     class Counted(Tensor):
         gathers = 0
@@ -244,24 +178,54 @@ def test_clients_of_one_dataset_are_gathered_at_once() -> None:
     assert Counted.gathers == sum(len(batch.parts) if isinstance(batch, Uneven) else 1 for batch in ours)
 
 
-STRUCTURES: dict[str, Callable[[int], Any]] = {
-    "tensor": lambda i: torch.full((2,), i),
-    "number": lambda i: float(i),
-    "tuple": lambda i: (torch.full((2,), i), i),
-    "dict": lambda i: {"x": torch.full((2,), i), "y": i},
-    "nested": lambda i: {"x": (torch.full((2, 1), i), [i, {"z": torch.tensor(-i)}])},
+# From a number of examples and the first of their numbers to a dataset, which lies in memory or is loaded.
+DATASETS: dict[str, Callable[[int, int], Any]] = {
+    "in memory": lambda count, first: numbered(TensorDataset, count, first),
+    "loaded": lambda count, first: numbered(SlowPairs, count, first),
+    "subset": lambda count, first: Subset(
+        Subset(numbered(TensorDataset, count + 4, first), range(4, count + 4)), range(count)[::-1]
+    ),
+    "subset of others": lambda count, first: Subset(
+        Numbers(count + 2, lambda i: torch.tensor(first + i)), range(1, count + 1)
+    ),
+    "tensor": lambda count, first: Numbers(count, lambda i: torch.full((2,), first + i)),
+    "number": lambda count, first: Numbers(count, lambda i: float(first + i)),
+    "dict": lambda count, first: Numbers(count, lambda i: {"x": torch.full((2,), first + i), "y": i}),
+    "nested": lambda count, first: Numbers(
+        count, lambda i: {"x": (torch.full((2, 1), first + i), [i, {"z": torch.tensor(-i)}])}
+    ),
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("options", [{}, {"collate_fn": torch.utils.data.default_collate}], ids=["ours", "custom"])
-def test_batches_of_any_structure(structure: str, options: dict[str, Any]) -> None:
-    dataset = Numbers(11, STRUCTURES[structure])
-    ours = taken(Batches([dataset], 3, 2, True, 8, options).from_step(), 4)
-    loaders = [shard_batches(dataset, 3, node, 2, True, 8) for node in range(3)]
-    for batch in ours:
-        expected = tree_map(lambda *t: torch.stack(t), *(next(loader) for loader in loaders))
-        assert equal(batch, expected)
+def numbered(kind: type[TensorDataset], count: int, first: int) -> TensorDataset:
+    x, y = pairs(count).tensors
+    return kind(x + first, y)
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@given(
+    lengths=st.integers(4, 20) | st.lists(st.integers(1, 12), min_size=2, max_size=4) | st.just([4, 4, 4]),
+    batch_size=st.integers(1, 5),
+    start=st.integers(0, 12),
+    shuffle=st.booleans(),
+    collated=st.booleans(),
+)
+@settings(max_examples=20)
+def test_batches_of_any_dataset_from_any_step_are_those_of_dataloaders(
+    kind: str, lengths: int | list[int], batch_size: int, start: int, shuffle: bool, collated: bool
+) -> None:
+    options = {"collate_fn": torch.utils.data.default_collate} if collated else {}
+    if isinstance(lengths, int):  # shared by three nodes
+        datasets, num_nodes = [DATASETS[kind](lengths, 0)], 3
+        loaders = [shard_batches(datasets[0], 3, node, batch_size, shuffle, 9) for node in range(3)]
+    else:
+        datasets, num_nodes = [DATASETS[kind](n, 100 * k) for k, n in enumerate(lengths)], len(lengths)
+        loaders = [shard_batches(own, 1, 0, batch_size, shuffle, 9) for own in datasets]
+    batches = Batches(datasets, num_nodes, batch_size, shuffle, 9, options)
+    assert (batches._gather is not None) == (kind in ("in memory", "subset") and not collated)
+    expected = [[next(loader) for loader in loaders] for _ in range(start + 4)][start:]
+    for ours, theirs in zip(taken(batches.from_step(start), 4), expected, strict=True):
+        assert all(map(equal, by_row(ours), theirs))
 
 
 def test_many_examples_are_fetched_in_one_go() -> None:
