@@ -250,6 +250,7 @@ IMAGES, LABELS = idx(3, [2, 4, 4], bytes(32)), idx(1, [2], bytes([1, 2]))
         (IMAGES, idx(1, [1], b"1"), "2 images … 1 labels"),
         (idx(3, [2**32 - 1, 2**32 - 1, 2**32 - 1], b""), LABELS, "cut short"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_files_that_are_not_mnists(images: bytes, labels: bytes, said: str, tmp_path: Path) -> None:
     for part in ("train", "t10k"):
