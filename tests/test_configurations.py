@@ -62,6 +62,7 @@ SUBJECTS = (
     "non-finite mean of the nodes' weights",
     "the training dataset has",
     "drop_last leaves no batch",
+    "the model has no hidden matrix",
     "schedule",  # a checkpoint of a run with another one
 )
 
@@ -425,17 +426,16 @@ STABLE: dict[str, Any] = {
 }
 
 
-@settings(max_examples=50, **STABLE)
-@given(configurations())
-def test_every_configuration_trains_or_says_what_is_wrong(configuration: Configuration) -> None:
-    check(configuration)
+def test_every_configuration_trains_or_says_what_is_wrong() -> None:
+    trained: list[bool] = []
 
+    @settings(max_examples=50, **STABLE)
+    @given(configurations())
+    def checked(configuration: Configuration) -> None:
+        trained.append(check(configuration).error is None)
 
-@pytest.mark.slow
-@settings(max_examples=60, **STABLE)
-@given(configurations())
-def test_many_more_configurations(configuration: Configuration) -> None:
-    check(configuration)
+    checked()
+    assert sum(trained) > len(trained) / 3 and not all(trained)  # both are common
 
 
 @st.composite
@@ -462,8 +462,6 @@ def attendances(draw: Callable[..., Any]) -> Configuration:
         own["compute"] = vsim.Compute(
             draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=everyone, max_size=everyone))
         )
-    if c.options.get("executor", "vmap") != "loop" and draw(st.integers(0, 3)) == 3:
-        own["compile"] = "trace"
     lengths = draw(st.lists(st.integers(1, 9), min_size=everyone, max_size=everyone))
     data = {small_cnn: images, small_gpt: tokens}.get(c.model, vectors)
     options = {name: value for name, value in c.options.items() if name != "num_epochs"} | own
@@ -489,7 +487,7 @@ def test_who_takes_part_is_the_same_in_a_run_that_was_cut_in_two_and_node_by_nod
     np.testing.assert_array_equal(ours.history.client_losses, cut.trainer.history.client_losses)
     if c.options.get("autocast"):
         return
-    exact = {name: value for name, value in whole.options.items() if name not in ("compile", "chunk_size")}
+    exact = {name: value for name, value in whole.options.items() if name != "chunk_size"}
     found = []
     for executor in ("auto", "loop"):
         one = dataclasses.replace(whole, options={**exact, "deterministic": True, "executor": executor})
@@ -508,7 +506,7 @@ def test_a_member_of_any_comparison_is_its_own_run(
     own = ("batch_size", "minibatch_size", "gradient_accumulation", "shuffle", "val_size", "val_interval")
     options = {name: value for name, value in c.options.items() if name in own}
     options |= {"num_nodes": c.options["num_nodes"], "deterministic": True, "progress": False, "loss_fn": c.loss_fn}
-    options |= {"max_steps": data.draw(st.integers(2, 6)), "compile": data.draw(st.sampled_from([False, "trace"]))}
+    options |= {"max_steps": data.draw(st.integers(2, 6))}
     if data.draw(st.booleans()):
         options["participation"] = vsim.Dropout(0.4)
     made = {str(i): (cls, own) for i, (cls, own) in enumerate([(c.strategy, c.arguments), *others])}
@@ -542,16 +540,3 @@ def test_a_member_of_any_comparison_is_its_own_run(
                     ours, theirs = run.history[column][measured], trainer.history[column][measured]
                     np.testing.assert_array_equal(ours, theirs, err_msg=column)
                 assert list(run.ledger) == list(trainer.ledger)
-
-
-def test_both_outcomes_are_common() -> None:
-    trained: list[bool] = []
-
-    @settings(max_examples=25, **STABLE)
-    @given(configurations())
-    def collect(configuration: Configuration) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            trained.append(Outcome(configuration, Path(folder)).error is None)
-
-    collect()
-    assert sum(trained) > len(trained) / 3 and not all(trained)

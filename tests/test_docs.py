@@ -21,17 +21,19 @@ PAGES = [
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
 ]
 
+LONG = {"tuning", "asynchronous"}
+
 
 def title(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
 def runs() -> list[Any]:
-    """Return the pages with code; pages that start processes are marked as slow."""
+    """Return the pages with code; pages that start processes, or train for long, are marked as slow."""
     pages = []
     for page in PAGES:
         code = "".join(block.text for block in blocks(page) if block.kind in ("python", "sh"))
-        slow = [pytest.mark.slow] if re.search(r"verify\(|vsim verify|backend=\"process\"", code) else []
+        slow = [pytest.mark.slow] if page.stem in LONG or re.search(r"verify|backend=\"process\"", code) else []
         pages += [pytest.param(page, id=title(page), marks=slow)] if code else []
     return pages
 
@@ -93,18 +95,6 @@ def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pyte
         "Do less: FasterLoCo | 4 bytes every H steps | [2701.00001](https://arxiv.org/abs/2701.00001) | it is no faster"
     )
     assert cells in last and all(page.read_text(encoding="utf-8") != made.written(page) for page in [*made.PAGES][:2])
-
-
-def test_every_page_is_in_the_table_of_contents() -> None:
-    docs = ROOT / "docs"
-    listed = set()
-    for page in docs.rglob("*.md"):
-        for block in re.findall(
-            r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        ):
-            entries = [line for line in block.splitlines() if line and not line.startswith(":")]
-            listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
-    assert {page.resolve() for page in PAGES if docs in page.parents} == listed | {(docs / "index.md").resolve()}
 
 
 def test_changelog_and_citation_name_the_version() -> None:

@@ -100,7 +100,6 @@ EXPECTED: dict[str, list[str]] = {
         r"different after step 1, by more than rounding",
     ],
 }
-QUICKLY = {"first_comparison"}  # the others are left to the slow tests
 # Nothing of the machine that a notebook was run on.
 MACHINE = re.compile(r"/(home|root|tmp|Users|work)/|site-packages|Traceback")
 
@@ -129,9 +128,8 @@ def test_every_notebook_is_expected_to_show_something() -> None:
     assert sorted(EXPECTED) == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in EXPECTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPECTED)
 # jupyter_client, pyzmq and ipykernel warn of what they will change between themselves, in other words every few months.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
