@@ -29,7 +29,10 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
 html_title = f"vsim {version}"
+html_show_copyright = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
 

@@ -90,11 +90,13 @@ def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pyte
 
     monkeypatch.setattr(vsim.strategy, "Faster", Faster, raising=False)
     monkeypatch.setattr(vsim.strategy, "__all__", [*vsim.strategy.__all__, "Faster"])
-    *_, last = (line for line in made.tables().splitlines() if "LoCo" in line and "2701" in line)
-    cells = (
-        "Do less: FasterLoCo | 4 bytes every H steps | [2701.00001](https://arxiv.org/abs/2701.00001) | it is no faster"
+    made_now = made.tables()
+    assert (
+        "| `Faster` | Do less: FasterLoCo | 4 bytes every H steps | [2701.00001](https://arxiv.org/abs/2701.00001) |\n"
+        in made_now
     )
-    assert cells in last and all(page.read_text(encoding="utf-8") != made.written(page) for page in [*made.PAGES][:2])
+    assert "- `Faster`: it is no faster.\n" in made_now
+    assert all(page.read_text(encoding="utf-8") != made.written(page) for page in [*made.PAGES][:2])
 
 
 def test_changelog_and_citation_name_the_version() -> None:

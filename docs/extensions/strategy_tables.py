@@ -35,11 +35,13 @@ def tables() -> str:
     sections = []
     for family, text in FAMILIES.items():
         rows = [
-            "| class | what the nodes do | payload of a node | source | deviations |",
-            "| --- | --- | --- | --- | --- |",
+            "| class | what the nodes do | payload of a node | source |",
+            "| --- | --- | --- | --- |",
             *(f"| {' | '.join(row(cls))} |" for cls in strategies(family)),
         ]
         sections.append(f"## {family.capitalize()}\n\n{text}\n\n" + "\n".join(rows) + "\n")
+        if found := [f"- `{cls.__name__}`: {what}." for cls in strategies(family) if (what := deviations(cls))]:
+            sections.append("Deviations from the papers:\n\n" + "\n".join(found) + "\n")
     listed = ", ".join(f"`{name}`" for name in modules())
     text = f"`CommunicateOptimizeStrategy([modules])` runs any communication modules in order: {listed}."
     return "\n".join([*sections, f"## Compositions\n\n{text}\n"])
@@ -94,18 +96,21 @@ def _table(what: str, steps: list[list[list[float]]], numbers: range, columns: d
 
 
 def row(cls: type[Algorithm]) -> list[str]:
-    """The cells of a class: its call, what its nodes do, and from its docstring payload, source and deviations."""
-    names = [n for n in inspect.signature(cls.__init__).parameters if n not in ("self", "inner_optim", "options")]
+    """The cells of a class: its name, what its nodes do, and from its docstring payload and source."""
     summary, *rest = paragraphs(cls)
     payload = next(p.removeprefix("Payload: ") for p in rest if p.startswith("Payload: "))
-    deviations = [m[1] for p in rest if (m := re.match(r"Deviations? from [^:]*: (.*)", p))]
     return [
-        f"`{cls.__name__}({', '.join(names[:4])}{', …' if len(names) > 4 else ''})`",
+        f"`{cls.__name__}`",
         re.sub(r" ?\[.*?\]", "", summary).rstrip("."),
         payload.partition(". ")[0].rstrip("."),
         ", ".join(_link(*found) for found in SOURCE.findall(summary)) or "–",
-        deviations[0].rstrip(".") if deviations else "–",
     ]
+
+
+def deviations(cls: type[Algorithm]) -> str:
+    """What a docstring says of deviations from the paper; empty if it says nothing, or that there are none."""
+    found = [m[1] for p in paragraphs(cls) if (m := re.match(r"Deviations? from [^:]*: (.*)", p))]
+    return found[0].rstrip(".") if found and found[0] != "none." else ""
 
 
 def paragraphs(cls: type[Algorithm]) -> list[str]:
