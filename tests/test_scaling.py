@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from errors import refused
 
-from vsim import scaling
+from vsim import ComparedRun, Comparison, History, scaling
+from vsim.scaling import penalty
 
 
 def drawn(law: Any, noise: float = 0.0, seed: int = 0, sizes: Any = (1e5, 3e5, 1e6, 3e6)) -> dict[str, Any]:
@@ -67,6 +69,24 @@ def test_columns_that_do_not_vary_are_no_part_of_the_law() -> None:
     plt.close("all")
 
 
+def test_a_law_is_drawn_and_written_as_a_formula() -> None:
+    law = scaling.fit(drawn(floored), bootstrap=0)
+    ax = law.plot()
+    lines, dots = ax.get_lines()[::2], ax.get_lines()[1::2]
+    assert len(lines) == len(dots) == 6 and ax.get_xscale() == ax.get_yscale() == "log"
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == [f"M = {M}, H = {H}" for M in (1, 4, 16) for H in (10, 100)]
+    for line, own, (M, H) in zip(lines, dots, itertools.product((1.0, 4.0, 16.0), (10.0, 100.0)), strict=True):
+        assert line.get_ydata() == pytest.approx(floored(line.get_xdata(), M, H), rel=1e-3)
+        assert own.get_ydata() == pytest.approx(floored(own.get_xdata(), M, H))
+    plt.close("all")
+    assert repr(law).startswith(
+        "L = 200 · N^-0.3 · M^0.05 · H^0.02 + 1.5, of 24 losses; off at the size held out: power "
+    )
+    interaction = scaling.fit(drawn(floored), "interaction", bootstrap=0)
+    assert "·M) · H^" in repr(interaction) and interaction.predict(N=1e7, M=2, H=20).factor == pytest.approx(10 / 3)
+
+
 def test_an_outlier_counts_less_than_its_square() -> None:
     data = drawn(power, 0.003)
     data["loss"][5] *= 1.5
@@ -102,6 +122,63 @@ def test_refused(change: dict[str, Any], options: dict[str, Any], said: str) -> 
     frame = {"N": [1.0, 2.0], "loss": [2.0, 1.0], **change}
     with refused(ValueError, said):
         scaling.fit({name: values for name, values in frame.items() if values is not None}, **options)
+
+
+def descending(*runs: tuple[str, int, float, int]) -> Comparison:
+    """Runs (name, steps, ratio, seed) whose loss after s steps of four examples is 10 / (1 + s / ratio)."""
+    comparison = Comparison(4)
+    for name, steps, ratio, seed in runs:
+        history = History(name, 2)
+        for step in range(steps + 1):
+            row = {"step": step, "examples": 4 * step, "global_loss": 10 / (1 + step / ratio)}
+            history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
+        comparison._add(name, ComparedRun(history, seed=seed))
+    return comparison
+
+
+def test_the_penalty_by_hand() -> None:
+    ratios = {0: 2.0, 1: 4.0, 2: 8.0}
+    comparison = descending(
+        *(("AllReduce", 20, 1.0, seed) for seed in ratios),
+        *(("as good", 25, ratio, seed) for seed, ratio in enumerate((0.5, 1.0, 2.0))),
+        *(("slow", 200, ratio, seed) for seed, ratio in ratios.items()),
+        *(("late", 100 if seed else 200, ratio, seed) for seed, ratio in ratios.items()),
+        ("once", 200, 3.0, 1),
+    )
+    for loss in (None, 5.0):
+        found = penalty(comparison, loss=loss).set_index("strategy")
+        slow, late, once = (found.loc[name] for name in ("slow", "late", "once"))
+        assert slow["ratio"] == slow["at_least"] == pytest.approx(4)  # the geometric mean
+        apart = 4.302653 * np.log(2) / np.sqrt(3)  # Student's t of two degrees of freedom, times the standard error
+        assert [slow["low"], slow["high"]] == pytest.approx([4 * np.exp(-apart), 4 * np.exp(apart)])
+        assert (slow["seeds"], slow["reached"], bool(slow["tied"])) == (3, 3, True)
+        assert once["ratio"] == pytest.approx(3) and np.isnan(once["low"]) and not once["tied"]
+        if loss is None:  # of the end, after 20 steps: the third would have taken 160 of its 100
+            assert np.isnan(late["ratio"]) and np.isnan(late["high"]) and late["reached"] == 2
+            assert late["at_least"] == pytest.approx((2 * 4 * 100 / 20) ** (1 / 3))
+            assert np.isnan(found.loc["as good", "ratio"]) and found.loc["as good", "reached"] == 2
+        else:
+            assert late["ratio"] == pytest.approx(4)
+            assert found.loc["as good", "ratio"] == pytest.approx(
+                (1 * 1 * 2) ** (1 / 3)
+            )  # after 0.5 steps there is no loss
+    comparison.runs("late")[2].failure = comparison.runs("late")[2].failure or "non-finite loss"
+    assert np.isnan(penalty(comparison).set_index("strategy").loc["late", "at_least"])
+    assert list(penalty(comparison, "once", loss=2.0).set_index("strategy")["seeds"]) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "DDP"}, "to must be .*'AllReduce'.*'DDP'"),
+        ({"loss": 0.1}, r"loss must be one that AllReduce reaches .* got 0\.1"),
+        ({"loss": 11.0}, "loss must be .*not before step 1, got 11"),
+        ({"level": 1.0}, "level must be .*< 1, got 1"),
+    ],
+)
+def test_what_penalty_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        penalty(descending(("AllReduce", 20, 1.0, 0), ("slow", 200, 2.0, 0)), **options)
 
 
 def test_predict_takes_what_the_law_has() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+    from vsim.records.comparison import Comparison
+
 Floats = NDArray[np.float64]
 FORMS = ("power", "floor", "interaction")
 VARIABLES = ("N", "M", "H")
@@ -72,7 +74,7 @@ class Prediction:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Law:
     """A fitted scaling law; see `fit`.
 
@@ -89,6 +91,17 @@ class Law:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     draws: Sequence[Floats] = field(default=(), repr=False)
+
+    def __repr__(self) -> str:
+        own, forms = self.parameters, {"a": "N", "b": "M", "c": "H"}
+        if self.form == "interaction":
+            factors = [f"N^({own['a']:.4g} {own['b']:+.4g}·M)", *([f"H^{own['c']:.4g}"] if "c" in own else [])]
+        else:
+            factors = [f"{of}^{own[name]:.4g}" for name, of in forms.items() if name in own]
+        floor = f" + {own['C']:.4g}" if "C" in own else ""
+        errors = ", ".join(f"{form} {error:.2%}" for form, error in self.errors.items())
+        held_out = f"; off at the size held out: {errors}" if errors else ""
+        return f"L = {own['A']:.4g} · {' · '.join(factors)}{floor}, of {len(self.data['loss'])} losses{held_out}"
 
     def _interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
         """Return the 95 % interval of a number from what it was in the fits to resampled residuals, by Student's t.
@@ -221,6 +234,56 @@ def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
     return fit(dict(zip(("N", "M", "loss"), zip(*rows, strict=True), strict=True)), form)
 
 
+def penalty(
+    comparison: Comparison, to: str = "AllReduce", *, loss: float | None = None, level: float = 0.95
+) -> pd.DataFrame:
+    """Return the penalty of communicating rarely: how many times the examples of `to` a strategy needs for its loss.
+
+    Runs of `to` may be shorter than the others, see `max_steps` of `vsim.compare`. A loss is reached at a measurement:
+    a small `val_interval` measures ratios finely.
+
+    Args:
+        to: the strategy to compare with.
+        loss: the loss to reach; default: the highest final loss of `to` over its seeds, so that all of them reach it.
+        level: the confidence level of the intervals, in (0, 1).
+
+    Returns:
+        A DataFrame `strategy, ratio, low, high, at_least, seeds, reached, tied`. ratio: the geometric mean over the
+        seeds that both have; NaN unless all these reach the loss. at_least: the ratio if those that did not reach it
+        had reached it at their ends. low, high: the interval of the ratio, by Student's t of its logarithms; NaN with
+        one seed. reached: the seeds that reach the loss. tied: whether the interval holds 1.
+
+    Raises:
+        ValueError: there is no such strategy, or it does not reach the loss.
+    """
+    import pandas as pd
+
+    from vsim.records.statistics import interval
+
+    one_of("to", to, comparison)
+    real_number("level", level, above=0, below=1)
+    if loss is None:
+        loss = max(run.history.last("global_loss") for run in comparison.runs(to))
+    reached = comparison.steps_to(real_number("loss", loss), of="examples")
+    of_to = {run.seed: own for run, own in zip(comparison.runs(to), reached[to], strict=True)}
+    if not all(own > 0 for own in of_to.values()):
+        raise ValueError(f"loss must be one that {to} reaches with all its seeds, and not before step 1, got {loss:g}")
+    rows = []
+    for name in comparison:
+        if name == to:
+            continue
+        pairs = [(run, own) for run, own in zip(comparison.runs(name), reached[name], strict=True) if run.seed in of_to]
+        ends = [np.nan if run.failed else run.history.last("examples") for run, _ in pairs]
+        logs = np.log([own / of_to[run.seed] for run, own in pairs])
+        least = np.log([end / of_to[run.seed] for (run, _), end in zip(pairs, ends, strict=True)])
+        low, high = np.exp(interval(logs, level)) if len(logs) > 1 else (np.nan, np.nan)
+        row = {"strategy": name, "ratio": np.exp(logs.mean()), "low": low, "high": high}
+        row |= {"at_least": np.exp(np.where(np.isnan(logs), least, logs).mean())}
+        row |= {"seeds": len(logs), "reached": int((~np.isnan(logs)).sum()), "tied": bool(low <= 1 <= high)}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def _columns(frame: Any) -> dict[str, Floats]:
     """Return the columns that vary, and the loss, as arrays."""
     missing = [name for name in ("N", "loss") if name not in frame]
@@ -230,6 +293,8 @@ def _columns(frame: Any) -> dict[str, Floats]:
     for name, values in data.items():
         if values.ndim != 1 or len(values) != len(data["loss"]) or not (np.isfinite(values) & (values > 0)).all():
             raise ValueError(f"frame[{name!r}] must have a finite number above 0 in each of its rows")
+    if len(np.unique(data["N"])) < 2:
+        raise ValueError("frame['N'] must have at least two sizes, or nothing tells how the loss depends on it")
     return {name: values for name, values in data.items() if name in ("N", "loss") or len(np.unique(values)) > 1}
 
 
