@@ -60,7 +60,7 @@ TABLE: dict[str, tuple[Callable[..., Strategy], dict[str, Any], dict[str, dict[s
         DelayedNesterovStrategy,
         {"H": 4},
         {
-            **{"H": {"H": 3}, "N": {"N": 2}, "c": {"c": 0.2}, "outer_lr": {"outer_lr": 0.3}},
+            **{"H": {"H": 3}, "buffer": {"buffer": 2}, "c": {"c": 0.2}, "outer_lr": {"outer_lr": 0.3}},
             **{"momentum": {"momentum": 0.3}, "dylu": {"dylu": True}},
         },
     ),
@@ -427,7 +427,7 @@ def test_the_table_knows_every_argument() -> None:
     known = {cls: set(changes) for cls, _, changes in TABLE.values()}
     for cls, _ in STRATEGIES.values():
         if cls.is_asynchronous:
-            assert set(inspect.signature(cls).parameters) - {"options", *COMMON} == known[cls]
+            assert set(inspect.signature(cls).parameters) - {"attack", *COMMON} == known[cls]
 
 
 @pytest.mark.parametrize(

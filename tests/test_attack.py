@@ -47,7 +47,7 @@ KINDS = ("sign_flip", "gaussian", "alie", "min_max", "min_sum")
 def averaged(attack: Attack, gradients: Tensor, average: Any = "mean") -> Tensor:
     """Return what an AllReduce makes of stacked gradients (K, P)."""
     model = Parameters((gradients.shape[1],), dtype=gradients.dtype)
-    run = started(SimpleReduceStrategy(SGD, average, attack=attack), model, len(gradients))
+    run = started(SimpleReduceStrategy(SGD, average=average, attack=attack), model, len(gradients))
     before = run.cluster.weights[0].clone()
     return before - run.step(gradients)[0]
 
@@ -209,10 +209,10 @@ def test_centered_clipping_by_hand() -> None:
     # v = 0, τ = 1, of .5, −.5, 10: (.5 − .5 + 1) / 3. Then from v = 1/3: (1/6 − 5/6 + 1) / 3 = 1/9 more.
     rows = torch.tensor([[0.5], [-0.5], [10.0]], dtype=DOUBLE)
     model = Parameters((1,), dtype=DOUBLE)
-    once = started(SimpleReduceStrategy(SGD, centered_clip(1.0)), model, 3)
+    once = started(SimpleReduceStrategy(SGD, average=centered_clip(1.0)), model, 3)
     moved = [model.p0.item(), *(float(once.step(rows)[0]) for _ in range(2))]
     assert np.diff(moved) == pytest.approx([-1 / 3, -4 / 9])
-    twice = started(SimpleReduceStrategy(SGD, centered_clip(1.0, rounds=2)), model, 3)
+    twice = started(SimpleReduceStrategy(SGD, average=centered_clip(1.0, rounds=2)), model, 3)
     assert model.p0.item() - float(twice.step(rows)[0]) == pytest.approx(4 / 9)
     with pytest.raises(ValueError, match="radius"):
         centered_clip(0)

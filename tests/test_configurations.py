@@ -171,14 +171,14 @@ def strategies(draw: Callable[..., Any]) -> tuple[Callable[..., Strategy], dict[
     if name == "eager":
         given_at_times(draw, own, "eager", True, False, bad=("no",))
     if name == "fedopt":
-        given_at_times(draw, own, "server_optim", "adam", "yogi", "adagrad", "sgd", bad=("muon", 3))
-        given_at_times(draw, own, "server_lr", 0.01, 1.0, bad=(0, "1"))
+        given_at_times(draw, own, "outer_optim", "adam", "yogi", "adagrad", "sgd", bad=("muon", 3))
+        given_at_times(draw, own, "outer_lr", 0.01, 1.0, bad=(0, "1"))
     if name == "fedper":
         given_at_times(draw, own, "personal", "*.bias", ["*.0.*", "*.bias"], bad=("absent", 3))
     if name == "fedprox":
         given_at_times(draw, own, "mu", 0, 0.1, bad=(-1,))
     if name == "scaffold":
-        given_at_times(draw, own, "server_lr", 0.5, 2.0, bad=(0,))
+        given_at_times(draw, own, "outer_lr", 0.5, 2.0, bad=(0,))
     if name == "noloco":
         given_at_times(draw, own, "alpha", 0, 0.5, bad=(2,))
         given_at_times(draw, own, "gamma", 0, 0.7, None, bad=(-1,))

@@ -35,7 +35,7 @@ def test_three_steps_by_hand() -> None:
     # Step 2: m = 1.5 and 4.5, θ = −2.5, −7.5; then m = 3 on both. Step 3: m = 2.5 and 4.5, θ = −5, −12; then θ = −8.5.
     model = Parameters((1,))
     nn.init.zeros_(model.p0)
-    run = driven(DESLOCStrategy(SGD, 3, H_m=2), model, torch.tensor([[1.0], [3.0]]).expand(3, 2, 1))
+    run = driven(DESLOCStrategy(SGD, H=3, H_m=2), model, torch.tensor([[1.0], [3.0]]).expand(3, 2, 1))
     assert run.cluster.weights.tolist() == [[-8.5], [-8.5]]
     momenta = states_by_node(run.strategy.optim, "momentum_buffer", run.cluster.replicas)
     assert [tensor.tolist() for (tensor,) in momenta] == [[2.5], [4.5]]
@@ -49,21 +49,21 @@ def test_a_first_moment_where_there_is_no_second_is_a_step_of_lr_m_over_eps() ->
     model, gradients = Parameters((1,)), torch.tensor([[1.0], [0.0]]).expand(2, 2, 1)
     nn.init.zeros_(model.p0)
     adam = OptimSpec("adam", lr=0.1)
-    alone = driven(DESLOCStrategy(adam, 10, H_m=1), model, gradients).cluster.weights
+    alone = driven(DESLOCStrategy(adam, H=10, H_m=1), model, gradients).cluster.weights
     assert alone[1].item() == pytest.approx(-0.1 * 0.045 / 0.19 / 1e-8, rel=1e-4)
-    assert driven(DESLOCStrategy(adam, 10, H_m=1, H_v=1), model, gradients).cluster.weights.abs().max() < 0.3
+    assert driven(DESLOCStrategy(adam, H=10, H_m=1, H_v=1), model, gradients).cluster.weights.abs().max() < 0.3
 
 
 def test_with_momentum_averaged_in_every_step_it_is_allreduce() -> None:
     # Both are linear: the mean of the momenta is the momentum of the mean gradient.
     gradients = normal(5, 3, 31)
-    local = driven(DESLOCStrategy(SGD, 1, H_m=1), MATRICES, gradients).cluster.weights
+    local = driven(DESLOCStrategy(SGD, H=1, H_m=1), MATRICES, gradients).cluster.weights
     torch.testing.assert_close(local, driven(SimpleReduceStrategy(SGD), MATRICES, gradients).cluster.weights)
 
 
 @every_optimizer
 def test_every_moment_is_averaged_at_its_period(spec: OptimSpec, names: list[str]) -> None:
-    run = driven(DESLOCStrategy(spec, 1), MATRICES, normal(6, 3, 31))
+    run = driven(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
     labels = [(e.step, e.label) for e in run.ledger if e.label != "weights"]
     first = ("exp_avg", "momentum_buffer")
     expected = [(3, name) for name in names if name in first] + [(6, name) for name in names]
@@ -76,7 +76,7 @@ def test_every_moment_is_averaged_at_its_period(spec: OptimSpec, names: list[str
 
 @every_optimizer
 def test_nodes_held_apart_have_the_same_bits(spec: OptimSpec, names: list[str]) -> None:
-    strategy, gradients = DESLOCStrategy(spec, 1), normal(8, 3, 31)
+    strategy, gradients = DESLOCStrategy(spec, H=1), normal(8, 3, 31)
     together = driven(strategy, MATRICES, gradients, deterministic=True).cluster.weights
     for row, run in zip(together, driven_apart(strategy, MATRICES, gradients), strict=True):
         assert torch.equal(row, run.cluster.weights[0])
@@ -84,9 +84,9 @@ def test_nodes_held_apart_have_the_same_bits(spec: OptimSpec, names: list[str]) 
 
 @every_optimizer
 def test_without_values_the_same_is_sent(spec: OptimSpec, names: list[str]) -> None:
-    run = driven(DESLOCStrategy(spec, 1), MATRICES, normal(6, 3, 31))
+    run = driven(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
     options: dict[str, Any] = {"network": "1 Gbit/s", "compute": 1, "num_nodes": 3, "max_steps": 6}
-    assert [*price(DESLOCStrategy(spec, 1), model=MATRICES, **options).ledger] == [*run.ledger]
+    assert [*price(DESLOCStrategy(spec, H=1), model=MATRICES, **options).ledger] == [*run.ledger]
 
 
 class Own(torch.optim.SGD):
@@ -109,7 +109,7 @@ def test_moments_that_an_optimizer_does_not_keep(spec: Any, arguments: dict[str,
 
 
 def test_state_that_is_not_there_is_named_at_the_sync() -> None:
-    strategy = CommunicateOptimizeStrategy([StateAverage("exp_avg", 1)], optim_spec=SGD)
+    strategy = CommunicateOptimizeStrategy([StateAverage("exp_avg", H=1)], optim_spec=SGD)
     with pytest.raises(ValueError, match="SGD keeps no 'exp_avg' of a parameter, only momentum_buffer"):
         driven(strategy, MATRICES, normal(1, 2, 31))
     for name in ("H", "H_m", "H_v"):

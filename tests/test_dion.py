@@ -39,7 +39,7 @@ def test_two_steps_by_hand() -> None:
     # R = (3.9, 5.2), Q = (0.6, 0.8), and of M, which is P Rᵀ, half remains.
     model = Parameters((2, 2))
     nn.init.zeros_(model.p0)
-    run = started(DionStrategy(SGD, 0.5, mu=0.5, weight_decay=0, lr=1.0), model, 2)
+    run = started(DionStrategy(SGD, rank_fraction=0.5, mu=0.5, weight_decay=0, lr=1.0), model, 2)
     vars(run.strategy)["basis"]["p0"] = torch.tensor([[1.0], [0.0]])
     apart = torch.tensor([[2.0, -7.0, 1.0, 3.0], [-2.0, 7.0, -1.0, -3.0]])
     moved = run.step(torch.tensor([3.0, 4.0, 0.0, 2.0]) + apart)
@@ -55,7 +55,7 @@ def test_it_is_uncompressed_dion_of_the_mean_gradient(dtype: torch.dtype, rtol: 
     model = Parameters((12, 5), (7,), (4, 9), (4, 3, 2, 2), (2, 2), dtype=dtype)
     gradients = normal(12, 4, 155, dtype=dtype) + 5 * normal(1, 4, 155, seed=1, dtype=dtype)
     adamw = OptimSpec("adamw", lr=0.03)
-    run = started(DionStrategy(adamw, 0.3, weight_decay=0.1, lr=0.1, only=["p0", "p[234]"]), model, 4)
+    run = started(DionStrategy(adamw, rank_fraction=0.3, weight_decay=0.1, lr=0.1, only=["p0", "p[234]"]), model, 4)
     matrix = {name: p.detach().clone().flatten(1) for name, p in model.named_parameters() if name != "p1"}
     momentum, q = {name: torch.zeros_like(x) for name, x in matrix.items()}, dict(vars(run.strategy)["basis"])
     assert [tuple(basis.shape) for basis in q.values()] == [(5, 2), (9, 2), (12, 2), (2, 1)]  # ⌈0.3 · min⌉

@@ -35,14 +35,14 @@ SGD = OptimSpec("sgd", lr=0.5)
 
 def test_without_a_clip_and_noise_it_is_fedavg() -> None:
     model, gradients = Parameters((5, 3)), normal(8, 3, 15)
-    ours = driven(DPFedAvgStrategy("adamw", 2, clip=math.inf, noise_multiplier=0), model, gradients)
+    ours = driven(DPFedAvgStrategy("adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
     assert torch.equal(ours.cluster.weights, driven(FedAvgStrategy("adamw", H=2), model, gradients).cluster.weights)
     assert ours.strategy.measured() == {}
 
 
 def test_without_noise_it_is_fedavg_that_clips() -> None:
     model, gradients = Parameters((5, 3)), normal(8, 3, 15)
-    ours = driven(DPFedAvgStrategy(SGD, 2, clip=0.7, noise_multiplier=0), model, gradients)
+    ours = driven(DPFedAvgStrategy(SGD, H=2, clip=0.7, noise_multiplier=0), model, gradients)
     clipped = driven(FedAvgStrategy(SGD, H=2, average=clip(0.7)), model, gradients)
     assert torch.equal(ours.cluster.weights, clipped.cluster.weights)
 
@@ -51,7 +51,7 @@ def test_the_noise_of_a_round_is_as_large_as_it_should_be() -> None:
     # No gradients: after two rounds all that has moved φ is noise, of variance 2 · (z·C / n)², on all nodes the same.
     # Of 40000 draws the standard deviation is known to 1 / √80000 = 0.35 %, and the mean to a 200th of it.
     model = Parameters((200, 200))
-    run = driven(DPFedAvgStrategy(SGD, 2, clip=0.3, noise_multiplier=1.5), model, torch.zeros(4, 5, 40_000))
+    run = driven(DPFedAvgStrategy(SGD, H=2, clip=0.3, noise_multiplier=1.5), model, torch.zeros(4, 5, 40_000))
     noise = run.cluster.weights - model.p0.detach().flatten()
     std = math.sqrt(2) * 1.5 * 0.3 / 5
     assert torch.equal(noise, noise[:1].expand(5, -1))
@@ -90,7 +90,7 @@ def test_the_history_has_what_is_spent() -> None:
             if run.row["epsilon"] > 4:
                 run.stop()
 
-    strategy = DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0)
+    strategy = DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0)
     trainer = fit(strategy, trainer_of(small_mlp, vectors), max_steps=40, callbacks=[Budget()])
     spent = trainer.history["epsilon"]
     assert spent[:4].tolist() == [0, 0, 0, epsilon({(1.0, 2.0): 1}, 1e-5)] and (np.diff(spent[::3]) > 0).all()
@@ -98,8 +98,8 @@ def test_the_history_has_what_is_spent() -> None:
 
 
 def test_a_fork_has_spent_what_its_beginning_has() -> None:
-    trainer = fit(DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0), trainer_of(small_mlp, vectors), max_steps=6)
-    other = DPFedAvgStrategy(SGD, 3, noise_multiplier=4.0)
+    trainer = fit(DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0), trainer_of(small_mlp, vectors), max_steps=6)
+    other = DPFedAvgStrategy(SGD, H=3, noise_multiplier=4.0)
     forked = fit(other, trainer_of(small_mlp, vectors), max_steps=9, resume=captured(trainer._last).fork())  # type: ignore[arg-type]
     spent = forked.history["epsilon"]
     assert spent[0] == trainer.history["epsilon"][-1] > 0
@@ -107,7 +107,7 @@ def test_a_fork_has_spent_what_its_beginning_has() -> None:
 
 
 def test_chance_is_counted_where_clients_are_drawn() -> None:
-    strategy = DPFedAvgStrategy(SGD, 3, noise_multiplier=2.0, delta=1e-3)
+    strategy = DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0, delta=1e-3)
 
     def spent(num_nodes: int, participation: Participation, **more: Any) -> float:
         options = {"num_nodes": num_nodes, "participation": participation, "max_steps": 9, **more}

@@ -35,7 +35,7 @@ def by_hand(start: NDArray[np.float64], gradients: NDArray[np.float64], H: int, 
 @given(H=st.integers(1, 4), num_nodes=st.integers(1, 4), eager=st.booleans())
 def test_every_round_has_the_update_rule(H: int, num_nodes: int, eager: bool) -> None:
     model, gradients = Parameters((3,), dtype=torch.float64), normal(9, num_nodes, 3, dtype=torch.float64)
-    run = driven(EagerDiLoCoStrategy(OptimSpec("sgd", lr=INNER), OUTER, H, eager=eager), model, gradients)
+    run = driven(EagerDiLoCoStrategy(OptimSpec("sgd", lr=INNER), outer_optim=OUTER, H=H, eager=eager), model, gradients)
     start = model.p0.detach().numpy()
     np.testing.assert_allclose(run.cluster.weights.numpy(), by_hand(start, gradients.numpy(), H, eager), rtol=1e-12)
 
@@ -51,7 +51,7 @@ def test_two_rounds_by_hand(eager: bool, after_two: list[list[float]], after_fou
     model = Parameters((1,))
     torch.nn.init.ones_(model.p0)
     gradients = torch.tensor([[1.0], [3.0]]).expand(4, 2, 1)
-    strategy = EagerDiLoCoStrategy(OptimSpec("sgd", lr=0.1), OptimSpec("sgd", lr=1.0), 2, eager=eager)
+    strategy = EagerDiLoCoStrategy(OptimSpec("sgd", lr=0.1), outer_optim=OptimSpec("sgd", lr=1.0), H=2, eager=eager)
     torch.testing.assert_close(driven(strategy, model, gradients[:2]).cluster.weights, torch.tensor(after_two))
     run = driven(strategy, model, gradients)
     torch.testing.assert_close(run.cluster.weights, torch.tensor(after_four))
@@ -62,7 +62,9 @@ def test_two_rounds_by_hand(eager: bool, after_two: list[list[float]], after_fou
 def test_eager_with_one_node_is_diloco(deterministic: bool) -> None:
     model, gradients = Parameters((5, 3), (5,)), normal(9, 1, 20)
     eager, diloco = (
-        driven(strategy(OptimSpec("sgd", lr=INNER), OUTER, 3), model, gradients, deterministic=deterministic)
+        driven(
+            strategy(OptimSpec("sgd", lr=INNER), outer_optim=OUTER, H=3), model, gradients, deterministic=deterministic
+        )
         for strategy in (EagerDiLoCoStrategy, DiLoCoStrategy)
     )
     # d(t−1) + (d(t) − d(t−1)) is rounded twice.
@@ -72,7 +74,7 @@ def test_eager_with_one_node_is_diloco(deterministic: bool) -> None:
 @pytest.mark.parametrize("eager", [True, False])
 def test_nodes_held_apart_have_equal_bits(eager: bool) -> None:
     model, gradients = Parameters((5, 3), (5,)), normal(9, 3, 20)
-    strategy = EagerDiLoCoStrategy(OptimSpec("adamw", lr=0.01), "adam", 2, eager=eager)
+    strategy = EagerDiLoCoStrategy(OptimSpec("adamw", lr=0.01), outer_optim="adam", H=2, eager=eager)
     together = driven(strategy, model, gradients, deterministic=True)
     for node, run in enumerate(driven_apart(strategy, model, gradients)):
         assert torch.equal(run.cluster.weights[0], together.cluster.weights[node])

@@ -20,7 +20,7 @@ def scalar(*gradients: tuple[float, ...], **options: Any) -> list[float]:
     """φ after each sync, of one weight from 0 whose nodes have these gradients, with all rates 1 and H = 1."""
     net = Parameters((1,))
     torch.nn.init.zeros_(net.p0)
-    strategy = EDiTStrategy(SGD, SGD, H=1, **{"clip_norm": None, "gate_after": 4, **options})
+    strategy = EDiTStrategy(SGD, outer_optim=SGD, H=1, **{"outer_max_norm": None, "gate_after": 4, **options})
     course = started(strategy, net, len(gradients[0]), deterministic=True, max_steps=len(gradients))
     return [float(course.step(torch.tensor(given)[:, None])[0]) for given in gradients]
 
@@ -72,7 +72,7 @@ def test_a_tensor_stays_where_all_are_anomalous_whatever_the_momentum() -> None:
     gradients[::2] += 0.1
     gradients[5, :, :3] = 50.0
     outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
-    course = driven(EDiTStrategy(SGD, outer, H=1, gate_after=4), net, gradients[:5])
+    course = driven(EDiTStrategy(SGD, outer_optim=outer, H=1, gate_after=4), net, gradients[:5])
     before = course.cluster.weights[0].clone()
     moved = before - course.step(gradients[5])[0]
     assert torch.equal(moved[:3], torch.zeros(3)) and bool((moved[3:] > 0.5).all())
@@ -81,7 +81,8 @@ def test_a_tensor_stays_where_all_are_anomalous_whatever_the_momentum() -> None:
 def test_the_sum_is_limited() -> None:
     net, gradients = Parameters((3,), (4,)), normal(1, 3, 7)
     (free, limited) = (
-        driven(EDiTStrategy(SGD, SGD, H=1, clip_norm=norm), net, gradients).cluster.weights[0] for norm in (None, 0.1)
+        driven(EDiTStrategy(SGD, outer_optim=SGD, H=1, outer_max_norm=norm), net, gradients).cluster.weights[0]
+        for norm in (None, 0.1)
     )
     start = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert float((limited - start).norm()) == pytest.approx(0.1, rel=1e-4)
@@ -92,7 +93,7 @@ def test_without_gate_and_limit_it_is_diloco_with_its_average() -> None:
     net, gradients = Parameters((3, 4), (4,)), normal(6, 3, 16)
     plain: Strategy = DiLoCoStrategy(SGD, H=2, average=edit())
     default = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
-    ours = EDiTStrategy(SGD, default, H=2, gate_after=100, clip_norm=None)
+    ours = EDiTStrategy(SGD, outer_optim=default, H=2, gate_after=100, outer_max_norm=None)
     assert torch.equal(driven(ours, net, gradients).cluster.weights, driven(plain, net, gradients).cluster.weights)
 
 
@@ -130,7 +131,7 @@ def test_other_averages_are_refused(average: Any) -> None:
         EDiTStrategy(average=average)
 
 
-@pytest.mark.parametrize("name", ["threshold", "clip_norm"])
+@pytest.mark.parametrize("name", ["threshold", "outer_max_norm"])
 def test_ranges(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be > 0, got 0"):
         EDiTStrategy(**{name: 0})

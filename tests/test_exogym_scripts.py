@@ -448,7 +448,7 @@ def test_arguments_by_position_have_their_old_order() -> None:
 def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
     import vsim.logger
     import vsim.strategy
-    from vsim.strategy import communicate_optimize_strategy, demo, diloco, federated_averaging, optim, reduce, sparta
+    from vsim.strategy import allreduce, communicate_optimize_strategy, demo, diloco, federated_averaging, optim, sparta
     from vsim.strategy import sparta_diloco as both
     from vsim.strategy import strategy as base
 
@@ -456,7 +456,7 @@ def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
         for name in module.__all__:
             assert getattr(module, name) is getattr(vsim.strategy, name)
     assert all(getattr(vsim.logger, name) is getattr(vsim.records.loggers, name) for name in vsim.logger.__all__)
-    assert optim.OptimSpec is vsim.strategy.OptimSpec and base.SimpleReduceStrategy is reduce.SimpleReduceStrategy
+    assert optim.OptimSpec is vsim.strategy.OptimSpec and base.SimpleReduceStrategy is allreduce.SimpleReduceStrategy
     assert diloco.DiLoCoStrategy is vsim.strategy.DiLoCoStrategy and demo.DeMoStrategy is vsim.strategy.DeMoStrategy
     with pytest.raises(ValueError, match="optimizer must be one of"):
         optim.ensure_optim_spec("adamww")

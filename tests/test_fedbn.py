@@ -68,7 +68,7 @@ def test_a_model_without_norms_is_refused() -> None:
 def test_fedavgm_is_a_servers_momentum() -> None:
     model, gradients = nn.Linear(3, 2), normal(4, 3, 8)
     named, spelled = (
-        driven(FedOptStrategy(PLAIN, 2, server), model, gradients)
+        driven(FedOptStrategy(PLAIN, H=2, outer_optim=server), model, gradients)
         for server in ("momentum", OptimSpec("sgd", lr=1.0, momentum=0.9))
     )
     assert torch.equal(named.cluster.weights, spelled.cluster.weights)

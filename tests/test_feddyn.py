@@ -17,7 +17,7 @@ from vsim.strategy import FedAvgStrategy, FedDynStrategy, OptimSpec
 
 def test_on_quadratics_it_is_the_paper_s() -> None:
     """g_k = a_k θ − b_k, in NumPy: the local term first, then the server's."""
-    run = started(FedDynStrategy(OptimSpec("sgd", lr=0.2), 3, alpha=0.7), Parameters((5,), dtype=torch.float64), 3)
+    run = started(FedDynStrategy(OptimSpec("sgd", lr=0.2), H=3, alpha=0.7), Parameters((5,), dtype=torch.float64), 3)
     a, b = normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
     x, h, h_k = run.cluster.weights[0].numpy().copy(), np.zeros(5), np.zeros((3, 5))
     for _ in range(4):
@@ -33,7 +33,7 @@ def test_on_quadratics_it_is_the_paper_s() -> None:
 def test_it_comes_to_the_minimum_where_fedavg_comes_to_another_point() -> None:
     a, b = 0.5 + normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
     minimum, distances, sgd = b.sum(0) / a.sum(0), [], OptimSpec("sgd", lr=0.3)
-    for strategy in (FedDynStrategy(sgd, 10, alpha=1.0), FedAvgStrategy(sgd, H=10)):
+    for strategy in (FedDynStrategy(sgd, H=10, alpha=1.0), FedAvgStrategy(sgd, H=10)):
         run = started(strategy, Parameters((5,), dtype=torch.float64), 3)
         for _ in range(600):
             run.step(a * run.cluster.weights - b)

@@ -43,8 +43,8 @@ def round_of(strategy: Strategy) -> float:
 def test_a_round_by_hand() -> None:
     # One epoch is τ = (2, 4) steps: moves −2 and 8, normalized −1 and 2.
     # Equal weights: mean τ 3, mean move of a step 1/2. By examples, 1 : 2: mean τ 10/3, mean move of a step 1.
-    assert round_of(FedNovaStrategy(PLAIN, 4, average="mean")) == pytest.approx(1.5)
-    assert round_of(FedNovaStrategy(PLAIN, 4)) == pytest.approx(10 / 3)
+    assert round_of(FedNovaStrategy(PLAIN, H=4, average="mean")) == pytest.approx(1.5)
+    assert round_of(FedNovaStrategy(PLAIN, H=4)) == pytest.approx(10 / 3)
     assert round_of(FedAvgStrategy(PLAIN, H=4)) == pytest.approx(3.0)
 
 
@@ -54,6 +54,6 @@ def test_with_equal_steps_it_is_fedavg(H: Any) -> None:
     adamw = OptimSpec("adamw", lr=0.1)
     ours, plain = (
         driven(strategy, model, gradients).cluster.weights
-        for strategy in (FedNovaStrategy(adamw, H), FedAvgStrategy(adamw, H=H, average=mean("examples")))
+        for strategy in (FedNovaStrategy(adamw, H=H), FedAvgStrategy(adamw, H=H, average=mean("examples")))
     )
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

@@ -24,7 +24,7 @@ def test_two_rounds_by_hand() -> None:
     model = Parameters((1,))
     nn.init.zeros_(model.p0)
     server = OptimSpec(FedAdam, lr=1.0, betas=(0.5, 0.5), tau=2.0)
-    run = started(FedOptStrategy(SGD, 1, server), model, 2)
+    run = started(FedOptStrategy(SGD, H=1, outer_optim=server), model, 2)
     for after in (-0.5 / (2.5**0.5 + 2), -0.5 / (2.5**0.5 + 2) - 0.75 / (1.75**0.5 + 2)):
         run.step(torch.tensor([[1.0], [3.0]]))
         torch.testing.assert_close(run.cluster.weights, torch.full((2, 1), after))
@@ -66,7 +66,7 @@ def test_servers_are_as_the_paper_writes_them(
 @pytest.mark.parametrize("num_nodes", [1, 2, 3])
 def test_with_a_plain_server_it_is_fedavg(num_nodes: int) -> None:
     model, gradients = Parameters((5, 3)), normal(8, num_nodes, 15)
-    ours = driven(FedOptStrategy(SGD, 2, "sgd"), model, gradients)
+    ours = driven(FedOptStrategy(SGD, H=2, outer_optim="sgd"), model, gradients)
     torch.testing.assert_close(ours.cluster.weights, driven(FedAvgStrategy(SGD, H=2), model, gradients).cluster.weights)
 
 
@@ -74,7 +74,7 @@ def test_with_a_plain_server_it_is_fedavg(num_nodes: int) -> None:
 def test_every_round_is_that_of_a_run_which_begins_there(spec: OptimSpec) -> None:
     # The server is plain SGD, which keeps nothing either.
     model, gradients = Parameters((5, 3)), normal(6, 3, 15)
-    ours = FedOptStrategy(spec, 3, "sgd")
+    ours = FedOptStrategy(spec, H=3, outer_optim="sgd")
     whole, first = driven(ours, model, gradients), driven(ours, model, gradients[:3])
     with torch.no_grad():
         model.p0.copy_(first.cluster.weights[0].view(5, 3))
@@ -84,7 +84,7 @@ def test_every_round_is_that_of_a_run_which_begins_there(spec: OptimSpec) -> Non
 
 
 def test_arguments_are_checked() -> None:
-    for name, value in (("H", 0), ("server_optim", "adan"), ("server_lr", 0), ("average", "men")):
+    for name, value in (("H", 0), ("outer_optim", "adan"), ("outer_lr", 0), ("average", "men")):
         with pytest.raises(ValueError, match=name):
             FedOptStrategy(**{name: value})
     with pytest.raises(ValueError, match="tau"):

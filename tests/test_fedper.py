@@ -21,7 +21,7 @@ from vsim.strategy import AloneStrategy, FedAvgStrategy, FedPerStrategy, PostLoc
 def test_what_is_shared_is_averaged_and_what_is_not_is_alone(personal: Any, options: Any, H: Any) -> None:
     # Gradients are given, so that no parameter depends on another.
     model, gradients = Parameters((5, 3), (4,), (2, 3)), normal(8, 3, 25)
-    run = driven(FedPerStrategy("adamw", H, personal, **options), model, gradients)
+    run = driven(FedPerStrategy("adamw", H=H, personal=personal, **options), model, gradients)
     fedavg = driven(FedAvgStrategy("adamw", H=H, **options), model, gradients)
     ours, average = run.cluster, fedavg.cluster
     own = {"p1": 4, "p0": 15 + 6, None: 6}[personal if isinstance(personal, str | None) else personal[0]]
@@ -36,7 +36,9 @@ def test_what_is_shared_is_averaged_and_what_is_not_is_alone(personal: Any, opti
 @pytest.mark.parametrize("H", [2, PostLocal(3, 2)], ids=str)
 def test_an_average_sees_what_is_shared_alone(average: Any, H: Any) -> None:
     gradients = normal(8, 3, 25)
-    ours = driven(FedPerStrategy("adamw", H, "p2", average=average), Parameters((5, 3), (4,), (2, 3)), gradients)
+    ours = driven(
+        FedPerStrategy("adamw", H=H, personal="p2", average=average), Parameters((5, 3), (4,), (2, 3)), gradients
+    )
     shared = driven(FedAvgStrategy("adamw", H=H, average=average), Parameters((5, 3), (4,)), gradients[:, :, :19])
     assert torch.equal(ours.cluster.weights[:, :19], shared.cluster.weights)
     assert list(ours.ledger) == list(shared.ledger)
@@ -56,7 +58,7 @@ def test_the_heads_of_a_population_are_their_clients_own(warmup: int) -> None:
         lambda client, num_clients, train: TensorDataset(x[client], y[client, :, None]),
         loss_fn=nn.functional.mse_loss,
     )
-    strategy = FedPerStrategy("sgd", PostLocal(warmup, 2) if warmup else 2, "bias", lr=0.1)
+    strategy = FedPerStrategy("sgd", H=PostLocal(warmup, 2) if warmup else 2, personal="bias", lr=0.1)
     options: dict[str, Any] = {
         "num_nodes": 3,
         "participation": Sample(3, of=7),

@@ -179,7 +179,7 @@ def quadratics(strategy: GossipStrategy, steps: int, curves: Tensor, minima: Ten
 def test_one_step_on_a_ring_by_hand() -> None:
     # Minima 0 … 4, rate ½: θ − η g = 0, ½, 1, 1½, 2; then the mean of three neighbours.
     minima = torch.arange(5.0, dtype=DOUBLE)[:, None]
-    found = quadratics(GossipStrategy(SGD, "ring"), 1, torch.ones(5, 1, dtype=DOUBLE), minima)
+    found = quadratics(GossipStrategy(SGD, topology="ring"), 1, torch.ones(5, 1, dtype=DOUBLE), minima)
     torch.testing.assert_close(found[:, 0], torch.tensor([2.5, 1.5, 3.0, 4.5, 3.5], dtype=DOUBLE) / 3)
 
 
@@ -187,7 +187,7 @@ def test_one_step_on_a_ring_by_hand() -> None:
 def test_every_step_has_the_update_rule(topology: Any) -> None:
     n, gradients = 6, normal(6, 6, 4, dtype=DOUBLE)
     model = Parameters((4,), dtype=DOUBLE)
-    run = driven(GossipStrategy(SGD, topology, 2), model, gradients)
+    run = driven(GossipStrategy(SGD, topology=topology, H=2), model, gradients)
     theta = np.tile(model.p0.detach().numpy(), (n, 1))  # type: ignore[union-attr]
     for t, g in enumerate(gradients.numpy(), start=1):
         theta = theta - 0.5 * g
@@ -212,7 +212,7 @@ def test_consensus_contracts_by_the_second_eigenvalue(topology: Any) -> None:
     n = 12
     graph = topology.edges(n) if isinstance(topology, RandomGraph) else topology
     second = 1 - spectral_gap(graph, tuple(range(n)))
-    run = started(GossipStrategy(SGD, topology, 1), Parameters((50,), dtype=DOUBLE), n)
+    run = started(GossipStrategy(SGD, topology=topology, H=1), Parameters((50,), dtype=DOUBLE), n)
     run.cluster.weights.copy_(normal(n, 50, dtype=DOUBLE))
     mean, errors = run.cluster.weights.mean(0), []
     for _ in range(30):
@@ -226,7 +226,7 @@ def test_consensus_contracts_by_the_second_eigenvalue(topology: Any) -> None:
 
 def test_the_complete_graph_is_local_sgd() -> None:
     model, gradients = Parameters((5, 3), dtype=DOUBLE), normal(6, 4, 15, dtype=DOUBLE)
-    gossip = driven(GossipStrategy("sgd", "complete", 2), model, gradients).cluster.weights
+    gossip = driven(GossipStrategy("sgd", topology="complete", H=2), model, gradients).cluster.weights
     torch.testing.assert_close(gossip, driven(FedAvgStrategy("sgd", H=2), model, gradients).cluster.weights)
 
 
@@ -251,7 +251,7 @@ def test_tracking_comes_to_the_optimum_where_plain_gossip_does_not() -> None:
 
 def test_bytes_by_edge() -> None:
     # A path 0 – 1 – 2: node 1 sends to both, in two rounds; the others once.
-    run = driven(GossipStrategy(SGD, [(0, 1), (1, 2)], 2), Parameters((3, 2)), normal(4, 3, 6))
+    run = driven(GossipStrategy(SGD, topology=[(0, 1), (1, 2)], H=2), Parameters((3, 2)), normal(4, 3, 6))
     edges: Counter[tuple[int, ...]] = Counter()
     for event in run.ledger:
         assert (event.collective, event.label, event.payload_bytes, event.due) == ("send", "weights", 24, event.step)
@@ -263,7 +263,7 @@ def test_bytes_by_edge() -> None:
 
 def test_each_nodes_own_links_count() -> None:
     # 1000 weights of 4 bytes at 32 kbit/s: after a step of 1 s, 1 s for each of the two messages of the middle node.
-    run = driven(GossipStrategy(SGD, [(0, 1), (1, 2)], 1), Parameters((1000,)), normal(1, 3, 1000))
+    run = driven(GossipStrategy(SGD, topology=[(0, 1), (1, 2)], H=1), Parameters((1000,)), normal(1, 3, 1000))
     run.ledger.steps = 1
     seconds = Clock(run.ledger, Network("32 kbit/s", "0 s"), Compute(1.0)).run().seconds[-1]
     assert seconds == pytest.approx(3.0)
@@ -271,7 +271,7 @@ def test_each_nodes_own_links_count() -> None:
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, [(0, 1), (1, 2), (2, 0)]], ids=str)
 def test_prices_are_those_of_a_run(topology: Any) -> None:
-    strategy = GossipStrategy(SGD, topology, 2)
+    strategy = GossipStrategy(SGD, topology=topology, H=2)
     driven_ledger = driven(strategy, Parameters((7, 3)), normal(6, 3, 21)).ledger
     assert list(strategy.dry_run(Parameters((7, 3)).to("meta"), 3, 6)) == list(driven_ledger)
 
@@ -280,7 +280,7 @@ def test_prices_are_those_of_a_run(topology: Any) -> None:
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, [(0, 1), (1, 2)]], ids=str)
 def test_nodes_held_apart_have_the_same_bits(topology: Any, tracking: bool) -> None:
     model, gradients = Parameters((7, 3), (5,)), normal(6, 3, 26)
-    strategy = GossipStrategy(SGD, topology, tracking=tracking)
+    strategy = GossipStrategy(SGD, topology=topology, tracking=tracking)
     together = driven(strategy, model, gradients, deterministic=True).cluster.weights
     for row, run in zip(together, driven_apart(strategy, model, gradients), strict=True):
         assert torch.equal(row, run.cluster.weights[0])
@@ -312,8 +312,8 @@ def test_a_run_in_which_nodes_leave_and_return(tracking: bool) -> None:
     "strategy",
     [
         GossipStrategy(topology="torus", H=2),
-        GossipStrategy("sgd", "one_peer_exponential", lr=0.1),
-        GossipStrategy("sgd", RandomGraph(2), tracking=True, lr=0.1),
+        GossipStrategy("sgd", topology="one_peer_exponential", lr=0.1),
+        GossipStrategy("sgd", topology=RandomGraph(2), tracking=True, lr=0.1),
     ],
     ids=str,
 )

@@ -130,7 +130,7 @@ def test_levels_that_do_not_fit_are_refused(levels: Any, options: Any, told: str
 @pytest.mark.parametrize(("size", "H", "told"), [(1, 2, "size"), (2, 0, "H"), (2.5, 1, "size"), (2, QSR(0.1), "H")])
 def test_a_group_average_checks_its_arguments(size: Any, H: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
-        GroupAverage(size, H)
+        GroupAverage(size, H=H)
 
 
 def test_one_object_serves_many_runs() -> None:

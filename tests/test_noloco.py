@@ -50,7 +50,7 @@ def by_hand(start: Tensor, gradients: Tensor, H: int, alpha: float, beta: float,
 )
 def test_every_round_has_the_update_rule(H: int, num_nodes: int, beta: float, gamma: float | None) -> None:
     model, gradients = Parameters((3,), dtype=torch.float64), normal(8, num_nodes, 3, dtype=torch.float64)
-    run = driven(NoLoCoStrategy(SGD, H, beta=beta, gamma=gamma), model, gradients)
+    run = driven(NoLoCoStrategy(SGD, H=H, beta=beta, gamma=gamma), model, gradients)
     expected = by_hand(model.p0.detach(), gradients, H, 0.5, beta, beta if gamma is None else gamma)
     np.testing.assert_allclose(run.cluster.weights.numpy(), expected, rtol=1e-10, atol=1e-12)
 
@@ -58,7 +58,7 @@ def test_every_round_has_the_update_rule(H: int, num_nodes: int, beta: float, ga
 def test_two_nodes_are_diloco_with_plain_momentum() -> None:
     # The pair is always the same, so that φ is too, and m the buffer of an outer SGD times its learning rate.
     model, gradients = Parameters((5, 3), dtype=torch.float64), normal(8, 2, 15, dtype=torch.float64)
-    pair = driven(NoLoCoStrategy(SGD, 2, alpha=0.5, beta=0.7), model, gradients)
+    pair = driven(NoLoCoStrategy(SGD, H=2, alpha=0.5, beta=0.7), model, gradients)
     outer = driven(DiLoCoStrategy(SGD, OptimSpec("sgd", lr=0.7, momentum=0.5), 2), model, gradients)
     torch.testing.assert_close(pair.cluster.weights, outer.cluster.weights)
 
@@ -68,7 +68,7 @@ def test_gamma_pulls_nodes_together_and_leaves_their_mean(num_nodes: int) -> Non
     # Pairs share what they add, so that the mean moves by αm + βΔ whatever γ is.
     model, gradients = Parameters((20,)), normal(12, num_nodes, 20)
     drifting, pulled = (
-        driven(NoLoCoStrategy(SGD, 1, gamma=gamma), model, gradients).cluster.weights for gamma in (0, 0.7)
+        driven(NoLoCoStrategy(SGD, H=1, gamma=gamma), model, gradients).cluster.weights for gamma in (0, 0.7)
     )
     torch.testing.assert_close(drifting.mean(0), pulled.mean(0))
     assert pulled.std(0).mean() < 0.8 * drifting.std(0).mean()
@@ -77,7 +77,7 @@ def test_gamma_pulls_nodes_together_and_leaves_their_mean(num_nodes: int) -> Non
 @pytest.mark.parametrize("num_nodes", [1, 2, 5])
 def test_pairs_pay_for_both_messages_and_wait_for_one(num_nodes: int) -> None:
     # The distances of a round are waited for; outer weights are due at the next, where those meet who sent them.
-    run = driven(NoLoCoStrategy(SGD, 2), Parameters((3, 2)), normal(4, num_nodes, 6))
+    run = driven(NoLoCoStrategy(SGD, H=2), Parameters((3, 2)), normal(4, num_nodes, 6))
     shared = torch.Generator().manual_seed(5)
     now, then, after = ({(k, j) for k, j in enumerate(partners(num_nodes, shared)) if k != j} for _ in range(3))
     sent = [(2, 2, now), (2, 4, then), (4, 4, then), (4, 6, after)] if num_nodes > 1 else []
@@ -88,8 +88,8 @@ def test_pairs_pay_for_both_messages_and_wait_for_one(num_nodes: int) -> None:
 
 def test_nodes_held_apart_have_the_same_bits() -> None:
     model, gradients = Parameters((7, 3), (5,)), normal(6, 3, 26)
-    together = driven(NoLoCoStrategy(SGD, 2), model, gradients, deterministic=True).cluster.weights
-    for row, run in zip(together, driven_apart(NoLoCoStrategy(SGD, 2), model, gradients), strict=True):
+    together = driven(NoLoCoStrategy(SGD, H=2), model, gradients, deterministic=True).cluster.weights
+    for row, run in zip(together, driven_apart(NoLoCoStrategy(SGD, H=2), model, gradients), strict=True):
         assert torch.equal(row, run.cluster.weights[0])
 
 

@@ -61,7 +61,7 @@ def models_of(trainer: Trainer) -> np.ndarray:
 @pytest.mark.parametrize("head_steps", [None, 1, 3])
 def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> None:
     """Rounds of four steps, the last of which is cut off; the bias is the head."""
-    trainer = trained(FedRepStrategy("sgd", 4, head_steps, "bias", lr=0.1))
+    trainer = trained(FedRepStrategy("sgd", H=4, head_steps=head_steps, personal="bias", lr=0.1))
     model = linear()
     w, bias = model.weight.detach().numpy()[0].copy(), np.full(7, model.bias.item())
     for segment in trainer.ledger.attendance:
@@ -83,7 +83,7 @@ def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> 
 @pytest.mark.parametrize("options", [{}, {"personal_lr": 0.05}])
 @pytest.mark.parametrize("lam", [0.0, 0.7])
 def test_ditto_ties_each_clients_model_to_the_global_one(lam: float, options: dict[str, float]) -> None:
-    trainer = trained(DittoStrategy("sgd", 4, lam=lam, lr=0.1, **options))
+    trainer = trained(DittoStrategy("sgd", H=4, lam=lam, lr=0.1, **options))
     start = np.array([*linear().weight.detach().numpy()[0], linear().bias.item()])  # type: ignore[operator, union-attr]
     phi, v, eta = start.copy(), np.tile(start, (7, 1)), options.get("personal_lr", 0.1)
     for segment in trainer.ledger.attendance:
@@ -109,14 +109,14 @@ def test_dittos_global_model_is_fedavgs_and_its_own_one_without_a_tie_trains_alo
     assert torch.equal(ditto.strategy.cluster.weights, fedavg.strategy.cluster.weights)  # type: ignore[union-attr]
     assert list(ditto.ledger) == list(fedavg.ledger)
     plain = MLP(5, (4,), 3, seed=0)
-    ditto, alone = (weights(s, plain) for s in (DittoStrategy("sgd", 3, lam=0, lr=0.1), AloneStrategy("sgd", lr=0.1)))
+    ditto, alone = (weights(s, plain) for s in (DittoStrategy("sgd", H=3, lam=0, lr=0.1), AloneStrategy("sgd", lr=0.1)))
     models = ditto.strategy.communication_modules[1].personal_models  # type: ignore[union-attr]
     torch.testing.assert_close(models, alone.strategy.cluster.weights)  # type: ignore[union-attr]
 
 
 def test_what_fedrep_does_not_train_stays_to_the_bit() -> None:
     model, gradients = Parameters((5, 3), (4,), (2, 3)), normal(10, 3, 25)
-    run = started(FedRepStrategy("adamw", PostLocal(2, 4), 3, "p2"), model, 3)
+    run = started(FedRepStrategy("adamw", H=PostLocal(2, 4), head_steps=3, personal="p2"), model, 3)
     seen = [run.cluster.weights.clone(), *map(run.step, gradients)]
     changed = [
         torch.stack([a[:, own] != b[:, own] for own in (slice(0, 1), slice(19, 20))])

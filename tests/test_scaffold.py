@@ -23,7 +23,7 @@ def test_on_quadratics_it_is_the_paper_s(decay: float) -> None:
     """g_k = a_k θ − b_k, learning rates that halve every three steps, and a server rate of 0.7."""
     spec = OptimSpec("sgd", lr=0.4, weight_decay=decay)
     halves = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3, "gamma": 0.5}}
-    run = started(ScaffoldStrategy(spec, 2, server_lr=0.7, **halves), Parameters((5,), dtype=torch.float64), 3)
+    run = started(ScaffoldStrategy(spec, H=2, outer_lr=0.7, **halves), Parameters((5,), dtype=torch.float64), 3)
     a, b = normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
     x = run.cluster.weights[0].numpy().copy()
     c, c_k = np.zeros(5), np.zeros((3, 5))
@@ -52,7 +52,7 @@ def test_the_control_variates_of_a_population_are_the_paper_s() -> None:
         loss_fn=nn.functional.mse_loss,
     )
     options: dict[str, Any] = {"num_nodes": 3, "participation": Sample(3, of=7), "max_steps": 24, "batch_size": 6}
-    trainer.fit(strategy=ScaffoldStrategy(H=2, server_lr=0.7, lr=0.1), progress=False, **options)
+    trainer.fit(strategy=ScaffoldStrategy(H=2, outer_lr=0.7, lr=0.1), progress=False, **options)
     w, c, c_k = model.weight.detach().numpy()[0].copy(), np.zeros(4), np.zeros((7, 4))
     for cohort in (segment.nodes for segment in trainer.ledger.attendance):
         moved, changes = [], []
@@ -78,7 +78,7 @@ def test_the_control_variates_of_a_population_are_the_paper_s() -> None:
 def test_it_comes_to_the_minimum_where_fedavg_comes_to_another_point() -> None:
     a, b = 0.5 + normal(3, 5, seed=1, dtype=torch.float64).abs(), normal(3, 5, seed=2, dtype=torch.float64)
     minimum, distances = b.sum(0) / a.sum(0), []
-    for strategy in (ScaffoldStrategy(SGD, 5), FedAvgStrategy(SGD, H=5)):
+    for strategy in (ScaffoldStrategy(SGD, H=5), FedAvgStrategy(SGD, H=5)):
         run = started(strategy, Parameters((5,), dtype=torch.float64), 3)
         for _ in range(150):
             run.step(a * run.cluster.weights - b)
@@ -132,19 +132,19 @@ def test_the_mean_of_the_control_variates_stays_c_when_nodes_leave_and_join(plan
 
 def test_on_equal_data_it_is_fedavg() -> None:
     model, gradients = Parameters((5, 3)), normal(8, 1, 15).expand(8, 3, 15)
-    ours = driven(ScaffoldStrategy(SGD, 2), model, gradients)
+    ours = driven(ScaffoldStrategy(SGD, H=2), model, gradients)
     torch.testing.assert_close(ours.cluster.weights, driven(FedAvgStrategy(SGD, H=2), model, gradients).cluster.weights)
 
 
 def test_at_a_learning_rate_of_zero_the_control_variates_stay() -> None:
     # A warm-up over 2 steps: lr 0, then 0.25.
-    run = driven(ScaffoldStrategy(SGD, 1, warmup_steps=2), Parameters((2,)), torch.ones(2, 2, 2))
+    run = driven(ScaffoldStrategy(SGD, H=1, warmup_steps=2), Parameters((2,)), torch.ones(2, 2, 2))
     (module,) = run.strategy.communication_modules
     assert torch.equal(module.variates, torch.ones(2, 2)) and run.cluster.weights.isfinite().all()  # type: ignore[attr-defined]
 
 
 def test_arguments_are_checked() -> None:
-    for name, value in (("H", 0), ("server_lr", 0)):
+    for name, value in (("H", 0), ("outer_lr", 0)):
         with pytest.raises(ValueError, match=name):
             ScaffoldStrategy(**{name: value})
     for spec in (

@@ -98,8 +98,8 @@ def test_every_fragment_has_the_update_rule(
     gradients = normal(15, num_nodes, 15, dtype=torch.float64)
     strategy = StreamingDiLoCoStrategy(
         OptimSpec("sgd", lr=INNER),
-        OUTER,
-        H,
+        outer_optim=OUTER,
+        H=H,
         fragments=number,
         pattern=pattern,
         delay=delay,
@@ -124,7 +124,7 @@ def test_two_layers_by_hand() -> None:
     for p in model.parameters():
         nn.init.ones_(p)
     strategy = StreamingDiLoCoStrategy(
-        OptimSpec("sgd", lr=0.1), OptimSpec("sgd", lr=1.0), H=4, fragments=2, delay=1, mixing=0.5
+        OptimSpec("sgd", lr=0.1), outer_optim=OptimSpec("sgd", lr=1.0), H=4, fragments=2, delay=1, mixing=0.5
     )
     gradients = torch.tensor([[1.0, 1.0], [3.0, 3.0]]).expand(5, 2, 2)
     run = driven(strategy, model, gradients[:3])
@@ -194,7 +194,7 @@ def test_a_muon_steps_the_outer_weights_in_their_shapes() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
     spec = OptimSpec("muon", lr=0.1)
     run = driven(
-        StreamingDiLoCoStrategy(OptimSpec("sgd", lr=0.1), spec, 2, fragments=1),
+        StreamingDiLoCoStrategy(OptimSpec("sgd", lr=0.1), outer_optim=spec, H=2, fragments=1),
         model,
         gradients := normal(2, 3, 18, dtype=torch.float64),
     )

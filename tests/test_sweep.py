@@ -86,8 +86,7 @@ def test_names_of_objects_say_what_differs() -> None:
         (
             {"h": [5]},
             TypeError,
-            "DiLoCoStrategy got an unknown argument 'h'; did you mean 'H'. Valid: inner_optim, outer_optim, H, "
-            "outer_lr, average, optim_spec, lr, inner_lr, max_norm, .*, max_steps, attack$",
+            "DiLoCoStrategy got .*'h'; did you mean 'H'.*: inner_optim, outer_optim, H, outer_lr, .*lr, .*optim_spec",
         ),
         ({"outer_rl": [5]}, TypeError, "did you mean 'outer_lr'"),
         ({"inner_lr": [0.1, 0.2], "lr": 0.1}, TypeError, r"^DiLoCo inner_lr=0.1 is refused: .*two spellings"),

@@ -201,20 +201,20 @@ WARM: dict[str, tuple[Callable[[Any], Strategy], Any]] = {
         )
         for average in ("mean", mean("examples"), "median", "krum", mean() | clip("median"), clip(0.5), edit(), TOPK)
     },
-    "FedAvg in islands": (lambda H: FedAvgStrategy("sgd", 2, H, "median"), "median"),
-    "FedProx": (lambda H: FedProxStrategy("sgd", H, mu=0.5, average="median"), "median"),
-    "FedNova": (lambda H: FedNovaStrategy("sgd", H), mean("examples")),
-    "FedOpt": (lambda H: FedOptStrategy("sgd", H, average=TOPK), TOPK),
+    "FedAvg in islands": (lambda H: FedAvgStrategy("sgd", 2, H, average="median"), "median"),
+    "FedProx": (lambda H: FedProxStrategy("sgd", H=H, mu=0.5, average="median"), "median"),
+    "FedNova": (lambda H: FedNovaStrategy("sgd", H=H), mean("examples")),
+    "FedOpt": (lambda H: FedOptStrategy("sgd", H=H, average=TOPK), TOPK),
     "DiLoCo": (lambda H: DiLoCoStrategy("sgd", H=H, average=TOPK), TOPK),
     "MuLoCo": (lambda H: MuLoCoStrategy("sgd", H=H, average="median"), "median"),
     "EDiT": (lambda H: EDiTStrategy("sgd", H=H), "mean"),
-    "SlowMo": (lambda H: SlowMoStrategy("sgd", H, average=mean("examples")), mean("examples")),
-    "SparseLoCo": (lambda H: SparseLoCoStrategy("sgd", H, 3, 4, error_feedback=0.9), TILES),
+    "SlowMo": (lambda H: SlowMoStrategy("sgd", H=H, average=mean("examples")), mean("examples")),
+    "SparseLoCo": (lambda H: SparseLoCoStrategy("sgd", H=H, topk=3, chunk=4, error_feedback=0.9), TILES),
     "Eager": (lambda H: EagerDiLoCoStrategy("sgd", H=H), "mean"),
-    "Gossip": (lambda H: GossipStrategy("sgd", "ring", H), "mean"),
-    "NoLoCo": (lambda H: NoLoCoStrategy("sgd", H), "mean"),
+    "Gossip": (lambda H: GossipStrategy("sgd", topology="ring", H=H), "mean"),
+    "NoLoCo": (lambda H: NoLoCoStrategy("sgd", H=H), "mean"),
     "hierarchy": (lambda H: HierarchicalStrategy({5: H}, "sgd", average="median"), "median"),
-    "hierarchy of DiLoCo": (lambda H: HierarchicalStrategy({5: H}, "sgd", "sgd", outer_lr=0.5), "mean"),
+    "hierarchy of DiLoCo": (lambda H: HierarchicalStrategy({5: H}, "sgd", outer="sgd", outer_lr=0.5), "mean"),
 }
 SHAPES = Parameters((4, 6), (5,))
 
@@ -232,7 +232,7 @@ def with_shards(strategy: Strategy, module: torch.nn.Module, gradients: torch.Te
 def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> None:
     make, average = WARM[name]
     w, gradients = 4, normal(12, 5, size(SHAPES))
-    first = with_shards(SimpleReduceStrategy("sgd", average), SHAPES, gradients[:w])
+    first = with_shards(SimpleReduceStrategy("sgd", average=average), SHAPES, gradients[:w])
     warm, whole = (with_shards(make(PostLocal(w, 3)), SHAPES, own) for own in (gradients[:w], gradients))
     assert torch.equal(warm.cluster.weights, first.cluster.weights)
     assert list(warm.ledger) == list(first.ledger) == list(whole.ledger)[: len(first.ledger)]
@@ -248,8 +248,8 @@ def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> Non
 @pytest.mark.parametrize("name", [*WARM, "FedPer", "FedBN"])
 def test_a_warm_up_of_nodes_apart_and_its_price(name: str) -> None:
     own: dict[str, Callable[[Any], Strategy]] = {
-        "FedPer": lambda H: FedPerStrategy("sgd", H, "p0", average=clip(0.5)),
-        "FedBN": lambda H: FedBNStrategy("sgd", H, average="median"),
+        "FedPer": lambda H: FedPerStrategy("sgd", H=H, personal="p0", average=clip(0.5)),
+        "FedBN": lambda H: FedBNStrategy("sgd", H=H, average="median"),
     }
     make = own.get(name) or WARM[name][0]
     module = Normalized() if name == "FedBN" else SHAPES
@@ -294,7 +294,7 @@ def test_a_module_of_ones_own_averages_by_its_average_and_follows() -> None:
     gradients = normal(3, 5, size(SHAPES))
     own, median = (
         driven(s, SHAPES, gradients)
-        for s in (Strategy([Centre()], inner_optim="sgd"), SimpleReduceStrategy("sgd", "median"))
+        for s in (Strategy([Centre()], inner_optim="sgd"), SimpleReduceStrategy("sgd", average="median"))
     )
     assert torch.equal(own.cluster.weights, median.cluster.weights)
     assert own.strategy.communication_modules[0].followed == 3
@@ -325,8 +325,8 @@ def test_a_warm_up_is_refused_where_it_breaks_a_promise() -> None:
             make()
     DPFedAvgStrategy("sgd", H=QSR(0.1), noise_multiplier=0.0)
     with pytest.raises(ValueError, match=r"max_norm=1 .* H=PostLocal\(warmup_steps=4, then=2\)"):
-        started(FedPerStrategy("sgd", warm, "p0", max_norm=1.0), SHAPES, 3)
-    started(FedPerStrategy("sgd", 2, "p0", max_norm=1.0), SHAPES, 3)
+        started(FedPerStrategy("sgd", H=warm, personal="p0", max_norm=1.0), SHAPES, 3)
+    started(FedPerStrategy("sgd", H=2, personal="p0", max_norm=1.0), SHAPES, 3)
 
 
 def test_seconds_are_those_of_the_slowest_node() -> None:

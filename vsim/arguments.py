@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,14 @@ import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Names that arguments had → what they are called.
+RENAMED = {
+    "N": "buffer",
+    "clip_norm": "outer_max_norm",
+    "every": "H",
+    "server_lr": "outer_lr",
+    "server_optim": "outer_optim",
+}
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -34,6 +42,7 @@ def reject_unknown(given: Iterable[str], valid: Iterable[str], where: str) -> No
         if name not in valid:
             alike = {one.lower(): one for one in reversed(valid)}
             nearest = [alike[one] for one in difflib.get_close_matches(str(name).lower(), alike, n=1, cutoff=0.5)]
+            nearest = [new for new in [RENAMED.get(name)] if new in valid] or nearest
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise TypeError(f"{where} got an unknown argument {name!r}{hint} Valid: {', '.join(valid)}")
 
@@ -216,3 +225,15 @@ def retold(error: Exception, text: str) -> Exception:
 def is_factory(dataset: Any) -> bool:
     """Return whether an argument is a function that makes each node's dataset."""
     return callable(dataset) and not isinstance(dataset, type) and not hasattr(dataset, "__getitem__")
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Exchange the argument that the message of a TypeError or ValueError begins with: name → what the user wrote."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        first = str(error).split(maxsplit=1)[0].rstrip(":") if str(error) else ""
+        if names.get(first, first) == first or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):
+            raise
+        raise type(error)(names[first] + str(error)[len(first) :]) from error

@@ -13,7 +13,8 @@ import numpy as np
 from vsim.arguments import a_list, reject_unknown
 from vsim.records.describe import describe
 from vsim.records.sweep import Point
-from vsim.strategy.base import Algorithm, StrategyOptions
+from vsim.strategy.base import OPTIONS, Algorithm
+from vsim.strategy.configured import names_of
 
 
 def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Algorithm]:
@@ -86,8 +87,8 @@ def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
     parameters = inspect.signature(strategy).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names += [name for name in ("inner_optim", *StrategyOptions.__annotations__) if name not in names]
-    return names
+        names += [name for name in ("inner_optim", *(option.name for option in OPTIONS)) if name not in names]
+    return names_of(names)
 
 
 def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ HISTORIES = {
     ),
     "slowmo": local("SlowMoStrategy", "H=2, alpha=0.75, beta=0.5", formulas.SlowMo(0.25, 2, alpha=0.75, beta=0.5)),
     "diloco": local("DiLoCoStrategy", "H=2", formulas.DiLoCo(0.25, 2)),
-    "edit": local("EDiTStrategy", "H=2, clip_norm=0.5", formulas.EDiT(0.25, 2, outer_lr=0.8, momentum=0.85, clip=0.5)),
+    "edit": local(
+        "EDiTStrategy", "H=2, outer_max_norm=0.5", formulas.EDiT(0.25, 2, outer_lr=0.8, momentum=0.85, clip=0.5)
+    ),
     "streaming": local(
         "StreamingDiLoCoStrategy", STREAM, tuple(formulas.Streaming(0.25, 2, fragment=i, delay=1) for i in range(2))
     ),
@@ -70,14 +72,14 @@ HISTORIES = {
     ),
     "gpa": local("GPAStrategy", "mu_x=0.5, mu_y=0.75", formulas.GPA(0.25)),
     "fedadam": local("FedOptStrategy", "H=2", formulas.FedOpt(0.25, 2)),
-    "fedyogi": local("FedOptStrategy", "H=2, server_optim='yogi'", formulas.FedOpt(0.25, 2, "yogi")),
+    "fedyogi": local("FedOptStrategy", "H=2, outer_optim='yogi'", formulas.FedOpt(0.25, 2, "yogi")),
     "fedadagrad": local(
         "FedOptStrategy",
-        "H=2, server_optim='adagrad'",
+        "H=2, outer_optim='adagrad'",
         formulas.FedOpt(0.25, 2, "adagrad", server_lr=0.1, betas=(0.0, 0.0)),
     ),
     "fedprox": local("FedProxStrategy", "H=2, mu=0.5", formulas.FedProx(0.25, 2)),
-    "scaffold": local("ScaffoldStrategy", "H=2, server_lr=0.5", formulas.Scaffold(0.25, 2, server_lr=0.5)),
+    "scaffold": local("ScaffoldStrategy", "H=2, outer_lr=0.5", formulas.Scaffold(0.25, 2, server_lr=0.5)),
     "fednova": local("FedNovaStrategy", "H=2", formulas.FedNova(0.25, 2)),
     "feddyn": local("FedDynStrategy", "H=2, alpha=0.5", formulas.FedDyn(0.25, 2)),
     "fedper": local("FedPerStrategy", "H=2, personal=['head']", formulas.Personal(0.25, 2)),

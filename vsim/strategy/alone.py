@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 
 
-class AloneStrategy(Algorithm):
+class AloneStrategy(Algorithm, of=()):
     """Train every node alone, without communication: the control of a comparison.
 
         θ_k ← optimizer(θ_k, g_k)
 
     The global model is that of node 0: the mean of models that never met is not a model that anyone trained.
 
-    Args:
-        options: see `Algorithm`.
-
     Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with the first
     client's.
     """
 
     family = "local steps"
-
-    def __init__(self, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
-        super().__init__([], inner_optim=inner_optim, **options)
 
     def global_weights(self) -> Tensor:
         """Return the shared weights (P,) of node 0."""

@@ -64,9 +64,9 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
     def __init__(
         self,
         inner_optim: Optim = None,
+        *,
         outer_optim: Optim = None,
         H: int = 100,
-        *,
         outer_lr: float | None = None,
         staleness: str | Callable[[int], float] = "sqrt",
         buffer: int | None = None,

@@ -9,11 +9,12 @@ can be used for many runs. Code that is written as if for one node is in `vsim.s
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import Parameter
 from itertools import chain
-from typing import Any, ClassVar, TypedDict
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Unpack
 
-from vsim.arguments import real_number, reject_unknown
+from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec, clip_by_node, resolve_optim
@@ -42,7 +43,8 @@ from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
 from vsim.strategy.attack import Attack
 from vsim.strategy.average import Average
-from vsim.strategy.configured import Configured
+from vsim.strategy.configured import SPELLINGS, Configured
+from vsim.strategy.of_modules import docstring_of, init_of
 from vsim.strategy.when import When, schedule_of, syncs
 
 
@@ -109,6 +111,9 @@ class CommunicationModule(Configured):
         """Raise a ValueError if so many nodes as take part now are too few. Default: of the rule of `average`."""
         self.average.rule.check(cluster.num_nodes)
 
+    def check_optim(self, optim: OptimSpec) -> None:
+        """Raise an error if the nodes must not train with this inner optimizer. Default: no-op."""
+
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
 
@@ -159,7 +164,7 @@ Optim = OptimSpec | type[Optimizer] | str | None
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The arguments that all strategies take, besides inner_optim; see `Algorithm`."""
+    """The arguments that all strategies take, besides inner_optim, with EXO Gym's spellings; see `Algorithm`."""
 
     optim_spec: Optim
     lr: float | None
@@ -173,11 +178,25 @@ class StrategyOptions(TypedDict, total=False):
     attack: Attack | None
 
 
+OPTIONS = tuple(
+    Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
+    for name, kind in StrategyOptions.__annotations__.items()
+    if name not in SPELLINGS
+)
+
+
 class Algorithm(Configured):
     """An inner optimizer and an ordered list of communication modules. The base of all strategies that vsim has.
 
     A training step is `gradients`, `optimize` and `sync`. A subclass that extends `setup`, `gradients` or `sync` calls
     `super()`. For code that is written as if for one node, subclass `Strategy`.
+
+    A strategy of fixed modules names them and has their arguments, docstring and checks, besides the options below:
+
+        class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
+
+    `of` is a module or several; `positions` are the arguments that may be given by position, by default inner_optim;
+    `names` has a module's names of arguments → the strategy's, and None for those that it does not take.
 
     Args:
         communication_modules: communicate in this order. Without any, every node trains alone.
@@ -201,6 +220,7 @@ class Algorithm(Configured):
     """
 
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
+    common = OPTIONS
 
     # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
     # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
@@ -211,21 +231,34 @@ class Algorithm(Configured):
     # Methods of `Strategy` that nothing here calls.
     uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls,
+        of: type[CommunicationModule] | tuple[type[CommunicationModule], ...] | None = None,
+        positions: Sequence[str] = ("inner_optim",),
+        names: Mapping[str, str | None] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
+        if of is not None:
+            modules = of if isinstance(of, tuple) else (of,)
+            cls.__init__ = init_of(modules, names, positions, OPTIONS, Algorithm._compose)  # type: ignore[method-assign]
+            cls.__doc__ = docstring_of(cls.__doc__ or "", modules, names)
         super().__init_subclass__(**kwargs)
         for promise in ("shares_weights", "shares_grads"):
             setattr(cls, promise, cls.__dict__.get(promise, False))
 
-    def __init__(
-        self,
-        communication_modules: Sequence[CommunicationModule] = (),
-        inner_optim: Optim = None,
-        **options: Unpack[StrategyOptions],
+    if TYPE_CHECKING:  # with `of`, the arguments are those of modules
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    else:
+
+        def __init__(self, communication_modules=(), inner_optim=None, **options: Unpack[StrategyOptions]):
+            self._compose(communication_modules, inner_optim, options)
+
+    def _compose(
+        self, communication_modules: Sequence[CommunicationModule], inner_optim: Optim, options: StrategyOptions
     ) -> None:
-        of_all = ("inner_optim", *StrategyOptions.__annotations__)
-        own = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "options", *of_all)]
         where = f"{type(self).__name__}()"
-        reject_unknown(options, [*own, *of_all], where)
         if uncalled := [f"{name}()" for name in self.uncalled if hasattr(self, name)]:
             raise TypeError(
                 f"{type(self).__name__} defines {', '.join(uncalled)}, called only in subclasses of Strategy and "
@@ -248,9 +281,13 @@ class Algorithm(Configured):
         self.attack = options.get("attack")
         if self.attack is not None:
             self.communication_modules = self._attacked(self.attack)
+        if self.attack is not None or not all(one.average.takes_mean for one in self.communication_modules):
             self.shares_grads = False  # each node's own is needed
-        default, rates = OptimSpec(torch.optim.AdamW), {"lr": options.get("lr")}
-        self.optim_spec = resolve_optim(where, {"inner_optim": inner_optim}, rates, default=default)
+        given_optim, rates = {"inner_optim": inner_optim}, {"lr": options.get("lr")}
+        self.optim_spec = resolve_optim(where, given_optim, rates, default=self.default_inner_optim())
+        for module in self.communication_modules:
+            with naming(where):
+                module.check_optim(self.optim_spec)
         max_norm = options.get("max_norm")
         self.max_norm = None if max_norm is None else real_number("max_norm", max_norm, above=0)
         given: Mapping[str, Any] = options
@@ -276,7 +313,12 @@ class Algorithm(Configured):
                 module.average.attack = attack
         return modules
 
-    def _check_made(self) -> None:
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        """Return the inner optimizer where none is given."""
+        return OptimSpec(torch.optim.AdamW)
+
+    def check(self) -> None:
         if "communication_modules" not in vars(self):
             raise TypeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(…), with the options of every strategy"

@@ -6,33 +6,39 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from inspect import Parameter
+from typing import Any, ClassVar
 
+from vsim.arguments import reject_unknown, renaming
 from vsim.cluster.state import Stateful
 
 # EXO Gym's names of arguments → vsim's.
 SPELLINGS = {"optim_spec": "inner_optim", "inner_lr": "lr", "outer_optim_spec": "outer_optim"}
-_OF_ALL = ("inner_optim", "lr")  # the arguments that every strategy takes
+_OF_ALL = ("inner_optim", "lr")  # arguments of every strategy
 
 
 class Configured(Stateful):
     """Base of strategies, communication modules, compressors and selectors.
 
     Its `repr` is the call that makes it. `derived` of a subclass adds to its parent's.
+
+    Attributes:
+        common: the arguments that **options of an `__init__` stands for.
     """
 
     __slots__ = ("_given",)  # apart from the attributes, which are state or settings
 
+    common: ClassVar[tuple[Parameter, ...]] = ()
     _given: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.derived = tuple(dict.fromkeys(name for base in cls.__mro__ for name in vars(base).get("derived", ())))
         if "__init__" in vars(cls):
-            cls.__init__ = _respelled(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _checked(cls.__init__, cls.common)  # type: ignore[method-assign]
 
-    def _check_made(self) -> None:
-        """Raise a TypeError if `__init__` has left something out."""
+    def check(self) -> None:
+        """Raise an error if arguments contradict each other; called when it is made."""
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={shown(value)}" for name, value in arguments_of(self).items())
@@ -42,6 +48,11 @@ class Configured(Stateful):
 def arguments_of(configured: Configured) -> dict[str, Any]:
     """Return the arguments that something was made with, by name."""
     return dict(getattr(configured, "_given", {}))
+
+
+def names_of(arguments: list[str]) -> list[str]:
+    """Return the names of arguments with EXO Gym's spellings of them."""
+    return [*arguments, *(theirs for theirs, ours in SPELLINGS.items() if ours in arguments)]
 
 
 def shown(value: Any) -> str:
@@ -59,34 +70,48 @@ def shown(value: Any) -> str:
     return type(value).__name__ if re.search(r" at 0x[0-9a-f]+", text) or len(text) > 200 else text
 
 
-def _respelled(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` with EXO Gym's spellings of its arguments, too; the outermost one keeps the arguments."""
-    signature = inspect.signature(init)
-    names = list(signature.parameters)
+def _checked(init: Callable[..., None], common: tuple[Parameter, ...]) -> Callable[..., None]:
+    """Return `init` with EXO Gym's spellings, and an error for unknown arguments; the outermost one keeps them."""
+    given = inspect.signature(init)
+    parameters = []
+    for parameter in given.parameters.values():
+        is_common = parameter.kind is Parameter.VAR_KEYWORD and parameter.name == "options"
+        parameters += [p for p in common if p.name not in given.parameters] if is_common else [parameter]
+    signature = given.replace(parameters=parameters)
+    names = [p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)][1:]
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
 
     @wraps(init)
     def made(self: Configured, *args: Any, **kwargs: Any) -> None:
+        where, spelled = f"{type(self).__name__}()", {}
         for theirs, ours in SPELLINGS.items():
-            if theirs not in kwargs or theirs in names or (ours not in names and ours not in _OF_ALL):
+            if theirs not in kwargs or theirs in names or not (ours in names or (takes_any and ours in _OF_ALL)):
                 continue
-            value, by_position = kwargs.pop(theirs), names[1 : 1 + len(args)]
+            value, by_position = kwargs.pop(theirs), names[: len(args)]
             if value is None:
                 continue
             if kwargs.get(ours) is not None or (ours in by_position and args[by_position.index(ours)] is not None):
-                raise TypeError(
-                    f"{type(self).__name__}(): {ours} and {theirs} are two spellings of one argument; give one of them"
-                )
+                raise TypeError(f"{where}: {ours} and {theirs} are two spellings of one argument; give one of them")
+            spelled[ours] = theirs
             if ours in by_position:
                 args = tuple(value if name == ours else arg for name, arg in zip(by_position, args, strict=True))
             else:
                 kwargs[ours] = value
-        init(self, *args, **kwargs)
+        if not takes_any:
+            own = [p.name for p in inspect.signature(type(self)).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            reject_unknown(kwargs, names_of([*dict.fromkeys([*own, *names])]), where)
+        try:
+            bound = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            named = ", ".join(p.name for p in parameters[1:] if p.kind is Parameter.KEYWORD_ONLY)
+            raise TypeError(f"{where}: {error}; arguments to give by name: {named or 'none'}") from None
+        with renaming(spelled):
+            init(self, *args, **kwargs)
         if type(self).__init__ is made:
-            given = signature.bind(self, *args, **kwargs).arguments
-            of_kinds = {p.name: p.kind for p in signature.parameters.values()}
             self._given = {}
-            for name, value in list(given.items())[1:]:
-                self._given |= value if of_kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-            self._check_made()
+            for name, value in list(bound.items())[1:]:
+                self._given |= value if signature.parameters[name].kind is Parameter.VAR_KEYWORD else {name: value}
+            self.check()
 
+    made.__signature__ = signature  # type: ignore[attr-defined]
     return made

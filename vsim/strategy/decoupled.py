@@ -56,8 +56,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     def __init__(
         self,
         inner_optim: Optim = None,
-        H: int = 24,
         *,
+        H: int = 24,
         fragments: Fragments = None,
         pattern: str = "strided",
         delay: int = 2,

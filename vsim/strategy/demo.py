@@ -50,6 +50,7 @@ class DeMoStrategy(Algorithm):
         compression_topk: int = 32,
         compression_chunk: int = 64,
         weight_decay: float = 0.0,
+        *,
         index_bytes: str = "int64",
         **options: Unpack[StrategyOptions],
     ) -> None:

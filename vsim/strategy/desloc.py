@@ -17,20 +17,20 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"
 
 
 class StateAverage(CommunicationModule):
-    """s_k = mean_j s_j after every `every`-th step, for one kind of state s that the inner optimizer keeps.
+    """s_k = mean_j s_j after every H-th step, for one kind of state s that the inner optimizer keeps.
 
     Args:
-        name: what the optimizer calls it, such as "exp_avg". every: steps between syncs.
+        name: what the optimizer calls it, such as "exp_avg". H: steps between syncs.
 
-    Payload: as many bytes as the state has, every `every` steps.
+    Payload: as many bytes as the state has, every H steps.
 
     Raises:
         ValueError: at a sync, the inner optimizer keeps no such state.
     """
 
-    def __init__(self, name: str, every: int) -> None:
+    def __init__(self, name: str, *, H: int) -> None:
         self.name = a_text("name", name)
-        self.H = whole_number("every", every)
+        self.H = whole_number("H", H)
 
     def sync(self, cluster: Cluster) -> None:
         nodes = states_by_node(cluster.optim, self.name, cluster.replicas)
@@ -77,8 +77,8 @@ class DESLOCStrategy(Algorithm):
     def __init__(
         self,
         inner_optim: Optim = None,
-        H: int = 32,
         *,
+        H: int = 32,
         H_m: int | None = None,
         H_v: int | None = None,
         **options: Unpack[StrategyOptions],
@@ -98,8 +98,8 @@ class DESLOCStrategy(Algorithm):
 
     def _averages(self, argument: str, given: int | None, default: int, names: tuple[str, ...]) -> list[StateAverage]:
         """Return the averages of the moments among `names` that the optimizer keeps, of the period that is given."""
-        every, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
-        averages = [StateAverage(name, every) for name in names if name in kept]
+        H, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
+        averages = [StateAverage(name, H=H) for name in names if name in kept]
         if given is not None and not averages:
             raise TypeError(f"DESLOCStrategy(): {argument}={given} has no effect: {self._keeps(names)}")
         return averages

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing_extensions import Unpack
-
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.outer import OuterStep
-from vsim.strategy.when import When
 
 
 class DiLoCoCommunicator(OuterStep):
-    """φ ← outer(φ, Δ),  Δ = average_k(φ − θ_k),  θ_k ← φ,  after every H-th step; see `DiLoCoStrategy`."""
-
-    def sync(self, cluster: Cluster) -> None:
-        phi, delta = self.outer_weights, self.outer_gradient
-        delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
-        self.outer_optim.step()
-        cluster.weights.copy_(phi)
-
-
-class DiLoCoStrategy(Algorithm):
-    """Train alone for H steps, then step a shared copy with an outer optimizer: DiLoCo [Douillard et al. 2023,
-    arXiv:2311.08105].
+    """Step shared weights φ with an outer optimizer by what the nodes have moved, after every H-th step.
 
         θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
+        after every H-th step:  Δ = average_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
     The inner optimizer's state survives the sync. With the default outer optimizer the first move is 0.7 · 1.9 · Δ, as
     torch.optim.SGD's Nesterov momentum has it.
@@ -37,23 +22,22 @@ class DiLoCoStrategy(Algorithm):
         outer_lr: the outer learning rate.
         average: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
-        options: see `Algorithm`. The paper's inner optimizer is
-            OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
     Payload: all weights every H steps, or what `average` sends in their place.
     """
 
-    family = "local steps"
+    def sync(self, cluster: Cluster) -> None:
+        phi, delta = self.outer_weights, self.outer_gradient
+        delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
+        self.outer_optim.step()
+        cluster.weights.copy_(phi)
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        outer_optim: Optim = None,
-        H: int | When = 100,
-        *,
-        outer_lr: float | None = None,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        outer = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
-        super().__init__([outer], inner_optim=inner_optim, **options)
+
+class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
+    """Train alone for H steps, then step a shared copy with an outer optimizer: DiLoCo [Douillard et al. 2023,
+    arXiv:2311.08105].
+
+    The paper's inner optimizer is OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
+    """
+
+    family = "local steps"

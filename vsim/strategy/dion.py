@@ -64,8 +64,8 @@ class DionStrategy(Algorithm):
     def __init__(
         self,
         inner_optim: Optim = None,
-        rank_fraction: float = 0.25,
         *,
+        rank_fraction: float = 0.25,
         mu: float = 0.95,
         weight_decay: float = 0.01,
         only: str | Sequence[str] | None = None,

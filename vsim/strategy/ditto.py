@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
-from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.fedavg import FEDERATED, AveragingCommunicator
 from vsim.strategy.when import When, interval
 
 
 class PersonalModels(CommunicationModule):
     """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step, with φ the weights of all nodes after every H-th step.
 
-    Give it after the module that makes the weights equal there.
+    Give it after the module that makes the weights equal there. max_norm clips the gradients at θ_k.
 
     Args:
-        lam: λ, at least 0. personal_lr: η; None: the inner learning rate. H: steps of a round, or a schedule.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        lam: λ, at least 0; 0.1 to 2 in the paper.
+        personal_lr: η of the clients' own models, at least 0. Default: the inner learning rate.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
     personal_models: Tensor  # v_k, stacked (R, P)
 
-    def __init__(self, lam: float = 0.1, personal_lr: float | None = None, H: int | When = 1) -> None:
+    def __init__(self, *, H: int | When = 10, lam: float = 0.1, personal_lr: float | None = None) -> None:
         self.lam = real_number("lam", lam, at_least=0)
         self.personal_lr = None if personal_lr is None else real_number("personal_lr", personal_lr, at_least=0)
         self.H = interval(H)
@@ -51,7 +51,7 @@ class PersonalModels(CommunicationModule):
         self.outer_weights.copy_(cluster.weights[0])
 
 
-class DittoStrategy(Algorithm):
+class DittoStrategy(Algorithm, of=(AveragingCommunicator, PersonalModels), names=FEDERATED):
     """FedAvg, next to which each client trains a model of its own near the global one: Ditto [Li et al. 2020,
     arXiv:2012.04221].
 
@@ -60,13 +60,6 @@ class DittoStrategy(Algorithm):
 
     v_k is what client k uses, and never leaves it; both models see the same batches. λ = 0 is training alone.
 
-    Args:
-        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        lam: λ, at least 0; 0.1 to 2 in the paper.
-        personal_lr: η of the clients' own models, at least 0. Default: the inner learning rate.
-        average: see `FedAvgStrategy`.
-        options: see `Algorithm`. max_norm clips the gradients at θ_k.
-
     Payload: all weights every H steps.
 
     Deviations from the paper: v_k takes as many steps as θ_k, by plain SGD whatever the inner optimizer; the running
@@ -74,16 +67,3 @@ class DittoStrategy(Algorithm):
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        *,
-        lam: float = 0.1,
-        personal_lr: float | None = None,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = AveragingCommunicator(None, interval(H), average)
-        super().__init__([weights, PersonalModels(lam, personal_lr, H)], inner_optim=inner_optim, **options)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.extras import extra
 from vsim.strategy.average import clip as limit
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.when import When, interval
 
@@ -23,21 +22,52 @@ LEAST_NOISE = 1e-3  # below, ε says nothing, and its computation overflows
 
 
 class PrivateAverage(AveragingCommunicator):
-    """φ ← φ + mean_k clip(θ_k − φ) + noise after every `every`-th step; see `DPFedAvgStrategy`.
+    """Average what clients have moved, clipped and with a server's noise, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k)
+        after every H-th step, for n nodes:
+            φ ← φ + 1/n · (Σ_k (θ_k − φ) · min(1, C / ‖θ_k − φ‖) + noise),  θ_k ← φ
+            noise ~ N(0, (z·C)²) in every entry
+
+    The history's column "epsilon" has ε of (ε, δ)-differential privacy that has been spent: no more can be learned from
+    all weights that were sent to clients about whether a given client, with all its data, took part.
 
     Args:
-        every: H. clip, noise_multiplier, delta: as there.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when` that has no warm-up.
+        clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
+        noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
+        delta: δ in (0, 1), well below one in the number of clients.
+
+    Payload: all weights every H steps.
+
+    Raises:
+        ImportError: with noise, where Google's dp-accounting is not installed.
+
+    The noise simulates that of a server which is trusted. It is drawn from the generator that the nodes share, which is
+    none for secrets: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics, and
+    the losses in the history are not protected.
+
+    ε is by Rényi differential privacy, and assumes Poisson sampling, in which every client joins a round by chance with
+    probability q, and neighbours that differ by one client added or removed. With participation=Sample(n, of=N) q is
+    n/N, as is common, though such cohorts have a fixed size: for those, and neighbours that differ by one client
+    replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are drawn
+    and come too late count, too. Without Sample, or where rounds= keeps a cohort for several averagings, q is 1.
+
+    Deviations from the paper: n is that of the round, not its expectation; the paper takes the moments accountant.
     """
 
     rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with this share of the population and noise
     begun: int  # the step of the last sync
     carried = ("rounds",)
 
-    def __init__(self, every: int | When, clip: float, noise_multiplier: float, delta: float) -> None:
-        super().__init__(every=every, average="mean" if isinstance(clip, float) and clip == math.inf else limit(clip))
+    def __init__(
+        self, *, H: int | When = 10, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5
+    ) -> None:
+        average = "mean" if isinstance(clip, float) and clip == math.inf else limit(clip)
+        super().__init__(every=interval(H), average=average)
         if self.when.has_warmup:
             raise ValueError(
-                f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {every!r}: in its "
+                f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {H!r}: in its "
                 "warm-up gradients would be sent without noise"
             )
         self.clip = float(clip)
@@ -116,53 +146,7 @@ def _accounting() -> Any:
     return extra("dp_accounting", "DPFedAvgStrategy", "dp-accounting", "privacy")
 
 
-class DPFedAvgStrategy(Algorithm):
-    """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963].
-
-        θ_k ← optimizer(θ_k, g_k)
-        after every H-th step, for n nodes:
-            φ ← φ + 1/n · (Σ_k (θ_k − φ) · min(1, C / ‖θ_k − φ‖) + noise),  θ_k ← φ
-            noise ~ N(0, (z·C)²) in every entry
-
-    The history's column "epsilon" has ε of (ε, δ)-differential privacy that has been spent: no more can be learned from
-    all weights that were sent to clients about whether a given client, with all its data, took part.
-
-    Args:
-        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when` that has no warm-up.
-        clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
-        noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
-        delta: δ in (0, 1), well below one in the number of clients.
-        options: see `Algorithm`.
-
-    Payload: all weights every H steps.
-
-    Raises:
-        ImportError: with noise, where Google's dp-accounting is not installed.
-
-    The noise simulates that of a server which is trusted. It is drawn from the generator that the nodes share, which is
-    none for secrets: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics, and
-    the losses in the history are not protected.
-
-    ε is by Rényi differential privacy, and assumes Poisson sampling, in which every client joins a round by chance with
-    probability q, and neighbours that differ by one client added or removed. With participation=Sample(n, of=N) q is
-    n/N, as is common, though such cohorts have a fixed size: for those, and neighbours that differ by one client
-    replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are drawn
-    and come too late count, too. Without Sample, or where rounds= keeps a cohort for several averagings, q is 1.
-
-    Deviations from the paper: n is that of the round, not its expectation; the paper takes the moments accountant.
-    """
+class DPFedAvgStrategy(Algorithm, of=PrivateAverage):
+    """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963]."""
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        clip: float = 1.0,
-        noise_multiplier: float = 1.0,
-        *,
-        delta: float = 1e-5,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = PrivateAverage(interval(H), clip, noise_multiplier, delta)
-        super().__init__([weights], inner_optim=inner_optim, **options)

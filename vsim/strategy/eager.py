@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from vsim.arguments import true_or_false
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.replicas import matrix
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim
 from vsim.strategy.outer import outer_spec
 from vsim.strategy.when import When, interval
 
@@ -19,7 +18,20 @@ from vsim.strategy.when import When, interval
 class EagerDiLoCoCommunicator(CommunicationModule):
     """After every H-th step each node takes an outer step with what has arrived of the round before.
 
-    See `EagerDiLoCoStrategy`.
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
+            g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (delayed: g_k = D(t−1))
+            φ_k ← outer optimizer(φ_k, g_k);  θ_k ← φ_k
+
+    with D(0) = d_k(0) = 0. In the mean that has arrived, each node puts its own fresh distance in place of its old one,
+    so that the nodes' outer weights differ. With one node it is DiLoCo. The global model is the mean of the φ_k.
+
+    Args:
+        H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        outer_optim, outer_lr: see `DiLoCoCommunicator`; elementwise.
+        eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
+
+    Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
@@ -31,9 +43,9 @@ class EagerDiLoCoCommunicator(CommunicationModule):
 
     def __init__(
         self,
-        H: int | When = 100,
-        outer_optim: Optim = None,
         *,
+        outer_optim: Optim = None,
+        H: int | When = 100,
         outer_lr: float | None = None,
         eager: bool = True,
     ) -> None:
@@ -77,37 +89,9 @@ class EagerDiLoCoCommunicator(CommunicationModule):
             return cluster.collectives.all_reduce(self.outer_weights, "mean")
 
 
-class EagerDiLoCoStrategy(Algorithm):
-    """DiLoCo with the outer gradient a round late, except for a node's own part [Kale et al. 2025, arXiv:2502.12996].
-
-        θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
-            g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (delayed: g_k = D(t−1))
-            φ_k ← outer optimizer(φ_k, g_k);  θ_k ← φ_k
-
-    with D(0) = d_k(0) = 0. In the mean that has arrived, each node puts its own fresh distance in place of its old one,
-    so that the nodes' outer weights differ. With one node it is DiLoCo. The global model is the mean of the φ_k.
-
-    Args:
-        H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        outer_optim, outer_lr: see `DiLoCoStrategy`; elementwise.
-        eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
-        options: see `Algorithm`.
-
-    Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
+class EagerDiLoCoStrategy(Algorithm, of=EagerDiLoCoCommunicator):
+    """DiLoCo with the outer gradient a round late, except for a node's own part [Kale et al. 2025,
+    arXiv:2502.12996].
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        outer_optim: Optim = None,
-        H: int | When = 100,
-        *,
-        outer_lr: float | None = None,
-        eager: bool = True,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        outer = EagerDiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, eager=eager)
-        super().__init__([outer], inner_optim=inner_optim, **options)

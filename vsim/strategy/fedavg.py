@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.when import When, interval
 
 
 class AveragingCommunicator(CommunicationModule):
-    """θ_k = average(θ_1, …, θ_K) after every `every`-th step, over all nodes or inside of islands.
+    """Average the weights of all nodes, or inside of islands, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
 
     Args:
-        island_size: nodes that average together. At every sync the nodes are shuffled and cut into islands of this
-            size; the last may be smaller. Default: all nodes.
-        every: steps between syncs, H, or a schedule.
-        average: see `vsim.strategy.average`. One that needs moves averages what the nodes have moved since the last
-            sync, which all must have shared: not with islands.
+        island_size: average only inside of random islands of this many nodes, drawn again at every sync; the last may
+            be smaller. Default: all nodes.
+        every: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
+            post-local SGD, QSR(…) the quadratic synchronization rule.
+        average: how weights become one: "mean", mean("examples"), "median", mean() | clip("median"), …; see
+            `vsim.strategy.average`. One that needs moves averages what the nodes have moved since the last sync, which
+            all must have shared: not with islands.
+
+    Payload: all weights every H steps, or what `average` sends in their place.
+
+    Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
 
     outer_weights: Tensor  # φ, which the nodes have moved from, shared (P,); where moves are averaged
 
-    def __init__(self, island_size: int | None = None, every: int | When = 1, average: AverageLike = "mean") -> None:
+    def __init__(self, island_size: int | None = None, every: int | When = 1, *, average: AverageLike = "mean") -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
         self.H = interval(every, "every")
         self.average = average_of(average, "FedAvg", origin=island_size is None)
@@ -59,34 +66,15 @@ class AveragingCommunicator(CommunicationModule):
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
 
 
-class FedAvgStrategy(Algorithm):
+# The arguments of averaging in strategies that need equal weights after every round.
+FEDERATED = {"every": "H", "island_size": None}
+
+
+class FedAvgStrategy(
+    Algorithm, of=AveragingCommunicator, positions=("inner_optim", "island_size", "H"), names={"every": "H"}
+):
     """Train alone for H steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
     [Stich 2018, arXiv:1805.09767].
-
-        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
-
-    Args:
-        island_size: average only inside of random islands of this many nodes, drawn again at every sync.
-        H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
-            post-local SGD, QSR(…) the quadratic synchronization rule.
-        average: how weights become one: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`.
-        options: see `Algorithm`.
-
-    Payload: all weights every H steps, or what `average` sends in their place.
-
-    Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        island_size: int | None = None,
-        H: int | When = 1,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = AveragingCommunicator(island_size, interval(H), average)
-        super().__init__([weights], inner_optim=inner_optim, **options)

@@ -5,21 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.fedper import PersonalAverage
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class LocalNorms(PersonalAverage):
-    """As `PersonalAverage`, with parameters and running statistics of normalization layers as the personal ones."""
+    """Average the weights but for normalization layers, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
+
+    The parameters of batch, group, layer and RMS norms never leave a client; running statistics never do.
+
+    Args:
+        H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
+        average: how the shared parameters become one; see `AveragingCommunicator`.
+
+    Payload: the shared weights every H steps.
+
+    Deviations from the paper: H counts steps, not epochs; norms that are no batch norms stay local, too.
+    """
 
     buffers: tuple[str, ...] = ()
+
+    def __init__(self, *, H: int | When = 10, average: AverageLike = "mean") -> None:
+        super().__init__(H=H, average=average)
 
     def setup(self, cluster: Cluster) -> None:
         modules = cluster.replicas.module.named_modules()
@@ -54,32 +69,9 @@ class LocalNorms(PersonalAverage):
             buffers[name].copy_(own[f"buffer_{i}"])
 
 
-class FedBNStrategy(Algorithm):
+class FedBNStrategy(Algorithm, of=LocalNorms):
     """FedAvg of all but the normalization layers, which stay with their client: FedBN [Li et al. 2021,
     arXiv:2102.07623].
-
-        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
-
-    The parameters of batch, group, layer and RMS norms never leave a client; running statistics never do.
-
-    Args:
-        H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
-        average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: see `Algorithm`.
-
-    Payload: the shared weights every H steps.
-
-    Deviations from the paper: H counts steps, not epochs; norms that are no batch norms stay local, too.
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        *,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([LocalNorms(interval(H), average=average)], inner_optim=inner_optim, **options)

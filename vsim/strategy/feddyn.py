@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.scaffold import share_of_joining
 
 
 class DynamicRegularizer(CommunicationModule):
-    """Gradients get −h_k + α (θ_k − φ), and every H-th step moves φ, h and h_k; see `FedDynStrategy`."""
+    """Make the clients' minima agree by a linear and a quadratic term in each loss, which every H-th step moves.
+
+        θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
+        after every H-th step, for n nodes of a population of N:
+            h_k ← h_k − α (θ_k − φ);  h ← h − α · n/N · mean_k (θ_k − φ);  φ ← mean_k θ_k − h / α;  θ_k ← φ
+
+    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Where clients come to its minimum, h_k is
+    their gradient there, and φ stays only where these sum to 0. h / α is the sum of all earlier moves: where clients do
+    not come close in a round (a small α · lr · H), φ may swing.
+
+    Args:
+        H: local steps of a round, at least 1.
+        alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
+
+    Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
+    N·h, as in `ScaffoldStrategy`.
+
+    Deviations from the paper: H counts steps, not epochs.
+    """
 
     outer_weights: Tensor  # φ, shared (P,)
     correction: Tensor  # h, the mean of the h_k of all clients, shared (P,)
     corrections: Tensor  # h_k, stacked (R, P), a row for each client
 
-    def __init__(self, H: int = 10, alpha: float = 0.1) -> None:
+    def __init__(self, *, H: int = 10, alpha: float = 0.1) -> None:
         self.H: int = whole_number("H", H)
         self.alpha = real_number("alpha", alpha, above=0)
 
@@ -48,33 +66,13 @@ class DynamicRegularizer(CommunicationModule):
         return self.outer_weights
 
 
-class FedDynStrategy(Algorithm):
+class FedDynStrategy(Algorithm, of=DynamicRegularizer):
     """FedAvg with a linear and a quadratic term that make the clients' minima agree: FedDyn [Acar et al. 2021,
     arXiv:2111.04263].
-
-        θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
-        after every H-th step, for n nodes of a population of N:
-            h_k ← h_k − α (θ_k − φ);  h ← h − α · n/N · mean_k (θ_k − φ);  φ ← mean_k θ_k − h / α;  θ_k ← φ
-
-    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Where clients come to its minimum, h_k is
-    their gradient there, and φ stays only where these sum to 0. h / α is the sum of all earlier moves: where clients do
-    not come close in a round (a small α · lr · H), φ may swing.
-
-    Args:
-        H: local steps of a round, at least 1.
-        alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
-        options: see `Algorithm`. The paper's inner optimizer is SGD, and so is this default.
-
-    Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
-    N·h, as in `ScaffoldStrategy`.
-
-    Deviations from the paper: H counts steps, not epochs.
     """
 
     family = "federated"
 
-    def __init__(
-        self, inner_optim: Optim = None, H: int = 10, *, alpha: float = 0.1, **options: Unpack[StrategyOptions]
-    ) -> None:
-        inner = "sgd" if inner_optim is None and options.get("optim_spec") is None else inner_optim
-        super().__init__([DynamicRegularizer(H, alpha)], inner_optim=inner, **options)
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        return OptimSpec("sgd")

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of, mean
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.when import When, interval
 
 
 class NormalizedAverage(CommunicationModule):
-    """φ ← φ + (Σ_k p_k τ_k) · average_k((θ_k − φ) / τ_k), θ_k ← φ, after every H-th step; see `FedNovaStrategy`."""
+    """Average each client's move per step, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
+
+    Where all clients take equally many steps it is FedAvg. They differ with Sample(n, of=N, epochs=E), where each takes
+    E epochs of its own data: FedAvg then comes to the minimum of another loss, in which clients count by p_k τ_k.
+
+    Args:
+        H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
+
+    Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
+
+    Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
+    and proximal terms the paper has other divisors.
+    """
 
     outer_weights: Tensor  # φ, shared (P,)
     steps: Tensor  # τ_k, of the round so far, stacked (R, 1)
 
-    def __init__(self, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
+    def __init__(self, *, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
         self.H = interval(H)
         self.average = average_of(average, "FedNova")
 
@@ -52,34 +66,9 @@ class NormalizedAverage(CommunicationModule):
         return self.outer_weights
 
 
-class FedNovaStrategy(Algorithm):
+class FedNovaStrategy(Algorithm, of=NormalizedAverage):
     """FedAvg of each client's move per step, where clients take different numbers of steps: FedNova
     [Wang et al. 2020, arXiv:2007.07481].
-
-        θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
-
-    Where all clients take equally many steps it is FedAvg. They differ with Sample(n, of=N, epochs=E), where each takes
-    E epochs of its own data: FedAvg then comes to the minimum of another loss, in which clients count by p_k τ_k.
-
-    Args:
-        H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
-        options: see `Algorithm`.
-
-    Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
-
-    Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
-    and proximal terms the paper has other divisors.
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        *,
-        average: AverageLike = mean("examples"),  # noqa: B008 (frozen)
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([NormalizedAverage(H, average)], inner_optim=inner_optim, **options)

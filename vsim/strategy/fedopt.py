@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from vsim.arguments import given, one_of, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
-from vsim.strategy.outer import OuterStep
+from vsim.strategy.base import Algorithm
+from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.when import When
 
 
@@ -88,20 +87,8 @@ SERVERS = {
 }
 
 
-class ServerStep(OuterStep):
-    """φ ← server(φ, Δ),  Δ = average_k(φ − θ_k),  θ_k ← φ,  and inner optimizers begin again; see `FedOptStrategy`."""
-
-    def sync(self, cluster: Cluster) -> None:
-        phi, delta = self.outer_weights, self.outer_gradient
-        delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
-        self.outer_optim.step()
-        cluster.weights.copy_(phi)
-        forget(cluster.optim)
-
-
-class FedOptStrategy(Algorithm):
-    """FedAvg, after which a server's optimizer steps a shared copy: FedAdam, FedYogi, FedAdagrad, FedAvgM
-    [Reddi et al. 2020, arXiv:2003.00295].
+class ServerStep(DiLoCoCommunicator):
+    """DiLoCo whose inner optimizers begin every round without a state.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
@@ -111,34 +98,39 @@ class FedOptStrategy(Algorithm):
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        server_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg, "momentum" with
+        outer_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg, "momentum" with
             lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
-        server_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
+        outer_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
         average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: see `Algorithm`. In the paper the nodes train with SGD.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 
     Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
     """
 
-    family = "federated"
-
     def __init__(
         self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        server_optim: OptimSpec | type[Optimizer] | str = "adam",
-        server_lr: float | None = None,
         *,
+        H: int | When = 10,
+        outer_optim: OptimSpec | type[Optimizer] | str = "adam",
+        outer_lr: float | None = None,
         average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
     ) -> None:
-        if server_lr is not None:
-            real_number("server_lr", server_lr, above=0)
-        named = SERVERS[one_of("server_optim", server_optim, SERVERS)] if isinstance(server_optim, str) else None
-        spellings = {"server_optim": server_optim if named is None else None}
-        rates = {"server_lr": server_lr}
-        spec = resolve_optim("FedOptStrategy()", spellings, rates, default=named or SERVERS["adam"])
-        server = ServerStep(H, spec, average=average)
-        super().__init__([server], inner_optim=inner_optim, **options)
+        if outer_lr is not None:
+            real_number("outer_lr", outer_lr, above=0)
+        named = SERVERS[one_of("outer_optim", outer_optim, SERVERS)] if isinstance(outer_optim, str) else None
+        spellings, rates = {"outer_optim": None if named else outer_optim}, {"outer_lr": outer_lr}
+        spec = resolve_optim("FedOpt", spellings, rates, default=named or SERVERS["adam"])
+        super().__init__(H, spec, average=average)
+
+    def sync(self, cluster: Cluster) -> None:
+        super().sync(cluster)
+        forget(cluster.optim)
+
+
+class FedOptStrategy(Algorithm, of=ServerStep):
+    """FedAvg, after which a server's optimizer steps a shared copy: FedAdam, FedYogi, FedAdagrad, FedAvgM
+    [Reddi et al. 2020, arXiv:2003.00295].
+    """
+
+    family = "federated"

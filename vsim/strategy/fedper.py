@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.cluster.optim import matching
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.fragments import Fragment
 from vsim.strategy.when import When, interval
@@ -20,13 +19,29 @@ Personal = str | Sequence[str] | None
 
 
 class PersonalAverage(AveragingCommunicator):
-    """As `AveragingCommunicator`, but for personal parameters; see `FedPerStrategy`."""
+    """Average the weights but for personal parameters, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
+
+    Personal parameters never leave a client. A client that has not taken part yet has the model's. The global
+    model that is validated has their mean over the nodes, which no client has: `local_loss` is node 0's, and
+    `client_val_dataset` measures every client's own.
+
+    Args:
+        H: local steps between averagings, at least 1.
+        personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
+        average: how the shared parameters become one; see `AveragingCommunicator`.
+
+    Payload: the shared weights every H steps.
+
+    Deviations from the paper: H counts steps, not epochs.
+    """
 
     personal_weights: Tensor  # as clients left them, stacked (R, p)
     derived: ClassVar[tuple[str, ...]] = ("shared", "own")
 
-    def __init__(self, every: int | When = 1, personal: Personal = None, average: AverageLike = "mean") -> None:
-        super().__init__(None, every, average)
+    def __init__(self, *, H: int | When = 10, personal: Personal = None, average: AverageLike = "mean") -> None:
+        super().__init__(every=interval(H), average=average)
         self.personal = [personal] if isinstance(personal, str) else personal
         named = isinstance(self.personal, Sequence) and all(isinstance(name, str) for name in self.personal)
         if personal is not None and not (named and self.personal):
@@ -88,37 +103,9 @@ class PersonalAverage(AveragingCommunicator):
             view.copy_(own)
 
 
-class FedPerStrategy(Algorithm):
+class FedPerStrategy(Algorithm, of=PersonalAverage):
     """FedAvg of all but the last layer, or other parameters, which stay with their client: FedPer
     [Arivazhagan et al. 2019, arXiv:1912.00818].
-
-        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
-
-    Personal parameters never leave a client. A client that has not taken part yet has the model's. The global
-    model that is validated has their mean over the nodes, which no client has: `local_loss` is node 0's, and
-    `client_val_dataset` measures every client's own.
-
-    Args:
-        H: local steps between averagings, at least 1.
-        personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
-        average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: see `Algorithm`.
-
-    Payload: the shared weights every H steps.
-
-    Deviations from the paper: H counts steps, not epochs.
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        personal: Personal = None,
-        *,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = PersonalAverage(interval(H), personal, average)
-        super().__init__([weights], inner_optim=inner_optim, **options)

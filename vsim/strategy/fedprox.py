@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
-from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.fedavg import FEDERATED, AveragingCommunicator
 from vsim.strategy.when import When, interval
 
 
 class ProximalTerm(CommunicationModule):
     """g_k ← g_k + μ (θ_k − φ) before every optimizer step, with φ the weights of all nodes after every H-th step.
 
-    Give it after the module that makes the weights equal there.
+    Give it after the module that makes the weights equal there. max_norm clips the gradient with the term in it.
 
     Args:
-        mu: μ, at least 0. H: steps of a round, or a schedule.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        mu: μ, at least 0; 0.001 to 1 in the paper.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
 
-    def __init__(self, mu: float = 0.01, H: int | When = 1) -> None:
+    def __init__(self, *, H: int | When = 10, mu: float = 0.01) -> None:
         self.mu = real_number("mu", mu, at_least=0)
         self.H = interval(H)
 
@@ -39,7 +38,7 @@ class ProximalTerm(CommunicationModule):
         self.outer_weights.copy_(cluster.weights[0])
 
 
-class FedProxStrategy(Algorithm):
+class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names=FEDERATED):
     """FedAvg with a penalty on each node's distance from the round's first weights: FedProx [Li et al. 2018,
     arXiv:1812.06127].
 
@@ -47,27 +46,9 @@ class FedProxStrategy(Algorithm):
 
     which are steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². μ = 0 is FedAvg.
 
-    Args:
-        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        mu: μ, at least 0; 0.001 to 1 in the paper.
-        average: see `FedAvgStrategy`.
-        options: see `Algorithm`. max_norm clips the gradient with the term in it.
-
     Payload: all weights every H steps.
 
     Deviations from the paper: every node takes H steps, where the paper's may do as much as each has time for.
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        *,
-        mu: float = 0.01,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = AveragingCommunicator(None, interval(H), average)
-        super().__init__([weights, ProximalTerm(mu, H)], inner_optim=inner_optim, **options)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.fedper import Personal, PersonalAverage
 from vsim.strategy.fragments import Fragment
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When
 
 
 class AlternatingAverage(PersonalAverage):
-    """As `PersonalAverage`; a round first trains personal parameters, then shared ones. See `FedRepStrategy`."""
+    """Average a common representation after every H-th step; a round first trains personal parameters.
+
+        steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k), the others: θ_k[shared] ← optimizer(…);
+        after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
+
+    The part that a step does not train stays as it is. See `PersonalAverage` for personal parameters.
+
+    Args:
+        H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
+        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of them.
+        personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
+        average: how the shared parameters become one; see `AveragingCommunicator`.
+
+    Payload: the shared weights every H steps.
+
+    Deviations from the paper: H counts steps, not epochs. In an optimizer with momentum, the part that rests has a
+    gradient of zero.
+    """
 
     begun: int  # the step after which the round began, and its steps
     length: int
@@ -24,15 +40,16 @@ class AlternatingAverage(PersonalAverage):
 
     def __init__(
         self,
-        every: int | When = 2,
+        *,
+        H: int | When = 10,
         head_steps: int | None = None,
         personal: Personal = None,
         average: AverageLike = "mean",
     ) -> None:
-        super().__init__(every, personal, average)
+        super().__init__(H=H, personal=personal, average=average)
         most = None
-        if not isinstance(every, When):
-            most = whole_number("H", every, at_least=2) - 1  # a step for the representation
+        if not isinstance(H, When):
+            most = whole_number("H", H, at_least=2) - 1  # a step for the representation
         self.head_steps = None if head_steps is None else whole_number("head_steps", head_steps, at_most=most)
 
     def setup(self, cluster: Cluster) -> None:
@@ -68,39 +85,9 @@ class AlternatingAverage(PersonalAverage):
         self.begun, self.length = cluster.step, self.when.until_next(cluster)
 
 
-class FedRepStrategy(Algorithm):
+class FedRepStrategy(Algorithm, of=AlternatingAverage):
     """FedPer that trains each client's head first, and then the representation under it: FedRep [Collins et al. 2021,
     arXiv:2102.07078].
-
-        steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k), the others: θ_k[shared] ← optimizer(…);
-        after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
-
-    The part that a step does not train stays as it is. See `FedPerStrategy` for personal parameters.
-
-    Args:
-        H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
-        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of them.
-        personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
-        average: how the shared parameters become one; see `FedAvgStrategy`.
-        options: see `Algorithm`.
-
-    Payload: the shared weights every H steps.
-
-    Deviations from the paper: H counts steps, not epochs. In an optimizer with momentum, the part that rests has a
-    gradient of zero.
     """
 
     family = "federated"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 10,
-        head_steps: int | None = None,
-        personal: Personal = None,
-        *,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = AlternatingAverage(interval(H), head_steps, personal, average)
-        super().__init__([weights], inner_optim=inner_optim, **options)

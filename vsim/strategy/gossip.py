@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import a_list, one_of, true_or_false, whole_number
 from vsim.cluster import Cluster
 from vsim.reading import read_text
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.when import When, interval
 
 Pair = tuple[int, int]
@@ -221,13 +220,39 @@ def topology_of(given: Any) -> Topology:
 
 
 class GossipCommunicator(CommunicationModule):
-    """After every H-th step θ_k ← Σ_j W_kj θ_j over the neighbours j of node k; see `GossipStrategy`."""
+    """Average with the neighbours on a graph, after every H-th step.
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
+        W_kj = 1 / (1 + max(d_k, d_j)) of neighbours with degrees d, W_kk = 1 − Σ_j W_kj [Metropolis weights]
+
+    W is symmetric, and its rows and columns sum to 1: the mean of the nodes stays, and their distance from it shrinks
+    by |λ₂(W)| or more in a mixing. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
+    [DIGing, Nedić et al. 2017, arXiv:1607.03218] the optimizer takes y_k, which follows the mean gradient, in place of
+    the node's own, so that nodes with different data come to the optimum of the mean at a constant learning rate:
+
+        y ← W y + ∇f(x_new) − ∇f(x_old), at first ∇f(x);  x ← optimizer(W x, y), in the paper W x − α y
+
+    Args:
+        topology: the graph: "ring"; "torus", of the most equal sides, a ring if K is prime; "exponential", k ± 2^m;
+            "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to
+            k + 2^(t mod ⌈log₂ K⌉), and takes half of itself and half of what comes; "complete"; `RandomGraph(degree)`;
+            a list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
+        H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
+        tracking: whether to track gradients; with H = 1.
+
+    Payload: all weights, with tracking twice as much, to each neighbour every H steps: d rounds of messages for the
+    largest degree d, one after another, in each of which a node sends once and receives once. The ledger has the
+    edges of each round, and a network counts each node's own lines.
+
+    Deviations from the paper: weights are averaged after the gradient step, not during it. Where nodes come and go, a
+    named graph is of those that take part; of other graphs, the edges among them remain. Tracking then starts again.
+    """
 
     correction: Tensor  # W y − g, stacked (R, P); with tracking
     mixings: int  # since the graph began
     derived = ("graph",)
 
-    def __init__(self, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
+    def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
         self.topology, self.H, self.tracking = topology_of(topology), interval(H), true_or_false("tracking", tracking)
         if self.tracking and H != 1:
             raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={H!r}")
@@ -282,47 +307,12 @@ class GossipCommunicator(CommunicationModule):
         return {"spectral_gap": spectral_gap(self.graph, cluster.active)}
 
 
-class GossipStrategy(Algorithm):
-    """Average with the neighbours on a graph: gossip, decentralized SGD, D-PSGD [Lian et al. 2017, arXiv:1705.09056].
-
-        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
-        W_kj = 1 / (1 + max(d_k, d_j)) of neighbours with degrees d, W_kk = 1 − Σ_j W_kj [Metropolis weights]
-
-    W is symmetric, and its rows and columns sum to 1: the mean of the nodes stays, and their distance from it shrinks
-    by |λ₂(W)| or more in a mixing. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
-    [DIGing, Nedić et al. 2017, arXiv:1607.03218] the optimizer takes y_k, which follows the mean gradient, in place of
-    the node's own, so that nodes with different data come to the optimum of the mean at a constant learning rate:
-
-        y ← W y + ∇f(x_new) − ∇f(x_old), at first ∇f(x);  x ← optimizer(W x, y), in the paper W x − α y
-
-    Args:
-        topology: the graph: "ring"; "torus", of the most equal sides, a ring if K is prime; "exponential", k ± 2^m;
-            "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to
-            k + 2^(t mod ⌈log₂ K⌉), and takes half of itself and half of what comes; "complete"; `RandomGraph(degree)`;
-            a list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
-        H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
-        tracking: whether to track gradients; with H = 1.
-        options: see `Algorithm`.
-
-    Payload: all weights, with tracking twice as much, to each neighbour every H steps: d rounds of messages for the
-    largest degree d, one after another, in each of which a node sends once and receives once. The ledger has the
-    edges of each round, and a network counts each node's own lines.
-
-    Deviations from the paper: weights are averaged after the gradient step, not during it. Where nodes come and go, a
-    named graph is of those that take part; of other graphs, the edges among them remain. Tracking then starts again.
+class GossipStrategy(Algorithm, of=GossipCommunicator):
+    """Average with the neighbours on a graph: gossip, decentralized SGD, D-PSGD [Lian et al. 2017,
+    arXiv:1705.09056].
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        topology: Any = "ring",
-        H: int | When = 1,
-        tracking: bool = False,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([GossipCommunicator(topology, H, tracking)], inner_optim=inner_optim, **options)
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
         """Return W (K, K) of a mixing; `number` counts mixings from 0, which a graph that changes depends on."""

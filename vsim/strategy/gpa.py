@@ -7,8 +7,8 @@ from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
+from vsim.strategy.allreduce import GradientAverage
 from vsim.strategy.base import Algorithm, Optim, StrategyOptions
-from vsim.strategy.reduce import GradientAverage
 
 
 class GPAStrategy(Algorithm):

@@ -10,11 +10,11 @@ from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
+from vsim.strategy.allreduce import GradientAverage
 from vsim.strategy.average import AverageLike, average_of
 from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.fedavg import AveragingCommunicator
-from vsim.strategy.reduce import GradientAverage
 from vsim.strategy.when import When, interval
 
 
@@ -29,7 +29,7 @@ class GroupAverage(CommunicationModule):
     """
 
     def __init__(
-        self, size: int, H: int, average: AverageLike = "mean", larger: tuple[CommunicationModule, ...] = ()
+        self, size: int, *, H: int, average: AverageLike = "mean", larger: tuple[CommunicationModule, ...] = ()
     ) -> None:
         self.size, self.H = whole_number("size", size, at_least=2), whole_number("H", H)
         self.larger = larger
@@ -90,8 +90,8 @@ class HierarchicalStrategy(Algorithm):
         self,
         levels: Mapping[int, int | When],
         inner_optim: Optim = None,
-        outer: Optim = None,
         *,
+        outer: Optim = None,
         outer_lr: float | None = None,
         average: AverageLike | Mapping[int, AverageLike] = "mean",
         **options: Unpack[StrategyOptions],
@@ -108,8 +108,8 @@ class HierarchicalStrategy(Algorithm):
         else:
             modules = [AveragingCommunicator(every=H, average=of_all)]
         for size in reversed(inner):
-            level = GroupAverage(size, int(levels[size]), averages[size], tuple(modules))  # type: ignore[arg-type]
-            modules.insert(0, level)
+            own = int(levels[size])  # type: ignore[arg-type]
+            modules.insert(0, GroupAverage(size, H=own, average=averages[size], larger=tuple(modules)))
         super().__init__(modules, inner_optim=inner_optim, **options)
 
     def setup(self, cluster: Cluster) -> None:

@@ -6,19 +6,37 @@ import sys
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.when import When, interval
 
 
 class PairCommunicator(CommunicationModule):
     """After every H-th step each node takes an outer step towards the mean of itself and of a random other node.
 
-    See `NoLoCoStrategy`.
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step node k meets one other, j, in pairs drawn each time:
+            Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
+
+    φ_k is each node's own; γ pulls the two of a pair together, and as pairs change, all of them. If the number
+    of nodes is odd, one has no partner, and takes the step with j = k.
+
+    Args:
+        H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.
+        alpha: α, the outer momentum, in [0, 1].
+        beta: β, the outer learning rate, above 0.
+        gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
+
+    Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
+    drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all
+    φ_k are equal, and none has been sent; those sent last are not used. The global model that is evaluated is the mean
+    replica.
+
+    Deviations from the paper: its random routing through pipelines is not part of this. With γ = β the mean of θ_k and
+    θ_j would do, without φ_k; both are sent all the same.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
@@ -26,7 +44,9 @@ class PairCommunicator(CommunicationModule):
     pairs: Tensor  # of the next round, both ways, shared (2 · ⌊K / 2⌋, 2)
     arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all are equal
 
-    def __init__(self, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None) -> None:
+    def __init__(
+        self, *, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None
+    ) -> None:
         self.H = interval(H)
         self.alpha = real_number("alpha", alpha, at_least=0, at_most=1)
         self.beta = real_number("beta", beta, above=0)
@@ -64,43 +84,9 @@ class PairCommunicator(CommunicationModule):
         self.arriving = cluster.collectives.start("send", *message, delay=delay, label="outer weights")
 
 
-class NoLoCoStrategy(Algorithm):
+class NoLoCoStrategy(Algorithm, of=PairCommunicator):
     """DiLoCo in random pairs, each node with outer weights of its own: NoLoCo [Kolehmainen et al. 2025,
     arXiv:2506.10911].
-
-        θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step node k meets one other, j, in pairs drawn each time:
-            Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
-
-    φ_k is each node's own; γ pulls the two of a pair together, and as pairs change, all of them. If the number
-    of nodes is odd, one has no partner, and takes the step with j = k.
-
-    Args:
-        H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.
-        alpha: α, the outer momentum, in [0, 1].
-        beta: β, the outer learning rate, above 0.
-        gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
-        options: see `Algorithm`.
-
-    Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
-    drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all
-    φ_k are equal, and none has been sent; those sent last are not used. The global model that is evaluated is the mean
-    replica.
-
-    Deviations from the paper: its random routing through pipelines is not part of this. With γ = β the mean of θ_k and
-    θ_j would do, without φ_k; both are sent all the same.
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 50,
-        *,
-        alpha: float = 0.5,
-        beta: float = 0.7,
-        gamma: float | None = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([PairCommunicator(H, alpha, beta, gamma)], inner_optim=inner_optim, **options)

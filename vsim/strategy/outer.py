@@ -25,10 +25,8 @@ class OuterStep(CommunicationModule):
 
     A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and gives φ to the nodes.
 
-    Args:
-        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
-        outer_optim: an `OptimSpec`, class or name; default `default_optim`. outer_lr: its learning rate.
-        average: how the φ − θ_k become one; see `vsim.strategy.average`.
+    Attributes:
+        default_optim: the outer optimizer where none is given.
     """
 
     default_optim: ClassVar[OptimSpec] = NESTEROV

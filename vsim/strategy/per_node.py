@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.optimizers import StackedOptimizer, stepped_tensors, torch_optimizers
 from vsim.cluster.replicas import Columns, Replicas
-from vsim.strategy.base import Algorithm
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.communicate import communicating_through
 
 # What only arranges values: the result may have no node dimension in front, and mixes nothing.
@@ -54,6 +55,14 @@ class Strategy(Algorithm):
 
     derived: ClassVar[tuple[str, ...]] = ("_stepped",)
     uncalled = ()
+
+    def __init__(
+        self,
+        communication_modules: Sequence[CommunicationModule] = (),
+        inner_optim: Optim = None,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        super().__init__(communication_modules, inner_optim, **options)
 
     def setup(self, cluster: Cluster) -> None:
         if self.defines_step and cluster.plan is not None and cluster.plan.segment(1).steps:

@@ -34,7 +34,16 @@ def remade(call: str) -> Algorithm | None:
             made = _value(ast.parse(call, mode="eval").body)
     except Exception:  # a file may hold any text
         return None
-    return made if isinstance(made, Algorithm) and repr(made) == call else None
+    return made if isinstance(made, Algorithm) and _sorted(repr(made)) == _sorted(call) else None
+
+
+def _sorted(call: str) -> str:
+    """Return a call with its arguments by name: their order may have been another when a file was written."""
+    tree = ast.parse(call, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            node.keywords.sort(key=lambda one: str(one.arg))
+    return ast.unparse(tree)
 
 
 def _value(node: ast.expr) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.base import Algorithm, CommunicationModule
 
 
 def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
@@ -27,10 +27,31 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
 
 
 class ControlVariates(CommunicationModule):
-    """Gradients are corrected by c − c_k, which every H-th step moves; see `ScaffoldStrategy`.
+    """Correct gradients by control variates, which every H-th step moves.
+
+        θ_k ← θ_k − lr · (g_k − c_k + c)
+        after every H-th step, for n nodes of a population of N:
+            Δ_k = (φ − θ_k) / (H·lr) − c;  c_k ← c_k + Δ_k;  c ← c + n/N · mean_k Δ_k
+            φ ← φ + η_g · mean_k (θ_k − φ);  θ_k ← φ
+
+    (φ − θ_k) / (H·lr) + c_k − c is the mean gradient of node k in the round, which c_k becomes. With equal data c_k and
+    c are equal, and this is FedAvg.
 
     Args:
-        H: steps of a round. server_lr: η_g.
+        H: local steps of a round, at least 1.
+        outer_lr: η_g, above 0.
+
+    Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,
+    and the error would stay in every step.
+
+    Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
+    message. A cohort that is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
+
+    Raises:
+        TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
+
+    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
+    first step of a warm-up, the control variates stay.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
@@ -38,9 +59,21 @@ class ControlVariates(CommunicationModule):
     variates: Tensor  # c_k, stacked (R, P), a row for each client
     rates: Tensor  # the sum of the learning rates of each node's steps of the round so far, stacked (R, 1)
 
-    def __init__(self, H: int = 10, server_lr: float = 1.0) -> None:
+    def __init__(self, *, H: int = 10, outer_lr: float = 1.0) -> None:
         self.H: int = whole_number("H", H)
-        self.server_lr = real_number("server_lr", server_lr, above=0)
+        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+
+    def check_optim(self, optim: OptimSpec) -> None:
+        if (
+            optim.cls is not torch.optim.SGD
+            or optim.rest
+            or optim.kwargs.get("momentum")
+            or optim.kwargs.get("maximize")
+        ):
+            raise TypeError(
+                f"the inner optimizer must be plain SGD, got {optim}; of any other what a node has moved in a round is "
+                "not its mean gradient"
+            )
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights[0].clone()
@@ -73,7 +106,7 @@ class ControlVariates(CommunicationModule):
             mean_change = cluster.collectives.all_reduce(changes, "mean", label="control variates")
         self.variates.add_(changes)
         self.variate.add_(mean_change, alpha=cluster.num_nodes / cluster.population)
-        self.outer_weights.lerp_(mean, self.server_lr)
+        self.outer_weights.lerp_(mean, self.outer_lr)
         cluster.weights.copy_(self.outer_weights)
         self.rates.zero_()
 
@@ -81,52 +114,13 @@ class ControlVariates(CommunicationModule):
         return self.outer_weights
 
 
-class ScaffoldStrategy(Algorithm):
+class ScaffoldStrategy(Algorithm, of=ControlVariates):
     """FedAvg with control variates against the drift of each client's own data: SCAFFOLD, with option II
     [Karimireddy et al. 2019, arXiv:1910.06378].
-
-        θ_k ← θ_k − lr · (g_k − c_k + c)
-        after every H-th step, for n nodes of a population of N:
-            Δ_k = (φ − θ_k) / (H·lr) − c;  c_k ← c_k + Δ_k;  c ← c + n/N · mean_k Δ_k
-            φ ← φ + η_g · mean_k (θ_k − φ);  θ_k ← φ
-
-    (φ − θ_k) / (H·lr) + c_k − c is the mean gradient of node k in the round, which c_k becomes. With equal data c_k and
-    c are equal, and this is FedAvg.
-
-    Args:
-        H: local steps of a round, at least 1.
-        server_lr: η_g, above 0.
-        options: see `Algorithm`. The inner optimizer is SGD, weight decay allowed; max_norm
-            clips the corrected gradient.
-
-    Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,
-    and the error would stay in every step.
-
-    Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
-    message. A cohort that is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
-
-    Raises:
-        TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
-
-    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
-    first step of a warm-up, the control variates stay.
     """
 
     family = "federated"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int = 10,
-        *,
-        server_lr: float = 1.0,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        inner = "sgd" if inner_optim is None else inner_optim
-        super().__init__([ControlVariates(H, server_lr)], inner_optim=inner, **options)
-        own = self.optim_spec
-        if own.cls is not torch.optim.SGD or own.rest or own.kwargs.get("momentum") or own.kwargs.get("maximize"):
-            raise TypeError(
-                f"ScaffoldStrategy(): the inner optimizer must be plain SGD, got {own}; of any other what a node has "
-                "moved in a round is not its mean gradient"
-            )
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        return OptimSpec("sgd")

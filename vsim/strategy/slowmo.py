@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.when import When, interval
 
 
 class SlowMomentum(CommunicationModule):
-    """u ← β u + Δ / lr,  φ ← φ − α·lr·u,  θ_k ← φ,  after every H-th step; see `SlowMoStrategy`."""
+    """Step shared weights φ with a slow momentum u, after every H-th step.
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
+
+    with lr the inner learning rate of that step, so that a schedule of it moves the slow momentum's steps as well. The
+    inner optimizer's state survives the sync. α = 1 and β = 0 are FedAvg.
+
+    Args:
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
+        alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
+        beta: β, the slow momentum, in [0, 1].
+        average: how the φ − θ_k become one; see `vsim.strategy.average`.
+
+    Payload: all weights every H steps, or what `average` sends in their place.
+
+    Deviations from the paper: its inner optimizer may communicate as well, by gossip or all-reduce; here the nodes
+    train alone between syncs. Of its three ways with that optimizer's buffers this is the one that maintains them. At a
+    learning rate of 0, such as at the first step of a warm-up, u only decays.
+    """
 
     outer_weights: Tensor  # φ, shared (P,)
     momentum: Tensor  # u, shared (P,)
 
     def __init__(
-        self, H: int | When = 12, alpha: float = 1.0, beta: float = 0.5, average: AverageLike = "mean"
+        self, *, H: int | When = 12, alpha: float = 1.0, beta: float = 0.5, average: AverageLike = "mean"
     ) -> None:
         self.H = interval(H)
         self.alpha = real_number("alpha", alpha, above=0)
@@ -45,40 +63,9 @@ class SlowMomentum(CommunicationModule):
         return self.outer_weights
 
 
-class SlowMoStrategy(Algorithm):
+class SlowMoStrategy(Algorithm, of=SlowMomentum):
     """Train alone for H steps, then step a shared copy with a slow momentum: SlowMo [Wang et al. 2019,
     arXiv:1910.00643].
-
-        θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
-
-    with lr the inner learning rate of that step, so that a schedule of it moves the slow momentum's steps as well. The
-    inner optimizer's state survives the sync. α = 1 and β = 0 are FedAvg.
-
-    Args:
-        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
-        alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
-        beta: β, the slow momentum, in [0, 1].
-        average: how the φ − θ_k become one; see `vsim.strategy.average`.
-        options: see `Algorithm`.
-
-    Payload: all weights every H steps, or what `average` sends in their place.
-
-    Deviations from the paper: its inner optimizer may communicate as well, by gossip or all-reduce; here the nodes
-    train alone between syncs. Of its three ways with that optimizer's buffers this is the one that maintains them. At a
-    learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        H: int | When = 12,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.5,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([SlowMomentum(H, alpha, beta, average)], inner_optim=inner_optim, **options)

@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import Average, compress
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
 from vsim.strategy.when import When, interval
 
 
 class SparseLoCoCommunicator(CommunicationModule):
-    """φ ← φ − α · mean_k q_k,  θ_k ← φ,  after every H-th step; see `SparseLoCoStrategy`.
-
-    Args:
-        H: inner steps between syncs. outer_lr: α, above 0.
-        average: makes q_k of e_k = β·e_k + (φ − θ_k), keeps the rest of it, and averages the q_k.
-    """
-
-    outer_weights: Tensor  # φ, shared (P,)
-
-    def __init__(self, H: int | When, average: compress, outer_lr: float = 1.0) -> None:
-        self.H = interval(H)
-        self.average = Average(average)
-        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
-
-    def setup(self, cluster: Cluster) -> None:
-        self.keep_shared(outer_weights=cluster.weights[0].clone())
-        self.average.setup(cluster)
-
-    def sync(self, cluster: Cluster) -> None:
-        phi = self.outer_weights
-        mean = self.average(phi - cluster.weights, cluster, "outer gradient")  # mean_k q_k, shared (P,)
-        phi.sub_(mean, alpha=self.outer_lr)
-        cluster.weights.copy_(phi)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
-
-
-class SparseLoCoStrategy(Algorithm):
-    """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
-    arXiv:2508.15706].
+    """DiLoCo that sends the largest entries of every tile, with few bits each.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  e_k ← β·e_k + (φ − θ_k);  q_k = Q(the k largest entries of every tile of e_k)
@@ -61,7 +30,6 @@ class SparseLoCoStrategy(Algorithm):
         quantization_bits: of a value, 1 to 8; None: values are sent as they are.
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
-        options: see `Algorithm`.
 
     Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, for n = min(k, h·w) values of
     every tile (h, w), V of all tiles together, with b bits each, it is
@@ -73,20 +41,41 @@ class SparseLoCoStrategy(Algorithm):
     Deviation from the authors' code: a table of values for every 1024 of them, not for every tensor.
     """
 
-    family = "local steps"
+    outer_weights: Tensor  # φ, shared (P,)
 
     def __init__(
         self,
-        inner_optim: Optim = None,
+        *,
         H: int | When = 30,
         topk: int = 64,
         chunk: int = 64,
         quantization_bits: int | None = 2,
         error_feedback: float = 0.95,
         outer_lr: float = 1.0,
-        **options: Unpack[StrategyOptions],
     ) -> None:
+        self.H = interval(H)
         with naming("quantization_bits"):
             quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
-        sent = compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback)
-        super().__init__([SparseLoCoCommunicator(H, sent, outer_lr)], inner_optim=inner_optim, **options)
+        self.average = Average(compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback))
+        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+        self.average.setup(cluster)
+
+    def sync(self, cluster: Cluster) -> None:
+        phi = self.outer_weights
+        mean = self.average(phi - cluster.weights, cluster, "outer gradient")  # mean_k q_k, shared (P,)
+        phi.sub_(mean, alpha=self.outer_lr)
+        cluster.weights.copy_(phi)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class SparseLoCoStrategy(Algorithm, of=SparseLoCoCommunicator):
+    """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
+    arXiv:2508.15706].
+    """
+
+    family = "local steps"

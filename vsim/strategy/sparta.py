@@ -7,14 +7,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 from vsim_kernels import topk_entries, uniform_quantize, write_entries_
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.average import AverageLike, mean
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.average import mean
+from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -23,7 +22,6 @@ from vsim.strategy.selectors import (
     ShuffledSequentialIndexSelector,
     round_up,
 )
-from vsim.strategy.when import When
 
 __all__ = [
     "IndexSelector",
@@ -36,15 +34,23 @@ __all__ = [
 ]
 
 DEFAULT_RATE = 0.005
+# What EXO Gym's strategies call the module's arguments, and its other arguments by position.
+NAMES = {"sparsification_rate": "p_sparta", "every": "sparta_interval"}
+OF_SPARTA = ("index_selector", "async_delay", "compression_method", "quantization_bits")
 
 
 class SparseCommunicator(CommunicationModule):
-    """θ_k[S] ← mean_j θ_j[S] after every `every`-th step, for a few entries S that differ from round to round.
+    """Average a few entries S of the weights, other ones in every round.
+
+        θ_k ← optimizer(θ_k, g_k);  after the last step of each round θ_k[S] ← mean_j θ_j[S]
+
+    S is a random share p of the entries of every tensor. Optimizer state stays local.
 
     Args:
-        index_selector: what chooses S; default `RandomIndexSelector(sparsification_rate)`.
-        sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give it or a selector.
-        every: steps between rounds.
+        index_selector: what chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
+            `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
+        sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give it or an `index_selector`.
+        every: steps of a round, at least 1.
         async_delay: d, rounds until a mean is written: round r + d writes the mean of round r into the entries of round
             r, over what the nodes have done to them since. The means of the last d rounds of a run are never written.
         compression_method: "random": S is what the selector chooses. "topk": every node nominates, of every tensor of n
@@ -53,7 +59,7 @@ class SparseCommunicator(CommunicationModule):
             every tensor (see `vsim_kernels.quantize`), and all gather the values. None: as they are, by an all-reduce.
         mask: "seed": all nodes draw S from the run's seed, which costs nothing. "broadcast": node 0 sends a mask.
 
-    Payload of a round, with 4-byte weights and m entries in S (p·P on average):
+    Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S it is
         the values      4·m; with b bits ⌈m·b / 8⌉ + 4 · (tensors that have an entry in S)
         mask            P, a byte an entry, if it is broadcast
         nominations     4 · Σ ⌈p·n⌉ with "topk", whose m lies between Σ ⌈p·n⌉ and K times that
@@ -61,6 +67,9 @@ class SparseCommunicator(CommunicationModule):
 
     Raises:
         TypeError: two arguments contradict each other.
+
+    Deviations from the paper: the authors' code broadcasts a mask in every round, which mask="broadcast" bills; here
+    all nodes draw the same mask from a shared seed. "topk" and `quantization_bits` are additions.
     """
 
     derived = ("tensor_stops",)
@@ -175,50 +184,25 @@ def _selector(given: IndexSelector | None, rate: float | None, topk: bool) -> In
     return given
 
 
-class SPARTAStrategy(Algorithm):
+class SPARTAStrategy(
+    Algorithm,
+    of=SparseCommunicator,
+    positions=("inner_optim", "p_sparta", "sparta_interval", *OF_SPARTA),
+    names=NAMES,
+):
     """Average a random share p of the weights at every step: SPARTA [Beton et al. 2025,
     openreview.net/forum?id=stFPf3gzq1].
-
-        θ_k ← optimizer(θ_k, g_k);  after every `sparta_interval`-th step θ_k[S] ← mean_j θ_j[S]
-
-    with S a random share p of the entries of every tensor, drawn in every round. Optimizer state stays local.
-
-    Args:
-        p_sparta: the share of the entries, 0 < p ≤ 1; default 0.005. Give it or an `index_selector`.
-        sparta_interval: steps between rounds, at least 1.
-        index_selector: what chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
-            `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
-        async_delay, compression_method, quantization_bits, mask: see `SparseCommunicator`.
-        options: see `Algorithm`.
-
-    Payload: 4·p·P bytes a round on average; see `SparseCommunicator` for that of the options.
-
-    Deviations from the paper: the authors' code broadcasts a mask in every round, which mask="broadcast" bills; here
-    all nodes draw the same mask from a shared seed. "topk" and `quantization_bits` are additions.
     """
 
     family = "data parallel"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        p_sparta: float | None = None,
-        sparta_interval: int = 1,
-        index_selector: IndexSelector | None = None,
-        async_delay: int = 0,
-        compression_method: str = "random",
-        quantization_bits: int | None = None,
-        *,
-        mask: str = "seed",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        sparse = _sparse(
-            p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
-        )
-        super().__init__([sparse], inner_optim=inner_optim, **options)
 
-
-class SPARTADiLoCoStrategy(Algorithm):
+class SPARTADiLoCoStrategy(
+    Algorithm,
+    of=(SparseCommunicator, DiLoCoCommunicator),
+    positions=("inner_optim", "outer_optim", "p_sparta", "sparta_interval", "H"),
+    names=NAMES,
+):
     """SPARTA between the syncs of DiLoCo, each with an interval of its own [Beton et al. 2025,
     openreview.net/forum?id=stFPf3gzq1].
 
@@ -229,62 +213,16 @@ class SPARTADiLoCoStrategy(Algorithm):
     Neither part knows of the other: with an `async_delay`, means from before a sync are written after it, and for
     "topk" the move that a sync makes is a move like any other.
 
-    Args:
-        p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask: see
-            `SPARTAStrategy`.
-        H, outer_optim, outer_lr, average: see `DiLoCoStrategy`.
-        options: see `Algorithm`.
-
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """
 
     family = "local steps"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        outer_optim: Optim = None,
-        p_sparta: float | None = None,
-        sparta_interval: int = 1,
-        H: int | When = 100,
-        *,
-        outer_lr: float | None = None,
-        index_selector: IndexSelector | None = None,
-        async_delay: int = 0,
-        compression_method: str = "random",
-        quantization_bits: int | None = None,
-        mask: str = "seed",
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        sparse = _sparse(
-            p_sparta, sparta_interval, index_selector, async_delay, compression_method, quantization_bits, mask
-        )
-        outer = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, average=average)
+    def check(self) -> None:
+        super().check()
+        outer = self.communication_modules[1]
         if outer.when.has_warmup:
             raise ValueError(
-                f"SPARTADiLoCoStrategy(): H must be a number of steps or a schedule without a warm-up, got {H!r}: "
+                f"SPARTADiLoCoStrategy(): H must be a number or a schedule without a warm-up, got {outer.H!r}: "
                 "SPARTA would send entries of weights that are equal then"
             )
-        super().__init__([sparse, outer], inner_optim=inner_optim, **options)
-
-
-def _sparse(
-    p_sparta: float | None,
-    sparta_interval: int,
-    index_selector: IndexSelector | None,
-    async_delay: int,
-    compression_method: str,
-    quantization_bits: int | None,
-    mask: str,
-) -> SparseCommunicator:
-    """Return the module for the arguments as the strategies spell them, which is how errors should name them."""
-    return SparseCommunicator(
-        index_selector,
-        sparsification_rate=None if p_sparta is None else real_number("p_sparta", p_sparta, above=0, at_most=1),
-        every=whole_number("sparta_interval", sparta_interval),
-        async_delay=async_delay,
-        compression_method=compression_method,
-        quantization_bits=quantization_bits,
-        mask=mask,
-    )

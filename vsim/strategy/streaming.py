@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.cluster.optimizers import JointOptimizers, evaluating
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, CommunicationModule, Optim
 from vsim.strategy.fragments import PATTERNS, Fragments, checked_fragments, first_step, fragments_of
 from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
 class StreamingDiLoCoCommunicator(CommunicationModule):
-    """DiLoCo's sync, one fragment at a time, and applied later; see `StreamingDiLoCoStrategy`."""
+    """DiLoCo's sync, one fragment of the weights at a time, and applied later.
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
+        τ steps later:  φ ← outer optimizer(φ, mean_k Δ_k);  θ_k ← α θ_k + (1 − α) φ
+
+    Each fragment has its own outer optimizer. What is sent overlaps τ steps of training. With one fragment, τ = 0 and
+    α = 0 it is DiLoCo.
+
+    Args:
+        H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
+        outer_optim, outer_lr: see `DiLoCoCommunicator`.
+        fragments: P; or P lists of names of parameters, or of modules for all parameters in them. Default: a fragment
+            for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
+            norm, head) are in the first fragment. For more fragments than layers the modules in them are dealt out.
+        pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
+        delay: τ, steps from sending to applying, 0 ≤ τ < H.
+        mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
+        outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when it is sent, and only the
+            nodes' weights wait. The nodes' weights are equal either way; the global model differs in between.
+        average: how the Δ_k of each fragment become one: "mean", compress(FP4()), as in the paper, …; see
+            `vsim.strategy.average`.
+
+    Payload: each fragment's weights every H steps, or what `average` sends in their place.
+
+    Deviations from the paper: steps count a run's steps, not a fragment's.
+    """
 
     outer_weights: Tensor  # φ, shared (P,)
     outer_optims: list[Optimizer]  # one for each fragment
@@ -31,9 +55,9 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     def __init__(
         self,
-        H: int = 100,
-        outer_optim: Optim = None,
         *,
+        outer_optim: Optim = None,
+        H: int = 100,
         outer_lr: float | None = None,
         fragments: Fragments = None,
         pattern: str = "strided",
@@ -113,56 +137,9 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         return evaluating(JointOptimizers(self.outer_optims), self.outer_weights)
 
 
-class StreamingDiLoCoStrategy(Algorithm):
+class StreamingDiLoCoStrategy(Algorithm, of=StreamingDiLoCoCommunicator):
     """DiLoCo, one fragment of the layers at a time, while training continues: Streaming DiLoCo [Douillard et al. 2025,
     arXiv:2501.18512].
-
-        θ_k ← inner optimizer(θ_k, g_k)
-        fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
-        τ steps later:  φ ← outer optimizer(φ, mean_k Δ_k);  θ_k ← α θ_k + (1 − α) φ
-
-    Each fragment has its own outer optimizer. What is sent overlaps τ steps of training. With one fragment, τ = 0 and
-    α = 0 it is DiLoCo.
-
-    Args:
-        H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
-        outer_optim, outer_lr: see `DiLoCoStrategy`.
-        fragments: P; or P lists of names of parameters, or of modules for all parameters in them. Default: a fragment
-            for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
-            norm, head) are in the first fragment. For more fragments than layers the modules in them are dealt out.
-        pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
-        delay: τ, steps from sending to applying, 0 ≤ τ < H.
-        mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
-        outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when it is sent, and only the
-            nodes' weights wait. The nodes' weights are equal either way; the global model differs in between.
-        average: how the Δ_k of each fragment become one: "mean", compress(FP4()), as in the paper, …; see
-            `vsim.strategy.average`.
-        options: see `Algorithm`.
-
-    Payload: each fragment's weights every H steps, or what `average` sends in their place.
-
-    Deviations from the paper: steps count a run's steps, not a fragment's.
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        outer_optim: Optim = None,
-        H: int = 100,
-        *,
-        outer_lr: float | None = None,
-        fragments: Fragments = None,
-        pattern: str = "strided",
-        delay: int = 0,
-        mixing: float = 0.0,
-        outer_step: str = "due",
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        how: Any = {"fragments": fragments, "pattern": pattern, "delay": delay, "mixing": mixing}
-        outer = StreamingDiLoCoCommunicator(
-            H, outer_optim, outer_lr=outer_lr, outer_step=outer_step, average=average, **how
-        )
-        super().__init__([outer], inner_optim=inner_optim, **options)

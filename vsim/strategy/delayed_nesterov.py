@@ -28,7 +28,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
 
     Args:
         H: inner steps of a phase, at least 1; with `dylu` the fastest worker's.
-        N: arrivals from one move of the momentum to the next. Default K.
+        buffer: N, arrivals from one move of the momentum to the next. Default K.
         c: in [0, 1/N], the share of the momentum in each of the steps between.
         outer_lr: ε. momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
@@ -45,16 +45,16 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
     def __init__(
         self,
         inner_optim: Optim = None,
-        H: int = 50,
         *,
-        N: int | None = None,
+        H: int = 50,
+        buffer: int | None = None,
         c: float = 0.0,
         outer_lr: float = 0.7,
         momentum: float = 0.9,
         dylu: bool = False,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        self.N = None if N is None else whole_number("N", N)
+        self.buffer = None if buffer is None else whole_number("buffer", buffer)
         self.c = real_number("c", c, at_least=0, at_most=1)
         self.outer_lr = real_number("outer_lr", outer_lr, above=0)
         self.momentum = real_number("momentum", momentum, at_least=0, at_most=1)
@@ -65,9 +65,9 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
     gathered: Tensor  # Δ, shared (P,)
 
     def setup(self, cluster: Cluster) -> None:
-        self.every = cluster.num_nodes if self.N is None else self.N
-        if self.c * self.every > 1:
-            raise ValueError(f"c must be at most 1/N, {1 / self.every:g}, got {self.c:g}: it is spent N − 1 times")
+        self.N = self.buffer or cluster.num_nodes
+        if self.c * self.N > 1:
+            raise ValueError(f"c must be at most 1/N, {1 / self.N:g}, got {self.c:g}: it is spent N − 1 times")
         super().setup(cluster)
         m, gathered = (torch.zeros_like(self.outer_weights) for _ in range(2))
         self.keep_shared(m=m, gathered=gathered)
@@ -80,7 +80,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         return max(1, math.floor(own + 1e-9))  # which rounding may leave below a whole number
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
-        N, c, g = self.every, self.c, self.taken[node] - weights
+        N, c, g = self.N, self.c, self.taken[node] - weights
         self.gathered += g
         self.version += 1
         share = c

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average import Average, AverageLike, edit, positive, tensor_norms, weighted_by_tensor
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm, Optim
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
@@ -18,7 +17,32 @@ ALPHA = 0.02  # of the moving averages of norms
 
 
 class EDiTCommunicator(OuterStep):
-    """φ ← outer(φ, clip(Σ_k w_k (φ − θ_k))), θ_k ← φ, after every H-th step; see `EDiTStrategy`."""
+    """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved.
+
+        θ_k ← inner optimizer(θ_k, g_k)
+        after every H-th step, for each parameter tensor:
+            D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
+        Δ ← Δ · min(1, outer_max_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
+
+    ‖D_k‖ is anomalous if it is not finite, or further above the moving average of its own past than `threshold` times
+    its standard deviation (and times that of its recent z, if this is above 1). An anomalous norm does not move that
+    average. A tensor whose moves are all anomalous stays as it is.
+
+    Args:
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) first takes
+            the mean of the gradients, as the paper does; Seconds(T) is A-EDiT, by the clock.
+        outer_optim: see `DiLoCoCommunicator`. Default SGD, lr 0.8, momentum 0.85, Nesterov.
+        outer_lr: its learning rate.
+        average: edit(temperature), above 0; `vsim.strategy.average.edit`.
+        threshold: above 0.
+        gate_after: syncs of a node before any norm is judged, at least 1.
+        outer_max_norm: the largest 2-norm of Δ, above 0; None for no limit.
+
+    Payload: all weights and 4 bytes for each parameter tensor every H steps.
+
+    Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
+    the plain one, so that 10 syncs are enough to judge by. The outer momentum of a tensor that stays decays.
+    """
 
     default_optim = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
 
@@ -29,14 +53,14 @@ class EDiTCommunicator(OuterStep):
 
     def __init__(
         self,
-        H: int | When = 100,
-        outer_optim: Optim = None,
         *,
+        outer_optim: Optim = None,
+        H: int | When = 100,
         outer_lr: float | None = None,
         average: AverageLike = edit,
         threshold: float = 3.0,
         gate_after: int = 10,
-        clip_norm: float | None = 10.0,
+        outer_max_norm: float | None = 10.0,
     ) -> None:
         super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
         if len(self.average.parts) > 1 or not isinstance(self.average.rule, edit):
@@ -46,7 +70,7 @@ class EDiTCommunicator(OuterStep):
         self.average.refuses_attack = "EDiT weighs moves by their norms itself"
         self.threshold = real_number("threshold", threshold, above=0)
         self.gate_after = whole_number("gate_after", gate_after)
-        self.clip_norm = None if clip_norm is None else real_number("clip_norm", clip_norm, above=0)
+        self.outer_max_norm = None if outer_max_norm is None else real_number("outer_max_norm", outer_max_norm, above=0)
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -66,8 +90,8 @@ class EDiTCommunicator(OuterStep):
             view.masked_fill_(own.isinf().view(-1, *[1] * (view.dim() - 1)), 0)
         norms = cluster.collectives.all_gather(norms, label="outer gradient: norms")  # (K, L)
         delta.copy_(weighted_by_tensor(moves, rule.shares(norms), cluster, "outer gradient"))
-        if self.clip_norm is not None:
-            delta.mul_((self.clip_norm / positive(torch.linalg.vector_norm(delta))).clamp(max=1.0))
+        if self.outer_max_norm is not None:
+            delta.mul_((self.outer_max_norm / positive(torch.linalg.vector_norm(delta))).clamp(max=1.0))
         before = phi.clone()
         self.outer_optim.step()
         views = zip(*(cluster.replicas.views(row[None]).values() for row in (phi, before)), strict=True)
@@ -90,49 +114,9 @@ class EDiTCommunicator(OuterStep):
         return norms.masked_fill(anomalous, torch.inf)
 
 
-class EDiTStrategy(Algorithm):
+class EDiTStrategy(Algorithm, of=EDiTCommunicator):
     """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved: EDiT [Cheng et al. 2024,
     arXiv:2412.07210].
-
-        θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step, for each parameter tensor:
-            D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
-        Δ ← Δ · min(1, clip_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
-
-    ‖D_k‖ is anomalous if it is not finite, or further above the moving average of its own past than `threshold` times
-    its standard deviation (and times that of its recent z, if this is above 1). An anomalous norm does not move that
-    average. A tensor whose moves are all anomalous stays as it is.
-
-    Args:
-        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) first takes
-            the mean of the gradients, as the paper does; Seconds(T) is A-EDiT, by the clock.
-        outer_optim: see `DiLoCoStrategy`. Default SGD, lr 0.8, momentum 0.85, Nesterov. outer_lr: its learning rate.
-        average: edit(temperature), above 0; `vsim.strategy.average.edit`.
-        threshold: above 0. gate_after: syncs of a node before any norm is judged, at least 1.
-        clip_norm: the largest 2-norm of Δ, above 0; None for no limit.
-        options: see `Algorithm`.
-
-    Payload: all weights and 4 bytes for each parameter tensor every H steps.
-
-    Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
-    the plain one, so that 10 syncs are enough to judge by. The outer momentum of a tensor that stays decays.
     """
 
     family = "local steps"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        outer_optim: Optim = None,
-        H: int | When = 100,
-        *,
-        outer_lr: float | None = None,
-        average: AverageLike = edit,
-        threshold: float = 3.0,
-        gate_after: int = 10,
-        clip_norm: float | None = 10.0,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        gate = {"threshold": threshold, "gate_after": gate_after, "clip_norm": clip_norm}
-        outer = EDiTCommunicator(H, outer_optim, outer_lr=outer_lr, average=average, **gate)  # type: ignore[arg-type]
-        super().__init__([outer], inner_optim=inner_optim, **options)

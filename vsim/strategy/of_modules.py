@@ -1,0 +1,98 @@
+"""Strategies that are made of communication modules, and have their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
+from typing import Any
+
+from vsim.arguments import renaming
+
+
+def init_of(
+    modules: Sequence[Callable[..., Any]],
+    names: Mapping[str, str | None],
+    positions: Sequence[str],
+    options: Sequence[Parameter],
+    compose: Callable[..., None],
+) -> Callable[..., None]:
+    """Return the `__init__` of a strategy: its arguments are an inner optimizer, those of the modules, and `options`.
+
+    An argument that several modules have is given to all of them, with the default of the last.
+
+    Args:
+        names: a module's name of an argument → the strategy's; None where the strategy has no such argument.
+        positions: arguments that may be given by position, in this order.
+        compose: called with the strategy, its modules, inner_optim, and the options by name.
+    """
+    known = {"inner_optim": Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim")}
+    taken: list[dict[str, str]] = []  # of each module: its name of an argument → the strategy's
+    for module in modules:
+        own = inspect.signature(module).parameters
+        taken.append({theirs: name for theirs in own if (name := names.get(theirs, theirs)) is not None})
+        for theirs, name in taken[-1].items():
+            known[name] = own[theirs].replace(name=name, kind=Parameter.KEYWORD_ONLY)
+    parameters = [
+        *(known.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in positions),
+        *known.values(),
+        *options,
+    ]
+    signature = inspect.Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        parts = []
+        for module, own in zip(modules, taken, strict=True):
+            with renaming(own):
+                parts.append(module(**{theirs: given[name] for theirs, name in own.items()}))
+        compose(self, parts, given["inner_optim"], {option.name: given[option.name] for option in options})
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return __init__
+
+
+def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | None]) -> str:
+    """Return the docstring of a strategy: its own text, and the arguments and sections of its modules.
+
+    A module's first paragraph is left out, and where there are several modules all of their text. A section, such as
+    `Payload:`, is the strategy's own, or that of its last module.
+    """
+    text, sections = _parts(own)
+    entries: list[str] = []
+    for module in modules:
+        more, theirs = _parts(module.__doc__ or "")
+        text += more[1:] if len(modules) == 1 else []
+        entries += _entries(theirs.pop("Args", ""), names)
+        sections = theirs | sections
+    entries.append("    inner_optim, lr, …: the options of all strategies; see `Algorithm`.")
+    return "\n\n".join([*text, "\n".join(["Args:", *entries]), *sections.values()])
+
+
+def _parts(docstring: str) -> tuple[list[str], dict[str, str]]:
+    """Return the paragraphs of a docstring, and its sections by their first words."""
+    text: list[str] = []
+    sections: dict[str, str] = {}
+    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
+        if header := re.match(r"(Args|Payload|Raises|Deviation)s?\b.*?:", paragraph):
+            sections[header[1]] = paragraph
+        elif sections:
+            sections[next(reversed(sections))] += f"\n\n{paragraph}"
+        else:
+            text.append(paragraph)
+    return text, sections
+
+
+def _entries(args: str, names: Mapping[str, str | None]) -> list[str]:
+    """Return the entries of an Args section, by the strategy's names."""
+    found = []
+    for entry in re.split(r"\n(?= {4}\S)", args)[1:]:
+        heads, colon, told = entry.strip().partition(":")
+        known = [names.get(head, head) for head in heads.split(", ")]
+        if None not in known:
+            found.append(f"    {', '.join(map(str, known))}{colon}{told}")
+    return found
