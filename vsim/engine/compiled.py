@@ -49,6 +49,8 @@ _MOST_CHANGES = 8  # a model that changes more often is taken to change at every
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
+_WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors, where other processes would have to try
+
 # Name and reason in the error of an operation; its first line has neither.
 _OF_OPERATION = re.compile(
     r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
@@ -145,6 +147,9 @@ class CompiledExecutor(VmapExecutor):
         # Operations draw as they do uncompiled, so that both can be compared. By default, fused kernels of CUDA repeat
         # masks of dropout from 2.13 on [github.com/pytorch/pytorch/issues/198333].
         options: dict[str, Any] = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
+        if width := _WIDTHS.get(torch.backends.cpu.get_cpu_capability()):
+            # PyTorch's own kernels have these vectors, so that no program needs to be compiled and run to find out.
+            options |= {"cpp.simdlen": width, "cpp.vec_isa_ok": True}
         if self.captures:
             options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
             if torch.__version__ < "2.15":  # fused sums over rows and columns may be wrong [issues/193061]
