@@ -27,7 +27,7 @@ from separate import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Trainer
@@ -306,21 +306,13 @@ def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], execu
     torch.testing.assert_close(weights(**options), weights(), rtol=1e-5, atol=1e-6)
 
 
-class Texts(Dataset[Any]):
+def texts(length: int | None = None) -> Any:
     """Words of one to eight tokens; padded to `length`, or as they are."""
-
-    def __init__(self, length: int | None = None) -> None:
-        stream = torch.Generator().manual_seed(0)
-        sizes = torch.randint(1, 9, (29,), generator=stream).tolist()
-        self.texts = [torch.randint(1, 11, (size,), generator=stream) for size in sizes]
-        if length is not None:
-            self.texts = [F.pad(text, (0, length - len(text))) for text in self.texts]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, i: int) -> list[Tensor]:
-        return [self.texts[i], torch.tensor(i % 5)]
+    stream = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 9, (29,), generator=stream).tolist()
+    words = [torch.randint(1, 11, (size,), generator=stream) for size in sizes]
+    wide = [F.pad(word, (0, length - len(word))) if length else word for word in words]
+    return [[word, torch.tensor(i % 5)] for i, word in enumerate(wide)]
 
 
 def padded(samples: list[list[Tensor]]) -> list[Tensor]:
@@ -354,9 +346,9 @@ class Choosing(Bag):
 def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], executor: str) -> None:
     options: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 4, "minibatch_size": 2}
     expected = train_separately(
-        kind(), Texts(8), AverageWeights(2), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options
+        kind(), texts(8), AverageWeights(2), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options
     )
-    trainer = Trainer(kind(), Texts())
+    trainer = Trainer(kind(), texts())
     strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
     fit(trainer, strategy, executor=executor, dataloader_kwargs={"collate_fn": padded}, **options)
     assert trainer.strategy is not None
@@ -413,7 +405,7 @@ def test_a_run_trains_in_any_mode_of_its_caller(mode: Any, executor: str) -> Non
 def test_processes_train_in_inference_mode() -> None:
     options = {"batch_size": 4, "dataloader_kwargs": {"collate_fn": padded}, "progress": False}
     with torch.inference_mode():
-        report = vsim.verify(Choosing(), Texts(), FedAvgStrategy(H=2, lr=0.01), 3, 6, num_processes=2, **options)
+        report = vsim.verify(Choosing(), texts(), FedAvgStrategy(H=2, lr=0.01), 3, 6, num_processes=2, **options)
     assert report.identical, report
 
 
