@@ -21,7 +21,7 @@ from vsim.strategy import DiLoCoStrategy
 ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compare", "compat", "grid", "logger", "sweep", "trainer", "tune", "verify"}
+FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "sweep", "trainer", "tune", "verify"}
 BELOW_TRAINING = [
     "arguments",
     "checkpoint",

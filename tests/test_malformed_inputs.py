@@ -110,7 +110,8 @@ NOT_THE_VALUE = (
 # Public, and not called here: name → why.
 MADE_ELSEWHERE = {
     **dict.fromkeys(
-        ["Checkpoint", "ComparedRun", "Comparison", "Event", "History", "Ledger", "Search", "Sweep"], "of a run"
+        ["Checkpoint", "ComparedRun", "Comparison", "Event", "History", "Ladder", "Ledger", "Search", "Sweep"],
+        "of a run",
     ),
     **dict.fromkeys(["Difference", "Partition", "Timeline", "VerifyReport"], "the result of a function"),
     **dict.fromkeys(["Batches", "Order", "TextDataset", "epoch_indices"], "of options that have been checked"),
@@ -173,6 +174,11 @@ def calls(folder: Path) -> list[Call]:
     compared = vsim.compare(**problem, **train, strategies=strategies, seeds=[1, 2])
     settings = {"H": [1, 2], "lr": [0.1, 0.2]}
     swept = vsim.sweep(**problem, **train, strategy=DiLoCoStrategy, settings=settings)
+    steps = {key: value for key, value in train.items() if key != "max_steps"}
+    rungs = {**problem, **steps, "model": lambda width: nn.Linear(12, width), "sizes": [5, 6], "strategies": strategies}
+    rungs["loss_fn"], target = F.cross_entropy, {"num_nodes": 2, "within": {"wire": "1 GB"}}
+    climbed = vsim.ladder(**rungs, max_steps=2)
+    climbed.save(folder / "ladder.json")
     dealt, loss = vsim.data.partition(data, 2, "iid"), compared.runs("a")[0].history.last("global_loss") + 1
     times, of_nodes = {"network": 1e6, "compute": 1.0}, {"strategy": SimpleReduceStrategy(), "num_nodes": 4}
     for name, result in (("compared", compared), ("history", history)):
@@ -217,6 +223,15 @@ def calls(folder: Path) -> list[Call]:
         Call("a setting of a sweep", with_parameters(swept_over, of_setting), {}),
         Call("compare", vsim.compare, {**problem, **train, **times, "strategies": strategies}),
         Call("sweep", vsim.sweep, {**problem, **train, "strategy": DiLoCoStrategy, "settings": settings}, shared),
+        Call("ladder", vsim.ladder, {**rungs, "max_steps": 2}, shared - {"max_steps"}),
+        Call("ladder, tokens", vsim.ladder, {**rungs, "tokens_per_parameter": 1.0}, shared),
+        Call("load_ladder", vsim.load_ladder, {"path": folder / "ladder.json"}),
+        Call("Ladder.decide", climbed.decide, {**target, **times, "parameters": 1e6, "max_steps": 2}),
+        Call("Ladder.order", climbed.order, {"to": 1e6}),
+        Call("Ladder.plot", climbed.plot, {}),
+        Call("Ladder.save", climbed.save, {"path": folder / "ladder2.json"}),
+        Call("Ladder.table", climbed.table, {}),
+        Call("Ladder.without", climbed.without, {}),
         Call("tune", vsim.tune, {**problem, **train, "space": lambda trial: DiLoCoStrategy(lr=0.1)}, shared),
         Call("verify", vsim.verify, {**problem, **train, "strategy": SimpleReduceStrategy()}),
         Call("price", vsim.price, {**of_nodes, **times, "max_steps": 4, "parameters": 1e6}),

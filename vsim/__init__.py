@@ -19,6 +19,7 @@ from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
+from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.process.comparison import Difference
@@ -59,6 +60,7 @@ __all__ = [
     "Event",
     "History",
     "KeepBest",
+    "Ladder",
     "Ledger",
     "LocalTrainer",
     "Network",
@@ -76,8 +78,10 @@ __all__ = [
     "__version__",
     "compare",
     "grid",
+    "ladder",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_ladder",
     "price",
     "required_bandwidth",
     "saved",

@@ -304,6 +304,7 @@ def train_entries(
     network: Network | str | float | None = None,
     compute: Compute | float | str | None = None,
     interrupt: Interrupt | None = None,
+    title: str = "",
     **options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for the arguments and for what it raises.
@@ -316,6 +317,7 @@ def train_entries(
         pruning: steps, and the function that returns the entries that continue there; see `Entries.keep`.
         extend: runs that are not trained again. They are not in the result.
         interrupt: gets a request if the training was interrupted.
+        title: begins the title of the progress.
     """
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
@@ -429,7 +431,7 @@ def train_entries(
         rungs=steps,
         keep=keep,
         progress=spec.progress,
-        title=f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs",
+        title=title + (f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs"),
         folder=None if save_dir is None else Path(save_dir),
         resume=resume,
         configs=[] if save_dir is None else [configs[entry]() for entry in running],

@@ -1,0 +1,341 @@
+"""A ladder: each size is its comparison, steps follow tokens, it resumes; and what is decided from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from separate import vectors
+from test_ensemble import Killed, assert_same, killed_at
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import vsim
+from vsim import Compute, Ladder
+from vsim.models import GPT, MLP
+from vsim.records.decision import Decision, decided
+from vsim.records.order import order
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
+
+SIZES, SEEDS = [2, 4, 8, 16], [1, 2]
+STRATEGIES = {
+    "AllReduce": SimpleReduceStrategy(lr=1e-2),
+    "FedAvg": FedAvgStrategy(H=2, lr=1e-2),
+    "DiLoCo": DiLoCoStrategy(H=2, lr=1e-2),
+    "SPARTA": SPARTAStrategy(p_sparta=0.1, lr=1e-2),
+}
+OPTIONS: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "val_interval": 100, "progress": False}
+TARGET: dict[str, Any] = {"parameters": 1e6, "num_nodes": 4, "network": "100 Mbit/s, 1 ms", "max_steps": 20}
+
+
+def mlp(width: int) -> nn.Module:
+    return MLP(12, (width,), 5, seed=width)
+
+
+def climbed(model: Any = mlp, data: Any = None, **options: Any) -> Ladder:
+    given = {"sizes": SIZES, "strategies": STRATEGIES, "seeds": SEEDS, **OPTIONS, **options}
+    return vsim.ladder(model, vectors() if data is None else data, vectors(), **given)
+
+
+@pytest.fixture(scope="module")
+def ladder() -> Ladder:
+    return climbed(tokens_per_parameter=0.5)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_size_is_its_comparison_and_steps_follow_the_tokens(ladder: Ladder) -> None:
+    assert list(ladder.comparisons) == SIZES and ladder.unit == "examples"
+    for size in SIZES:
+        own = ladder.comparisons[size]
+        assert ladder.parameters[size] == 12 * size + size + 5 * size + 5
+        history = own["AllReduce"].history
+        examples = history["examples"]
+        assert (
+            examples[-1] >= 0.5 * ladder.parameters[size] > examples[-2]
+        )  # epochs of 29 examples end in small batches
+    largest = vsim.compare(
+        mlp(16), vectors(), vectors(), strategies=STRATEGIES, seeds=SEEDS, max_steps=len(examples) - 1, **OPTIONS
+    )
+    assert_same(ladder.largest, largest)
+    frame = ladder.to_pandas()
+    assert len(frame) == 4 * 4 * 2 and (frame["steps"][frame["size"] == 16] == len(examples) - 1).all()
+    row = frame[(frame["size"] == 16) & (frame["strategy"] == "FedAvg") & (frame["seed"] == 2)]
+    assert row["loss"].item() == largest.runs("FedAvg")[1].history.last("global_loss")
+
+
+def test_token_ids_count_as_tokens() -> None:
+    ids = torch.randint(7, (40, 9), generator=torch.Generator().manual_seed(0))
+    text = TensorDataset(ids[:, :-1], ids[:, 1:])
+    found = vsim.ladder(
+        lambda width: GPT(7, 8, 1, width, 1),
+        text,
+        text,
+        sizes=[4, 2],
+        strategies={"AllReduce": SimpleReduceStrategy()},
+        tokens_per_parameter=2,
+        **OPTIONS,
+    )
+    assert list(found.comparisons) == [2, 4] and found.tokens_per_example == 8 and found.unit == "tokens"
+    for size, comparison in found.comparisons.items():
+        tokens = comparison["AllReduce"].history["tokens"]
+        assert tokens[-1] >= 2 * found.parameters[size] > tokens[-2]
+
+
+def test_every_seed_has_its_weights_and_the_global_generator_is_left_alone() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def model(width: int) -> nn.Module:
+        own = MLP(12, (width,), 5)
+        drawn.append(own.layers[0].weight.detach().clone())
+        return own
+
+    state = torch.random.get_rng_state()
+    climbed(model, sizes=[2, 3], max_steps=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    widths = [own for own in drawn if len(own) == 3]
+    assert any(not torch.equal(widths[0], own) for own in widths) and any(own.equal(widths[0]) for own in widths[1:])
+
+
+def test_tuned_at_each_size_within_a_budget() -> None:
+    with pytest.warns(UserWarning, match="the best lr is"):
+        found = climbed(
+            sizes=[2, 4],
+            strategies={"AllReduce": STRATEGIES["AllReduce"], "DiLoCo": STRATEGIES["DiLoCo"]},
+            tune={"lr": [1e-3, 1e-1]},
+            budget={"examples": 40},
+        )
+    assert all(sorted(own.tuned) == ["AllReduce", "DiLoCo"] for own in found.comparisons.values())
+    assert found.tokens_per_parameter is None and (found.to_pandas()["steps"] == 5).all()
+    assert "each tuned at its size" in repr(found)
+    decision = found.decide(**{**TARGET, "max_steps": None}, compute=1, within={"time": "10 h"})
+    assert "5 steps, as at the largest size" in decision.assumptions[0]
+    assert "tuned at the largest size" in decision.assumptions[1]
+
+
+def test_killed_and_resumed(tmp_path: Path, ladder: Ladder) -> None:
+    options: dict[str, Any] = {"tokens_per_parameter": 0.5, "save_dir": tmp_path / "ladder"}
+    last = int(ladder.largest["AllReduce"].history.last("step"))
+    with pytest.raises(Killed):
+        climbed(**options, checkpoint_interval=2, train_loss_hook=killed_at(last - 1))
+    assert list(vsim.load_ladder(tmp_path / "ladder").comparisons) == SIZES[:3]
+    resumed = climbed(**options, checkpoint_interval=2, resume=True)
+    for size in SIZES:
+        assert_same(resumed.comparisons[size], ladder.comparisons[size])
+    assert repr(vsim.load_ladder(tmp_path / "ladder")) == repr(ladder) == repr(resumed)
+    again = climbed(**options, checkpoint_interval=2, resume=True)
+    assert repr(again) == repr(ladder)
+
+
+def test_sizes_that_have_ended_are_not_trained_again(tmp_path: Path) -> None:
+    steps: list[int] = []
+    options: dict[str, Any] = {"sizes": [2, 3], "max_steps": 3, "save_dir": tmp_path / "here"}
+    climbed(**options, train_loss_hook=lambda step, loss: steps.append(step))
+    assert steps
+    again = len(steps)
+    climbed(**options, train_loss_hook=lambda step, loss: steps.append(step), resume=True)
+    assert len(steps) == again
+    with pytest.raises(vsim.CheckpointError, match="holds"):
+        climbed(**options)
+
+
+def test_an_interrupt_keeps_the_sizes_that_have_ended(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def model(width: int) -> nn.Module:
+        calls.append(width)
+        if calls.count(4) > 1 and width == 4:
+            raise KeyboardInterrupt
+        return mlp(width)
+
+    with pytest.warns(UserWarning, match=r"interrupted at size 4: the ladder has 2; resume=True"):
+        found = climbed(model, sizes=[2, 4, 8], max_steps=3, save_dir=tmp_path)
+    assert list(found.comparisons) == [2]
+    with pytest.raises(KeyboardInterrupt):
+        climbed(lambda width: model(4) if calls.count(4) < 9 else mlp(width), sizes=[2, 4], max_steps=3)
+
+
+# What it says --------------------------------------------------------------------------------------------------------
+
+
+def test_table_figure_and_file(ladder: Ladder, tmp_path: Path) -> None:
+    table = ladder.table()
+    frame = ladder.to_pandas()
+    means = frame[frame["size"] == 16].groupby("strategy")["loss"].mean().sort_values()
+    assert f"1. {means.iloc[0]:.4f} ± " in table and f"4. {means.iloc[3]:.4f} ± " in table
+    assert "sizes 2 (41), 4 (77), 8 (149), 16 (293); 0.5 examples a parameter, 2 seeds, 2 nodes" in table
+    assert table.count("†") > 1  # two seeds tell little
+    ax = ladder.plot()
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    assert sorted(lines) == sorted(STRATEGIES) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    np.testing.assert_allclose(lines["FedAvg"].get_ydata()[-1], means["FedAvg"])
+    assert len(ax.collections) == 4  # bands
+    plt.close("all")
+    assert "<table" in ladder._repr_html_() and "image/png" in ladder._repr_html_()
+    ladder.save(tmp_path / "ladder.json")
+    read = vsim.load_ladder(tmp_path / "ladder.json")
+    assert repr(read) == repr(ladder) and read.to_pandas().equals(frame)
+    assert repr(read.order(1e4)) == repr(ladder.order(1e4)) == repr(order(frame, 1e4))
+    for broken in ({}, {"sizes": [1], "parameters": [2], "comparisons": [{}]}, {"sizes": [1], "parameters": [2]}):
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"broken\.json"):
+            vsim.load_ladder(tmp_path / "broken.json")
+
+
+def test_the_largest_size_held_out(ladder: Ladder) -> None:
+    below = ladder.without(16)
+    assert list(below.comparisons) == [2, 4, 8] and below.order(ladder.parameters[16]).factor == pytest.approx(
+        293 / 149
+    )
+    for sizes, said in (([3], "3"), (SIZES, "nothing is left")):
+        with pytest.raises(ValueError, match=said):
+            ladder.without(*sizes)
+
+
+# What is decided ------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_those_of_price(ladder: Ladder) -> None:
+    compute = Compute(0.1, dollars_per_hour=3.0)
+    decision = ladder.decide(**TARGET, compute=compute, within={"time": "4 s", "cost": "$1", "wire": "1 GB"})
+    for name, own in decision.costs.items():
+        options = {"max_steps": 20, "network": TARGET["network"], "compute": compute}
+        line = vsim.price(STRATEGIES[name], parameters=1e6, num_nodes=4, seed=1, **options)
+        assert own.seconds == line.seconds[-1] and own.wire_bytes == line.ledger.wire_bytes
+        assert own.dollars == line.dollars and own.utilization == line.utilization
+        assert own.share == pytest.approx(max(own.seconds / 4, own.dollars, own.wire_bytes / 1e9))
+        assert own.fits == (own.seconds <= 4)
+    assert {own.fits for own in decision.costs.values()} == {True, False}
+    found = order(ladder.to_pandas(), 1e6)
+    fitting = [name for name in found.names if decision.costs[name].fits]
+    assert decision.first == fitting[0] and repr(decision.order) == repr(found)
+    assert set(decision.undecided) == {name for name in fitting[1:] if not found.pair(fitting[0], name).decided}
+    frame = decision.to_pandas().set_index("strategy")
+    assert frame["fits"].to_dict() == {name: own.fits for name, own in decision.costs.items()}
+    assert math.isnan(frame["ahead"][decision.first])
+
+
+def test_the_map_is_that_of_each_network(ladder: Ladder) -> None:
+    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "4 s"})
+    chart = decision.map
+    for i, j in ((0, 0), (0, 60), (20, 24), (40, 60), (24, 32)):
+        network = vsim.Network(chart.bandwidths[j], chart.latencies[i])
+        again = ladder.decide(**{**TARGET, "network": network}, compute=0.1, within={"time": "4 s"})
+        expected = {again.first, *again.undecided} - {""}
+        assert set(chart.first[i][j]) == expected
+    regions = {names for row in chart.first for names in row}
+    assert () in regions and len(regions) > 2  # none fits somewhere
+    ax = decision.plot()
+    assert ax.get_title(loc="left") == "ahead within 4 s (time)"
+    plt.close("all")
+
+
+def test_text_and_notebook(ladder: Ladder) -> None:
+    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "8 s"})
+    text = repr(decision)
+    assert text.startswith("extrapolated: ") and decision.order.factor > 100
+    assert "not decided for 1M parameters within 8 s (time)" in text and len(decision.assumptions) == 3
+    assert "4 nodes, where the losses are of 2 nodes" in text and "next: to tell " in text and "does not fit" in text
+    page = decision._repr_html_()
+    assert page.startswith("<p><b>extrapolated") and "image/png" in page and page.count("<table") == 2
+    only = ladder.decide(**TARGET, compute=0.1, within={"time": "4 s"})
+    assert repr(only).startswith("extrapolated: SPARTA for 1M parameters, the only one within 4 s (time)")
+    none = ladder.decide(**TARGET, compute=0.1, within={"time": "1 s"})
+    assert (
+        none.first == ""
+        and not none.decided
+        and "none for 1M parameters" in repr(none)
+        and "raise the budget" in repr(none)
+    )
+    assert none.plot().get_title(loc="left").startswith("none ahead")
+    tokens = ladder.decide(**{**TARGET, "max_steps": None}, tokens_per_step=5e4, compute=0.1, within={"time": "1 h"})
+    assert "500k examples, 0.5 a parameter, in 10 steps of 50,000 of all nodes" in repr(tokens)
+    plt.close("all")
+
+
+def synthetic(ladder: Ladder, gap: float, noise: float = 0.001) -> Decision:
+    """The decision with losses of parallel laws, in the order of the strategies, each so much above the one before."""
+    stream, frame = np.random.default_rng(0), ladder.to_pandas()
+    place = {name: i for i, name in enumerate(STRATEGIES)}
+    frame["loss"] = [
+        2 * size**-0.1 * math.exp(gap * place[name] + noise * stream.standard_normal())
+        for name, size in zip(frame["strategy"], frame["parameters"], strict=True)
+    ]
+    steps = dict.fromkeys(STRATEGIES, 10)
+    limits = {"time": "1 h"}
+    network, compute = vsim.Network("1 Gbit/s"), Compute(0.1)
+    return decided(ladder.largest, frame, 2000, 4, network, compute, limits, steps, "10 steps", None, ladder._looks())
+
+
+def test_what_is_sure_is_decided_and_what_to_train_next_decides(ladder: Ladder) -> None:
+    sure = synthetic(ladder, 0.3)
+    assert sure.decided and sure.first == "AllReduce" and sure.advice == "nothing, it is decided"
+    assert "AllReduce for 2k parameters within 1 h (time), ahead of all others that fit with at least 9" in repr(sure)
+    assert {names for row in sure.map.first for names in row} >= {("AllReduce",)}
+    noisy = synthetic(ladder, 0.02, noise=0.03)
+    assert not noisy.decided and f"that {noisy.first} is ahead" in repr(noisy)
+    assert noisy.advice.startswith(("to tell ", "no single size below 2k"))
+
+
+def test_a_strategy_without_a_price_is_named(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> Any:
+        raise ValueError("it depends on values")
+
+    monkeypatch.setattr(FedAvgStrategy, "dry_run", refused)
+    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "1 h"})
+    assert decision.costs["FedAvg"].why.startswith("it depends on values") and not decision.costs["FedAvg"].fits
+    assert "it depends on values" in repr(decision) and decision.first != "FedAvg"
+    monkeypatch.setattr(ladder.largest["FedAvg"], "strategy", None)
+    with pytest.raises(TypeError, match="FedAvg was read from a file"):
+        ladder.decide(**TARGET, compute=0.1, within={"time": "1 h"})
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"sizes": [4]}, ValueError, r"sizes .*\[4\]"),
+        ({"sizes": [4, 4]}, ValueError, r"sizes .*\[4, 4\]"),
+        ({"sizes": ["4", 5]}, TypeError, "sizes .*'4'"),
+        ({"max_steps": 3, "tokens_per_parameter": 2}, TypeError, "tokens_per_parameter and max_steps"),
+        ({"budget": {"examples": 9}, "tokens_per_parameter": 2}, TypeError, "tokens_per_parameter and budget"),
+        ({"num_epochs": 2}, TypeError, "tokens_per_parameter and num_epochs"),
+        ({"tokens_per_parameter": 0}, ValueError, "tokens_per_parameter .*0"),
+        ({"model": mlp(2)}, TypeError, "model"),
+        ({"model": lambda width: width}, TypeError, r"model\(2\) .*int"),
+        ({"model": lambda width: mlp(2)}, ValueError, "parameters.*41"),
+        ({"extend": None}, TypeError, "extend"),
+        ({"sises": [2, 4]}, TypeError, "sises.*sizes"),
+    ],
+)
+def test_what_is_refused_before_training(given: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        climbed(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"within": {}}, TypeError, "within"),
+        ({"within": {"steps": 3}}, ValueError, "within.*time.*steps"),
+        ({"within": {"cost": 3}}, ValueError, "cost.*dollars_per_hour"),
+        ({"parameters": 0}, ValueError, "parameters .*0"),
+        ({"tokens_per_step": 100}, TypeError, "tokens_per_step.*max_steps"),
+        ({"max_steps": 0}, ValueError, "max_steps.*0"),
+        ({"network": None}, TypeError, "network"),
+        ({"compute": None}, TypeError, "compute"),
+        ({"compute": Compute([0.1, 0.2])}, ValueError, "2 nodes.*4"),
+    ],
+)
+def test_what_decide_refuses(ladder: Ladder, given: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        ladder.decide(**{**TARGET, "compute": 0.1, "within": {"time": "1 h"}, **given})

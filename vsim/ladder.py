@@ -1,0 +1,182 @@
+"""A model ladder: the same strategies at several sizes of a model, each tuned at its size."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vsim.arguments import a_function, a_list, a_path, given, real_number, whole_number
+from vsim.cluster.randomness import isolated
+from vsim.compare import call_text, compare
+from vsim.data.batches import Batches, Data, resolve, sizes_of
+from vsim.records.comparison import Comparison
+from vsim.records.ladder import Ladder
+from vsim.records.order import in_short
+from vsim.training.spec import option_defaults, takes_options
+
+__all__ = ["Ladder", "ladder", "load_ladder"]
+
+_CPU, _TOKENS_PER_PARAMETER = torch.device("cpu"), 20.0
+
+
+@takes_options("extend", of=compare)
+def ladder(
+    model: Callable[[int], nn.Module],
+    train_dataset: Data,
+    val_dataset: Data | None = None,
+    *,
+    sizes: Sequence[int],
+    strategies: Mapping[str, Any],
+    num_nodes: int,
+    tokens_per_parameter: float | None = None,
+    max_steps: int | Mapping[str, int] | None = None,
+    budget: Mapping[str, Any] | None = None,
+    save_dir: str | Path | None = None,
+    **options: Any,
+) -> Ladder:
+    """Train every strategy at every size of a model, to learn which is ahead at a size that cannot be trained here.
+
+    Each size is one `compare`: with `tune=`, strategies are tuned at each size, and all see the same data, order and
+    seeds. Runs are whole schedules: their number of steps grows with the model, and their learning rates end with it.
+
+    Args:
+        model: a function f(size) → model, such as `lambda width: GPT(…, width=width)`. It is called for each seed, with
+            torch's generators seeded by it.
+        train_dataset, val_dataset: see `compare`.
+        sizes: at least two values for this function, such as widths; their models must differ in parameters.
+        strategies, num_nodes: see `compare`.
+        tokens_per_parameter: of a run, of all nodes together; default: 20. An example counts as its token ids, or as
+            one token if it holds none.
+        max_steps, budget: see `compare`; steps of every size, instead of `tokens_per_parameter`.
+        save_dir: a folder, with a folder for each size; and `ladder.json`, what has ended, for `vsim.load_ladder`. With
+            `resume`, sizes that have ended are read, and the others resume.
+        options: every other argument of `compare`, the same for all sizes.
+
+    Returns:
+        A `Ladder`. If it is interrupted, it has the sizes that have ended.
+
+    Raises:
+        TypeError, ValueError: as `compare`; or the sizes are too few, or alike.
+        KeyboardInterrupt: interrupted before the first size has ended.
+    """
+    if isinstance(model, nn.Module | type):
+        raise TypeError(f"model must be a function f(size) that makes a torch.nn.Module, got {given(model)}")
+    a_function("model", model, "size")
+    chosen = [whole_number("every one of sizes", size) for size in a_list("sizes", sizes)]
+    if len(set(chosen)) < max(2, len(chosen)):
+        raise ValueError(f"sizes must be at least two different numbers, got {chosen}")
+    seeds = [options.get("seed", 42)] if options.get("seeds") is None else a_list("seeds", options["seeds"])
+    first = whole_number("seeds", seeds[0], at_least=0)
+    parameters = {size: _parameters(_made(model, size, first)) for size in chosen}
+    if len(set(parameters.values())) < len(chosen):
+        raise ValueError(f"models of different sizes must differ in parameters, got {parameters}")
+    if (max_steps is None and budget is None) or tokens_per_parameter is not None:
+        if max_steps is not None or budget is not None or "num_epochs" in options:
+            what = "max_steps" if max_steps is not None else "budget" if budget is not None else "num_epochs"
+            raise TypeError(f"tokens_per_parameter and {what} both decide the steps; give one of them")
+        each = _TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
+        tokens_per_parameter = real_number("tokens_per_parameter", each, above=0)
+    elif "num_epochs" in options and max_steps is not None:
+        raise TypeError("num_epochs has no effect with max_steps")
+    ascending = sorted(chosen, key=parameters.__getitem__)
+    counted = _Counted(train_dataset, num_nodes, first, options)
+    folder = None if save_dir is None else a_path("save_dir", save_dir)
+    ended: dict[int, Comparison] = {}
+    for place, size in enumerate(ascending, 1):
+        own: dict[str, Any] = {"max_steps": max_steps, "budget": budget, **options}
+        if tokens_per_parameter is not None:
+            own["max_steps"] = counted.steps(tokens_per_parameter * parameters[size])
+        if folder is not None:
+            own["save_dir"] = folder / str(size)
+            if own.get("resume"):
+                own["resume"] = "auto"
+        title = f"size {place} of {len(ascending)}, {in_short(parameters[size])} parameters: "
+        try:
+            comparison: Comparison = _compare(
+                lambda seed, size=size: _made(model, size, seed),
+                train_dataset,
+                val_dataset,
+                strategies=strategies,
+                num_nodes=num_nodes,
+                title=title,
+                **own,
+            )
+            if any(run.note.startswith("interrupted") for name in comparison for run in comparison.runs(name)):
+                raise KeyboardInterrupt("interrupted before the first size had ended")
+        except KeyboardInterrupt:
+            if not ended:
+                raise
+            hint = "" if folder is None else f"; resume=True resumes it from {str(folder)!r}"
+            warnings.warn(
+                f"interrupted at size {size}: the ladder has {', '.join(map(str, ended))}{hint}", stacklevel=3
+            )
+            break
+        about = {"sizes": ascending, "strategies": dict(strategies), "num_nodes": num_nodes, "max_steps": max_steps}
+        about |= {"tokens_per_parameter": tokens_per_parameter, "budget": budget, **options}
+        comparison.calls = [call_text("vsim.ladder", **about)]
+        ended[size] = comparison
+        if folder is not None:
+            Ladder(ended, parameters, tokens_per_parameter, counted.tokens).save(folder / "ladder.json")
+    return Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
+
+
+_compare = inspect.unwrap(compare)  # which takes a title of its progress, too; the ladder has checked the names
+
+
+def load_ladder(path: str | Path) -> Ladder:
+    """Read a ladder that `Ladder.save` wrote; its runs have no models.
+
+    Args:
+        path: of the file, or a `save_dir` of `vsim.ladder`.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: the file holds something else.
+    """
+    path = a_path("path", path)
+    return Ladder.load(path / "ladder.json" if path.is_dir() else path)
+
+
+class _Counted:
+    """The tokens of a run, by its number of steps.
+
+    Attributes:
+        tokens: token ids in an example; 0 if it holds none.
+    """
+
+    def __init__(self, train_dataset: Data, num_nodes: int, seed: int, options: Mapping[str, Any]) -> None:
+        with isolated(seed, _CPU):
+            datasets = resolve(train_dataset, num_nodes, range(num_nodes), True, "train_dataset")
+            defaults = option_defaults()
+            names = ("batch_size", "shuffle", "dataloader_kwargs")
+            batch_size, shuffle, kwargs = (options.get(name, defaults[name]) for name in names)
+            batches = Batches(datasets, num_nodes, batch_size, shuffle, seed, kwargs)
+            examples, tokens = sizes_of(next(batches.from_step()))
+        self.tokens, self._order = tokens // examples, batches.order
+
+    def steps(self, tokens: float) -> int:
+        """Return the smallest number of steps in which all nodes together see that many tokens."""
+        examples = tokens / max(1, self.tokens)
+        most = 16
+        while (seen := self._order.examples(np.arange(most + 1)))[-1] < examples:
+            most = math.ceil(1.5 * most * examples / seen[-1]) + 1
+        return max(1, int(np.searchsorted(seen, examples)))
+
+
+def _made(model: Callable[[int], nn.Module], size: int, seed: int) -> nn.Module:
+    with isolated(seed, _CPU):
+        made = model(size)
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"model({size}) must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,361 @@
+"""Which strategy to train a model with that cannot be tried: what each costs there, and in which order they come."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.arguments import brief, given, naming
+from vsim.cluster.ledger import Ledger
+from vsim.network import Compute, Network, timeline
+from vsim.network.timeline import duration, seconds_on
+from vsim.records.comparison import Comparison
+from vsim.records.fronts import amount
+from vsim.records.order import CALLED, Order, in_short, order
+from vsim.records.plots import Looks
+from vsim.records.tables import aligned, with_notes
+from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
+from vsim.shapes import naming_layers, without_values
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+# What a run may use; and the networks for which it is priced, in bit/s and seconds, between which those of the map lie.
+BUDGETS = ("time", "cost", "wire")
+_BITS, _DELAYS = np.logspace(6, 11, 31), np.logspace(-4, 0, 9)
+# Of further sizes and numbers of seeds, the cheapest that would decide is proposed.
+_STEPS, _MORE_SEEDS = np.sqrt(10.0), (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a strategy costs at the target. `why` is the reason if it has no price; its numbers are then NaN.
+
+    Attributes:
+        steps: of the run. seconds: it takes. dollars: for all nodes; NaN without a price of a node. wire_bytes: on the
+            wire, of the busiest node. utilization: the share of the time in which nodes compute.
+        share: of the budget that is used up first; above 1, the run does not fit.
+    """
+
+    steps: int
+    seconds: float
+    dollars: float
+    wire_bytes: float
+    utilization: float
+    share: float
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run is within all budgets."""
+        return self.share <= 1 + 1e-12
+
+
+@dataclass(frozen=True, repr=False)
+class BudgetMap(Winners):
+    """The strategy that is ahead among those within the budget, on every network of a grid.
+
+    Attributes:
+        cells: (L, B) the strategy, or all that are not told from it; () where none is within the budget.
+    """
+
+    cells: Sequence[Sequence[tuple[str, ...]]] = ()
+
+    @property
+    def first(self) -> list[list[tuple[str, ...]]]:
+        """(L, B) the cells."""
+        return [list(row) for row in self.cells]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the map: a colour for each strategy, hatched where the order is not decided, blank where none fits."""
+        ax = super().plot(ax)
+        shown = any(names for row in self.cells for names in row)
+        ax.set_title(self.note if shown else f"none {self.note}", fontsize=8, loc="left")
+        return ax
+
+
+@dataclass(frozen=True, repr=False)
+class Decision:
+    """Which strategy to train a large model with. Displayed as text, and in a notebook with the map of networks.
+
+    Attributes:
+        order: of the strategies at the target. costs: name → what it costs there.
+        within: the budget as text. first: the strategy that is ahead among those within the budget; "" if none is.
+        undecided: name → P(`first` is ahead of it), of those within the budget that are not told from `first`.
+        map: the same on other networks. assumptions: three sentences. advice: what to train next to decide.
+    """
+
+    order: Order
+    costs: Mapping[str, Priced]
+    within: str
+    first: str
+    undecided: Mapping[str, float]
+    map: BudgetMap
+    assumptions: Sequence[str]
+    advice: str
+
+    @property
+    def decided(self) -> bool:
+        """Whether one strategy is within the budget, and ahead of all others there with at least 90 %."""
+        return bool(self.first) and not self.undecided
+
+    def answer(self) -> str:
+        """Return the answer in a sentence; it begins with "extrapolated" beyond 100 × the largest measured size."""
+        begin = "extrapolated: " if self.order.factor > 100 else ""
+        whom, where = f"for {in_short(self.order.to)} parameters", f"within {self.within}"
+        fitting = [name for name, own in self.costs.items() if own.fits]
+        if not fitting:
+            known = {name: own.share for name, own in self.costs.items() if not own.why}
+            if not known:
+                return f"{begin}no strategy has a price {whom}"
+            nearest = min(known, key=known.__getitem__)
+            return f"{begin}none {whom} {where}: the nearest, {nearest}, takes {known[nearest]:.3g} times as much"
+        if len(fitting) == 1:
+            return f"{begin}{self.first} {whom}, the only one {where}"
+        if self.decided:
+            least = min(self.order.probability(self.first, name) for name in fitting if name != self.first)
+            return (
+                f"{begin}{self.first} {whom} {where}, ahead of all others that fit with at least "
+                f"{math.floor(100 * least)} %"
+            )
+        others = ", ".join(
+            name if math.isnan(chance) else f"{name} ({chance:.0%} that {self.first} is ahead)"
+            for name, chance in self.undecided.items()
+        )
+        return f"{begin}not decided {whom} {where}: {self.first}, or {others}"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per strategy, in the order of the table: the numbers of `Priced`, `fits` and `ahead`.
+
+        ahead: P(`first` has a lower loss than this strategy at the target).
+        """
+        import pandas
+
+        rows = [
+            {
+                "strategy": name,
+                **{
+                    key: getattr(own, key)
+                    for key in ("steps", "seconds", "dollars", "wire_bytes", "utilization", "share")
+                },
+                "fits": own.fits,
+                "ahead": self._ahead(name),
+            }
+            for name, own in self._ordered()
+        ]
+        return pandas.DataFrame(rows)
+
+    def _ordered(self) -> list[tuple[str, Priced]]:
+        """Return the strategies: those that fit in the order at the target, then the others by what they take."""
+        place = {name: i for i, name in enumerate(self.order.names)}
+        return sorted(
+            self.costs.items(),
+            key=lambda own: (
+                not own[1].fits,
+                place[own[0]] if own[1].fits else np.nan_to_num(own[1].share, nan=np.inf),
+            ),
+        )
+
+    def _ahead(self, name: str) -> float:
+        return self.order.probability(self.first, name) if self.first and name != self.first else math.nan
+
+    def table(self, format: str = "simple") -> str:
+        """Return as text a line per strategy: hours, dollars, bytes, the share of the budget, and the order."""
+        priced = any(not math.isnan(own.dollars) for own in self.costs.values())
+        header = ["strategy", "time", *(["dollars"] if priced else []), "GB/node", "compute", "of the budget"]
+        header.append(f"P(behind {self.first})" if self.first else "order")
+        rows = []
+        for name, own in self._ordered():
+            if own.why:
+                rows.append([name, *["–"] * (len(header) - 2), own.why])
+                continue
+            chance = self._ahead(name)
+            ahead = "first" if name == self.first else "–" if math.isnan(chance) else f"{chance:.0%}"
+            cost = [f"{own.dollars:,.0f}"] if priced else []
+            share = f"{own.share:.0%}" if own.share < 10 else f"{own.share:,.0f} ×"
+            cells = [duration(own.seconds), *cost, f"{own.wire_bytes / 1e9:,.4g}", f"{own.utilization:.1%}"]
+            rows.append([name, *cells, f"{share}{'' if own.fits else ', does not fit'}", ahead])
+        return aligned(rows, header, format)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw `map`.
+
+        Args:
+            ax: default: the axes of a new figure as wide as a column.
+        """
+        return self.map.plot(ax)
+
+    def _notes(self) -> list[str]:
+        return [*(f"{i}. {said}" for i, said in enumerate(self.assumptions, 1)), f"next: {self.advice}"]
+
+    def _repr_html_(self) -> str:
+        from matplotlib import pyplot
+
+        figure, image = self.plot().get_figure(root=True), io.BytesIO()
+        assert figure is not None
+        figure.savefig(image, format="png", dpi=130)
+        pyplot.close(figure)
+        encoded = base64.b64encode(image.getvalue()).decode()
+        alt = f"which strategy is ahead within {self.within}, over bandwidth and latency"
+        order = f"<p>{html.escape(self.order.headline())}</p>{self.order.table('html')}"
+        table = with_notes(self.table("html"), self._notes(), "html")
+        picture = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"/>'
+        return f"<p><b>{html.escape(self.answer())}</b></p>{table}{picture}{order}"
+
+    def __repr__(self) -> str:
+        return "\n".join([self.answer(), "", self.table(), "", *self._notes(), "", repr(self.order)])
+
+
+def decided(
+    largest: Comparison,
+    losses: pd.DataFrame,
+    to: float,
+    num_nodes: int,
+    network: Network,
+    compute: Compute,
+    within: Mapping[str, Any],
+    steps: Mapping[str, int],
+    training: str,
+    bytes_per_parameter: int | None,
+    looks: Looks,
+) -> Decision:
+    """Return which strategy to train a large model with; see `Ladder.decide`.
+
+    Args:
+        largest: the comparison whose strategies are priced. losses: of all sizes, see `order`. to: parameters.
+        steps: name → steps at the target. training: text on these. looks: of the strategies.
+    """
+    if not isinstance(within, Mapping) or not within:
+        raise TypeError(f"within must be a dict such as {{'time': '10 h'}}, got {given(within)}")
+    budgets = {of: amount(of, value, "within", BUDGETS) for of, value in within.items()}
+    if "cost" in budgets and compute.dollars_per_hour is None:
+        raise ValueError("within: 'cost' needs a price of a node: give compute=Compute(…, dollars_per_hour=…)")
+    network.check(num_nodes)
+    compute.steps(num_nodes)
+    found = order(losses, to)
+    bare = without_values(to, compute.layers if compute.layers > 1 else None, None, bytes_per_parameter)
+    costs: dict[str, Priced] = {}
+    seconds: dict[str, Floats] = {}
+    for name in largest:
+        strategy, seed = largest[name].strategy, largest[name].seed
+        if not hasattr(strategy, "dry_run"):
+            raise TypeError(f"{name} was read from a file that does not hold its strategy, and has no price")
+        try:
+            with naming(name), naming_layers(bare):
+                ledger = strategy.dry_run(bare, num_nodes, steps[name], seed, compute.totals(num_nodes))
+        except ValueError as error:
+            nothing = dict.fromkeys(("seconds", "dollars", "wire_bytes", "utilization", "share"), math.nan)
+            costs[name] = Priced(steps[name], **nothing, why=brief(str(error).removeprefix(f"{name}: ")))
+            continue
+        costs[name] = _priced(ledger, network, compute, budgets)
+        if budgets.get("wire", math.inf) >= costs[name].wire_bytes:
+            seconds[name] = _on_map(ledger, network, compute)
+    fitting = [name for name in found.names if costs[name].fits]
+    first = fitting[0] if fitting else ""
+    undecided = {name: found.probability(first, name) for name in fitting[1:] if not found.pair(first, name).decided}
+    limits = " and ".join(
+        f"{value if isinstance(value, str) else f'{value:,.10g}'} ({of})" for of, value in within.items()
+    )
+    most = _seconds_allowed(budgets, compute, num_nodes)
+    cells = _cells(found, {name: own <= most for name, own in seconds.items()})
+    chart = BudgetMap(math.nan, BANDWIDTHS, LATENCIES, {}, {}, looks, f"ahead within {limits}", cells=cells)
+    sizes = f"{len(found.sizes)} sizes from {in_short(found.sizes[0])} to {in_short(found.sizes[-1])}"
+    small = largest[next(iter(largest))].history.num_nodes
+    tuned = "tuned at the largest size" if largest.tuned else "those of the ladder, not tuned at each size"
+    assumptions = [
+        f"Every run trains {training}; a node computes {compute.node_seconds.mean():.3g} s a step on {network!r}, "
+        "without failures.",
+        f"Strategies keep their settings ({tuned}) at {num_nodes} nodes, where the losses are of {small} nodes, with "
+        "the ladder's model, data and batches.",
+        f"The order is the trend over {sizes}, {found.factor:,.3g} times smaller than the target: P says how far to "
+        "trust it, and no loss is predicted.",
+    ]
+    advice = _advice(found, losses, first, undecided, fitting)
+    return Decision(found, costs, limits, first, undecided, chart, assumptions, advice)
+
+
+def _priced(ledger: Ledger, network: Network, compute: Compute, budgets: Mapping[str, float]) -> Priced:
+    line = timeline(ledger, network, compute)
+    taken, sent = float(line.seconds[-1]), float(ledger.wire_bytes)
+    used = {"time": taken, "cost": line.dollars, "wire": sent}
+    share = max(used[of] / most if most else math.inf if used[of] else 0.0 for of, most in budgets.items())
+    return Priced(ledger.steps, taken, line.dollars, sent, line.utilization, share)
+
+
+def _on_map(ledger: Ledger, network: Network, compute: Compute) -> Floats:
+    """Return (L, B) the seconds of a run on every network of the map, interpolated in logarithms."""
+    grid = np.tile(_BITS, len(_DELAYS)), np.repeat(_DELAYS, len(_BITS)), network.collective
+    logs = np.log(seconds_on(ledger, *grid, compute, [ledger.steps])).reshape(len(_DELAYS), len(_BITS))
+    rows = np.array([np.interp(np.log(BANDWIDTHS), np.log(_BITS), row) for row in logs])
+    return np.exp([np.interp(np.log(LATENCIES), np.log(_DELAYS), column) for column in rows.T]).T
+
+
+def _seconds_allowed(budgets: Mapping[str, float], compute: Compute, num_nodes: int) -> float:
+    """Return the seconds that a run may take, by time and by cost."""
+    most = [budgets["time"]] if "time" in budgets else []
+    if "cost" in budgets and compute.dollars_per_hour:
+        most.append(3600 * budgets["cost"] / (compute.dollars_per_hour * num_nodes))
+    return min(most, default=math.inf) * (1 + 1e-12)
+
+
+def _cells(found: Order, fits: Mapping[str, NDArray[np.bool_]]) -> list[list[tuple[str, ...]]]:
+    """Return (L, B) the first strategy that fits, and all others that fit and are not told from it."""
+    cells = []
+    for i in range(len(LATENCIES)):
+        row: list[tuple[str, ...]] = []
+        for j in range(len(BANDWIDTHS)):
+            own = [name for name in found.names if name in fits and fits[name][i, j]]
+            row.append(tuple(sorted(n for n in own if n == own[0] or not found.pair(own[0], n).decided)))
+        cells.append(row)
+    return cells
+
+
+def _advice(
+    found: Order, losses: pd.DataFrame, first: str, undecided: Mapping[str, float], fitting: Sequence[str]
+) -> str:
+    """Return which size to train next, with how many seeds, so that the order would be decided if the trend goes on."""
+    if not fitting:
+        return (
+            "nothing that trains decides; raise the budget, or compare strategies that send less or compute meanwhile"
+        )
+    if not undecided:
+        return "nothing, it is decided"
+    rival = min(undecided, key=lambda name: (not math.isnan(undecided[name]), undecided[name]))
+    seeds = max(at.seeds for at in found.pair(first, rival).sizes)
+    options = [
+        (size * factor * seeds, size, factor * seeds)
+        for factor in _MORE_SEEDS
+        for size in found.sizes[-1] * _STEPS ** np.arange(1, 40)
+        if size < found.to
+    ]
+    for _, size, number in sorted(options):
+        if order(_with_size(losses, size, number), found.to).pair(first, rival).decided:
+            return (
+                f"to tell {first} from {rival}, train a size of about {in_short(size)} with {number} seeds: P reaches "
+                f"{CALLED:.0%} if the trend goes on there"
+            )
+    return f"no single size below {in_short(found.to)} would tell {first} from {rival}, even if the trend goes on"
+
+
+def _with_size(losses: pd.DataFrame, size: float, seeds: int) -> dict[str, list[Any]]:
+    """Return losses with a further size, where every strategy follows its own line and seeds differ as they did."""
+    frame = losses[["strategy", "parameters", "seed", "loss"]].dropna()
+    rows = [list(own) for own in zip(*(frame[column] for column in frame), strict=True)]
+    for name, own in frame.groupby("strategy"):
+        x, logs = np.log(own["parameters"].to_numpy(float)), np.log(own["loss"].to_numpy(float))
+        slope, start = np.polyfit(x, logs, 1)
+        residuals = logs - slope * x - start
+        for seed in range(seeds):
+            loss = math.exp(start + slope * math.log(size) + float(residuals[seed % len(residuals)]))
+            rows.append([name, size, seed, loss])
+    return dict(zip(("strategy", "parameters", "seed", "loss"), map(list, zip(*rows, strict=True)), strict=True))

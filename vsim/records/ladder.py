@@ -1,0 +1,317 @@
+"""The same strategies at several sizes of a model: losses by size, their order at another size, and files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vsim.arguments import real_number, whole_number
+from vsim.figures.style import literal, styled
+from vsim.network import Compute, Network
+from vsim.records.comparison import Comparison
+from vsim.records.decision import Decision, decided
+from vsim.records.history import holding_a_record, read_json, write_json
+from vsim.records.order import Order, in_short, order
+from vsim.records.plots import Looks, add_legend, looks_of
+from vsim.records.tables import UNDECIDED, aligned, with_notes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+_KEYS = ("sizes", "parameters", "comparisons")
+# Tokens of all nodes in a step of a large model, where nothing else says how many: 2^20.
+_TOKENS_PER_STEP = 1_048_576
+
+
+class Ladder:
+    """Comparisons of the same strategies at several sizes. A notebook shows it as a table and a figure.
+
+    Attributes:
+        comparisons: size → Comparison, by ascending parameters. parameters: size → trainable parameters.
+        tokens_per_parameter: that every run trained on; None if `max_steps` or a budget decided.
+        tokens_per_example: 0 if examples hold no token ids: an example then counts as a token.
+    """
+
+    def __init__(
+        self,
+        comparisons: Mapping[int, Comparison],
+        parameters: Mapping[int, int],
+        tokens_per_parameter: float | None = None,
+        tokens_per_example: int = 0,
+    ) -> None:
+        ascending = sorted(comparisons, key=parameters.__getitem__)
+        self.comparisons = {size: comparisons[size] for size in ascending}
+        self.parameters = {size: parameters[size] for size in ascending}
+        self.tokens_per_parameter, self.tokens_per_example = tokens_per_parameter, tokens_per_example
+
+    @property
+    def largest(self) -> Comparison:
+        """The comparison of the largest model."""
+        return list(self.comparisons.values())[-1]
+
+    @property
+    def unit(self) -> str:
+        """What training is counted in: "tokens" or "examples"."""
+        return "tokens" if self.tokens_per_example else "examples"
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies."""
+        return list(self.largest)
+
+    def without(self, *sizes: int) -> Ladder:
+        """Return the ladder without some sizes, such as the largest one, to see whether its order is predicted.
+
+        Raises:
+            ValueError: there is no such size, or no other.
+        """
+        for size in sizes:
+            if size not in self.comparisons:
+                raise ValueError(f"sizes must be of {', '.join(map(str, self.comparisons))}, got {size!r:.100}")
+        left = {size: own for size, own in self.comparisons.items() if size not in sizes}
+        if not left:
+            raise ValueError(f"nothing is left without {', '.join(map(str, sizes))}")
+        return Ladder(left, self.parameters, self.tokens_per_parameter, self.tokens_per_example)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per size, strategy and seed: size, parameters, strategy, seed, steps, loss and wire_bytes.
+
+        The loss is the final one; NaN for a run that diverged or failed.
+        """
+        import pandas
+
+        rows = [
+            {
+                "size": size,
+                "parameters": self.parameters[size],
+                "strategy": name,
+                "seed": run.seed,
+                "steps": int(run.history.last("step")),
+                "loss": _losses(comparison)[name][run.seed],
+                "wire_bytes": run.history.last("wire_bytes"),
+            }
+            for size, comparison in self.comparisons.items()
+            for name in comparison
+            for run in comparison.runs(name)
+        ]
+        return pandas.DataFrame(rows)
+
+    def order(self, to: float) -> Order:
+        """Return the order of the strategies at a size, pair by pair, with the probability that it holds.
+
+        Args:
+            to: parameters of the target.
+
+        See `vsim.records.order.order` for how it is found. "Not decided" is an answer.
+
+        Raises:
+            ValueError: the ladder has one size or one strategy, or a loss that is not above 0.
+        """
+        return order(self.to_pandas(), to)
+
+    def decide(
+        self,
+        *,
+        parameters: float,
+        num_nodes: int,
+        network: Network | str | float,
+        compute: Compute | float | str,
+        within: Mapping[str, Any],
+        max_steps: int | None = None,
+        tokens_per_step: float | None = None,
+        bytes_per_parameter: int | None = None,
+    ) -> Decision:
+        """Return which strategy to train a large model with: what each costs there, and in which order they come.
+
+        Hours, dollars and bytes are those of the strategies' own code at that size, see `vsim.price`. The order is that
+        of `order`. Strategies keep the settings of the largest size.
+
+        Args:
+            parameters: of the target. num_nodes: its nodes. network, compute: see `vsim.timeline`; compute is of one
+                step of one node of the target.
+            within: what a run may use, of "time", "cost" and "wire", such as `{"time": "10 h", "cost": 500}`.
+            max_steps: of the target. Default: as many as `tokens_per_parameter` take or, in a ladder without, those of
+                the largest size.
+            tokens_per_step: of all nodes (examples, if these hold no token ids); default: 2²⁰ = 1,048,576.
+            bytes_per_parameter: see `vsim.price`.
+
+        Raises:
+            TypeError, ValueError: an argument is out of range, or has no effect; a strategy has no price.
+        """
+        to = real_number("parameters", parameters, at_least=1)
+        steps, said = self._steps_at(to, max_steps, tokens_per_step)
+        return decided(
+            self.largest,
+            self.to_pandas(),
+            to,
+            whole_number("num_nodes", num_nodes),
+            Network.of(network),
+            Compute.of(compute),
+            within,
+            steps,
+            said,
+            bytes_per_parameter,
+            self._looks(),
+        )
+
+    def _steps_at(self, to: float, max_steps: int | None, per_step: float | None) -> tuple[dict[str, int], str]:
+        """Return name → steps at the target, and text on what they are."""
+        if max_steps is not None:
+            if per_step is not None:
+                raise TypeError("tokens_per_step has no effect with max_steps=, the steps themselves")
+            return dict.fromkeys(self.names, whole_number("max_steps", max_steps)), f"{max_steps:,} steps"
+        if self.tokens_per_parameter is None:
+            if per_step is not None:
+                raise TypeError(
+                    "tokens_per_step has no effect: the ladder has no tokens_per_parameter; give max_steps="
+                )
+            steps = {name: int(self.largest[name].history.last("step")) for name in self.names}
+            many = " to ".join(f"{n:,}" for n in sorted({min(steps.values()), max(steps.values())}))
+            return steps, f"{many} steps, as at the largest size"
+        each = real_number("tokens_per_step", _TOKENS_PER_STEP if per_step is None else per_step, above=0)
+        total = self.tokens_per_parameter * to
+        number = max(1, math.ceil(total / each))
+        many = f"{in_short(total)} {self.unit}, {self.tokens_per_parameter:g} a parameter"
+        return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
+
+    def table(self, format: str = "simple") -> str:
+        """Return as text the losses at each size, with their ranks there; a † marks those not told from the best.
+
+        Args:
+            format: one of tabulate's: "simple", "github", "html", …
+        """
+        header = ["strategy", *(f"{in_short(self.parameters[size])}" for size in self.comparisons)]
+        columns, tied = [], False
+        for comparison in self.comparisons.values():
+            means = {name: statistics.fmean(own.values()) for name, own in _losses(comparison).items()}
+            ranks = {
+                name: i + 1 for i, name in enumerate(sorted(means, key=lambda n: (math.isnan(means[n]), means[n])))
+            }
+            undecided = comparison._ranking()[0].undecided
+            tied = tied or bool(undecided)
+            column = {}
+            for name, own in _losses(comparison).items():
+                spread = f" ± {statistics.stdev(own.values()):.4f}" if len(own) > 1 else ""
+                mark = " †" if name in undecided else ""
+                known = math.isfinite(means[name])
+                column[name] = f"{ranks[name]}. {means[name]:.4f}{spread}{mark}" if known else "diverged or failed"
+            columns.append(column)
+        names = sorted(self.names, key=lambda name: columns[-1][name])
+        cells = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+        return with_notes(
+            aligned(cells, header, format), [*([f"† {UNDECIDED}"] if tied else []), self.describe()], format
+        )
+
+    def describe(self) -> str:
+        """Return a sentence on sizes, tokens, seeds, nodes and tuning."""
+        seeds = sorted({len(own.runs(name)) for own in self.comparisons.values() for name in own})
+        sizes = ", ".join(f"{size} ({in_short(number)})" for size, number in self.parameters.items())
+        trained = (
+            "" if self.tokens_per_parameter is None else f"{self.tokens_per_parameter:g} {self.unit} a parameter, "
+        )
+        tuned = ", each tuned at its size" if all(own.tuned for own in self.comparisons.values()) else ""
+        number = " or ".join(map(str, seeds))
+        return (
+            f"sizes {sizes}; {trained}{number} {'seed' if seeds == [1] else 'seeds'}, "
+            f"{self.largest.num_nodes} nodes{tuned}"
+        )
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the final loss of each strategy against parameters, on logarithmic axes: means, and the spread of seeds.
+
+        Args:
+            ax: default: the axes of a new figure as wide as a column.
+        """
+        from vsim.figures.paper import axes_of, plain_ticks
+
+        own, ax, looks = ax is None, axes_of(ax, 3.3, 2.5), self._looks()
+        frame = self.to_pandas()
+        for name in self.names:
+            by_size = (
+                frame[frame["strategy"] == name]
+                .groupby("parameters")["loss"]
+                .agg(["mean", "std"])
+                .dropna(subset="mean")
+            )
+            x, mean, spread = by_size.index.to_numpy(), by_size["mean"].to_numpy(), by_size["std"].fillna(0).to_numpy()
+            look = looks.by_name[name]
+            ax.plot(
+                x,
+                mean,
+                color=look.colour,
+                linestyle=look.dash,
+                marker=look.marker or "o",
+                markersize=3.5,
+                linewidth=1.3,
+                label=literal(name),
+            )
+            ax.fill_between(x, mean - spread, mean + spread, color=look.colour, alpha=0.15, linewidth=0)
+        title = self.largest._loss_title
+        ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel=title)
+        plain_ticks(ax.xaxis)
+        ax.xaxis.set_major_formatter(lambda value, _: in_short(value))
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis("{x:g}")
+        styled(ax)
+        ax.tick_params(axis="y", which="both", labelsize=7)
+        add_legend(ax, Looks(looks.by_name), {}, own)
+        return ax
+
+    def _looks(self) -> Looks:
+        return Looks(looks_of(self.names).by_name)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything but the models to a file, for `vsim.load_ladder`."""
+        write_json(
+            path,
+            {
+                "sizes": list(self.comparisons),
+                "parameters": list(self.parameters.values()),
+                "tokens_per_parameter": self.tokens_per_parameter,
+                "tokens_per_example": self.tokens_per_example,
+                "comparisons": [own._as_plain() for own in self.comparisons.values()],
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ladder:
+        """Read a file that `save` wrote; the runs have no models.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        content = read_json(path, "Ladder", _KEYS)
+        with holding_a_record(path, "Ladder"):
+            sizes = [whole_number("size", size) for size in content["sizes"]]
+            parameters = [whole_number("parameters", number) for number in content["parameters"]]
+            each = content.get("tokens_per_parameter")
+            return cls(
+                dict(zip(sizes, map(Comparison._from_plain, content["comparisons"]), strict=True)),
+                dict(zip(sizes, parameters, strict=True)),
+                None if each is None else real_number("tokens_per_parameter", each, above=0),
+                whole_number("tokens_per_example", content.get("tokens_per_example", 0), at_least=0),
+            )
+
+    def _repr_html_(self) -> str:
+        from matplotlib import pyplot
+
+        figure, image = self.plot().get_figure(root=True), io.BytesIO()
+        assert figure is not None
+        figure.savefig(image, format="png", dpi=150)
+        pyplot.close(figure)
+        encoded = base64.b64encode(image.getvalue()).decode()
+        return f'{self.table("html")}<img alt="final loss against parameters" src="data:image/png;base64,{encoded}"/>'
+
+    def __repr__(self) -> str:
+        return f"Ladder of {len(self.names)} strategies\n{self.table()}"
+
+
+def _losses(comparison: Comparison) -> dict[str, dict[int, float]]:
+    """Return name → seed → final loss, NaN for a run that failed."""
+    return comparison._by_seed(comparison._loss)
