@@ -54,6 +54,11 @@ EXPECTED: dict[str, list[str]] = {
         r"AllReduce: 25,376 bytes = 4 · 6,344",  # (in + out) · rank of four layers: 4 · (296 + 512 + 512 + 266)
     ],
     "gossip": [TABLE, PICTURE, r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
+    "penalty": [
+        PICTURE,
+        r"N = +5,472  M = 2  H = +\d+  outer rate 0\.\d+: (\d\.\d\d \(|not reached, above \d)",
+        r"assumed at P = 1,000,000,000: α =  0\.08, ratios 1\.\d\d",
+    ],
     "personal_models": [PICTURE, r"FedAvg, fine-tuned +\d", r"Ditto +\d", r"split\(0\.2, seed=0\) to test"],
     "report": [
         PICTURE,
