@@ -212,6 +212,14 @@ def test_a_table_follows_the_runs_in_a_terminal() -> None:
     assert "\x1b[1;32m" in front and "\x1b[1;32m" not in next(line for line in last.splitlines() if "slow" in line)
 
 
+def test_a_table_names_the_runs_that_have_not_begun_and_the_time_left() -> None:
+    terminal = io.StringIO()
+    table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
+    table.update({"first": [recorded([3.0, 2.0])], "second": []}, {"first": 8, "second": 9}, caption="about 7 s left")
+    table.close()
+    assert "0 / 9" in terminal.getvalue() and "about 7 s left" in terminal.getvalue()
+
+
 def test_many_runs_fill_no_more_than_a_screen() -> None:
     terminal = io.StringIO()
     table = LiveTable("", Console(file=terminal, force_terminal=True, width=100))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -313,6 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"vsim {argv[0]}: {error}", file=sys.stderr)
         return 2
+    if isinstance(command, Compare | Sweep) and not command.problem.quiet and sys.stderr.isatty():
+        with suppress(ValueError):  # which the command reports
+            print(f"{command.problem.title(command.priced.budget)} …", file=sys.stderr)
     from vsim.cli import run
 
     return run(command, argv)

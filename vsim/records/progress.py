@@ -345,12 +345,18 @@ class LiveTable:
         self._live: Any = None  # False: there is no terminal
         self._next = 0.0
 
-    def update(self, histories: Mapping[str, Sequence[History]], steps: Mapping[str, int], last: bool = False) -> None:
+    def update(
+        self,
+        histories: Mapping[str, Sequence[History]],
+        steps: Mapping[str, int],
+        last: bool = False,
+        caption: str = "",
+    ) -> None:
         """Show the current records, unless the table is less than a quarter of a second old.
 
         Args:
             histories: name → the records of its runs, one for each seed; their means are shown.
-            steps: name → T. last: update the table in any case.
+            steps: name → T. last: update the table in any case. caption: the text below the table.
         """
         now = time.perf_counter()
         if now < self._next and not last:
@@ -365,14 +371,14 @@ class LiveTable:
             if self._live:
                 self._live.start()
         if self._live:
-            self._live.update(self._table(histories, steps), refresh=True)
+            self._live.update(self._table(histories, steps, caption), refresh=True)
 
     def close(self) -> None:
         """Leave the last table in the terminal."""
         if self._live:
             self._live.stop()
 
-    def _table(self, histories: Mapping[str, Sequence[History]], steps: Mapping[str, int]) -> Any:
+    def _table(self, histories: Mapping[str, Sequence[History]], steps: Mapping[str, int], caption: str) -> Any:
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -393,8 +399,12 @@ class LiveTable:
             sent = np.mean([h.last("wire_bytes") for h in runs]) / 1e6
             style = "bold green" if name == ranked[0] and len(ranked) > 1 else None
             table.add_row(Text(name), f"{step} / {steps[name]}", *cells, f"{sent:.2f}", style=style)
-        if len(own) > _ROWS:
-            table.caption = f"the {_ROWS} in front, of {len(own)}"
+        waiting = [name for name in own if not own[name]][: max(0, _ROWS - len(ranked))]
+        for name in waiting:
+            table.add_row(Text(name), f"0 / {steps[name]}")
+        front = f"the {_ROWS} in front, of {len(own)}" if len(own) > _ROWS else ""
+        table.caption = "; ".join(filter(None, (front, caption)))
+        table.caption_justify = "left"
         return table
 
 

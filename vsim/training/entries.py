@@ -29,6 +29,7 @@ from vsim.cluster.randomness import fingerprints, isolated
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
+from vsim.network.timeline import duration
 from vsim.reading import read_text
 from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
@@ -329,6 +330,7 @@ class Entries:
                     run.rungs = self.rungs
                     if entry.finished_at is not None:
                         run.stop()
+                self._collect(ensemble, running, watch)  # shows what will train while the first step is prepared
                 try:
                     ensemble.train()
                 finally:
@@ -656,6 +658,7 @@ class _Watch:
         self.histories: dict[str, list[History]] = {}
         self.steps: dict[Entry, int] = {}  # the last step of every run that has begun
         self._next = 0.0
+        self._began = (0.0, -1)  # the time before the first step, and the number of steps that had been taken then
         if progress == "plot":
             self.live = LiveRace(self.histories, title)
         elif progress == "table":
@@ -677,8 +680,9 @@ class _Watch:
                 if entry.has_begun and entry.history not in own:
                     own.append(entry.history)
             if isinstance(self.live, LiveTable):
-                self.live.update(self.histories, {entry.name: own for entry, own in steps.items()}, last=over)
-            else:
+                caption = preparing or self._time_left(steps)
+                self.live.update(self.histories, {entry.name: own for entry, own in steps.items()}, over, caption)
+            elif any(self.histories.values()):
                 self.live.update(max(steps.values()))
             return
         now = time.perf_counter()
@@ -696,6 +700,18 @@ class _Watch:
         more = f", {left} not training" if left else ""
         self.bar.set_postfix_str(shown + more, refresh=best is None and bool(preparing))
         self.bar.update(0)
+
+    def _time_left(self, steps: Mapping[Entry, int]) -> str:
+        """Return about how long the remaining steps will take, if they take as long as those since the first one."""
+        taken = {entry: max(0, len(entry.history) - 1) for entry in self.entries}
+        missing = sum(steps[entry] - own for entry, own in taken.items() if not entry.has_outcome)
+        now, done = time.perf_counter(), sum(taken.values())
+        since, before = self._began
+        if before < 0 or done == before:
+            self._began = (now, done)
+            return ""
+        seconds = round((now - since) / (done - before) * missing)
+        return f"about {duration(seconds)} left" if seconds > 0 else ""
 
     def __enter__(self) -> _Watch:
         return self
