@@ -195,7 +195,8 @@ def recorded(losses: list[float]) -> vsim.History:
     return history
 
 
-def test_a_table_follows_the_runs_in_a_terminal() -> None:
+def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsim.records.progress.time.perf_counter", lambda: 1.0)  # a loaded machine may take long
     terminal = io.StringIO()
     table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
     histories = {"a[b]": [recorded([3.0, 2.0])], "lost": [recorded([3.0, math.nan])], "slow": [recorded([2.5])]}
