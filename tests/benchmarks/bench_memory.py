@@ -9,6 +9,11 @@ run.
     python tests/benchmarks/bench_memory.py
     python tests/benchmarks/bench_memory.py --device cuda --models mlp cnn gpt --nodes 16 64
 
+With --shared, K nodes train under AllReduce, where they share weights, gradients and optimizer: in units of the weights,
+next to one node's training in plain PyTorch with its own batch, and with the batches of all.
+
+    python tests/benchmarks/bench_memory.py --shared --models gpt-10m --nodes 8
+
 With --models, the table has what `Trainer.explain` predicts for a node (weights, gradients, optimizer, activations) and
 what was measured. The peak is often that of the proof before the first step.
 """
@@ -65,6 +70,55 @@ print(json.dumps({"matrix_bytes": matrix, "added_bytes": max([later, *(f - torch
                   "first_loss": losses[1], "last_loss": losses[-1]}))
 """
 
+SHARED = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+name, K, B, side = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+sys.path.insert(0, sys.argv[5])
+from bench_step import MODELS
+from vsim import Trainer
+from vsim.strategy import SimpleReduceStrategy
+def held(what):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
+torch.manual_seed(0)
+model, examples = MODELS[name].make(), MODELS[name].examples(K * B * 2)
+w = torch.zeros(8, 8, requires_grad=True)
+(w @ w).sum().backward()
+torch.optim.AdamW([w]).step()
+first, weights = held("VmRSS"), sum(p.numel() for p in model.parameters()) * 4
+if side == "vsim":
+    options = dict(strategy=SimpleReduceStrategy(lr=0.01), num_nodes=K, batch_size=B, progress=False)
+    Trainer(model, TensorDataset(*examples)).fit(max_steps=3, **options)
+else:
+    optimizer, size = torch.optim.AdamW(model.parameters(), lr=0.01), B if side == "one" else K * B
+    for _ in range(3):
+        optimizer.zero_grad()
+        model([t[:size] for t in examples]).backward()
+        optimizer.step()
+    first -= weights  # those of the model itself, which vsim copies
+print((held("VmHWM") - first) / weights)
+"""
+
+
+def shared(model: str, num_nodes: int, batch_size: int) -> dict[str, float]:
+    """Return the memory of K nodes under AllReduce, of one node alone, and of one with all batches, in weights."""
+    found = {}
+    for side in ("vsim", "one", "all"):
+        command = [
+            sys.executable,
+            "-c",
+            SHARED,
+            model,
+            str(num_nodes),
+            str(batch_size),
+            side,
+            str(Path(__file__).parent),
+        ]
+        found[side] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    return found
+
 
 def measure(num_nodes: int, model: str = "mlp", device: str = "cpu", predicts: bool = False) -> dict[str, Any]:
     """Return the bytes of the node matrix, and the bytes that a run adds at its peak.
@@ -85,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=[], help="models of bench_step.py, for a table by node")
     parser.add_argument("--nodes", nargs="+", type=int, default=[100, 1000], metavar="K")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shared", action="store_true", help="AllReduce, in units of the weights")
+    parser.add_argument("--batch-size", type=int, default=2, help="of a node, with --shared (default: 2)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
     options = parser.parse_args(argv)
     for num_nodes in options.nodes if not options.models else ():
@@ -94,8 +150,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"K = {num_nodes}: matrix {matrix / 1e6:.1f} MB, peak {added / 1e6:.1f} MB above torch in use: "
             f"{added / matrix:.2f} matrices; loss {found['first_loss']:.3f} → {found['last_loss']:.3f}"
         )
+    for model in options.models if options.shared else ():
+        for num_nodes in options.nodes:
+            found = shared(model, num_nodes, options.batch_size)
+            print(
+                f"{model}, K = {num_nodes}, AllReduce: {found['vsim']:.1f} times the weights; in plain PyTorch, one "
+                f"node {found['one']:.1f}, with the batches of all {found['all']:.1f}"
+            )
     lines = []
-    for model in options.models:
+    for model in options.models if not options.shared else ():
         for num_nodes in options.nodes:
             lines.append(
                 {"model": model, "num_nodes": num_nodes, **measure(num_nodes, model, options.device, predicts=True)}

@@ -142,6 +142,7 @@ MODELS = {
     "cnn": Workload(lambda: CNN(seed=0), images(8, 1), 30, 9),
     "gpt": Workload(lambda: GPT(97, seed=0), tokens, 6, 7),
     "resnet": Workload(SmallResNet, images(32, 3), 4, 5),
+    "gpt-10m": Workload(lambda: GPT(97, layers=6, width=368, seed=0), tokens, 2, 3),
     "gpt-large": Workload(lambda: GPT(97, layers=6, width=256, seed=0), tokens, 3, 3),
 }
 

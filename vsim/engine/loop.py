@@ -53,7 +53,7 @@ class LoopExecutor(Executor):
             ValueError: the model changes a row of weights that nodes share; and see `Executor._loss`.
         """
         batch, losses = mapped(rows_apart, batch), []
-        row = self.replicas.weights.clone() if self.replicas.shares_weights else None
+        shared = _checksum(self.replicas.weights) if self.replicas.shares_weights else None
         with self._moved_up_to_date():
             for number in numbers:
                 node, objective = self.nodes[number], self.objective.of_row(number)
@@ -68,7 +68,7 @@ class LoopExecutor(Executor):
                 write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
                 keep_assigned(node.leaves, node.homes)
                 losses.append(loss.detach())
-        if row is not None and not row.is_meta and not torch.equal(bits_of(row), bits_of(self.replicas.weights)):
+        if shared is not None and not shared.is_meta and shared != _checksum(self.replicas.weights):
             raise ValueError(SHARED_ROW)
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
 
@@ -80,6 +80,12 @@ class _Node(NamedTuple):
     leaves: list[Tensor]
     grads: list[Tensor]
     buffers: Views
+
+
+def _checksum(weights: Tensor) -> Tensor:
+    """Return the sum of the bits, where a copy of the weights would be as large as they."""
+    bits = bits_of(weights)
+    return bits.sum(dtype=bits.dtype)  # which may overflow; in int64 all of them would be copied
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:
