@@ -9,8 +9,8 @@ run.
     python tests/benchmarks/bench_memory.py
     python tests/benchmarks/bench_memory.py --device cuda --models mlp cnn gpt --nodes 16 64
 
-With --shared, K nodes train under AllReduce, where they share weights, gradients and optimizer: in units of the weights,
-next to one node's training in plain PyTorch with its own batch, and with the batches of all.
+With --shared, K nodes train under AllReduce, where they share weights, gradients and optimizer. The unit is the
+weights; one node trains in plain PyTorch next to it, with its own batch and with the batches of all.
 
     python tests/benchmarks/bench_memory.py --shared --models gpt-10m --nodes 8
 
