@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,33 +138,6 @@ def test_the_options_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (heard["num_nodes"], heard["save_dir"], heard["resume"]) == (4, tmp_path / "s", True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--set", "H"], "--set 'H': expected name=value,value"),
-        (["--set", "H=1", "H=2"], "--set names H more than once"),
-        (["--set", "h=3"], "unknown argument 'h'"),
-        (["--set", "num_node=3"], "did you mean 'num_nodes'"),
-        (["--set", "H=5,0"], "DiLoCo H=0 is refused: H must be a whole number >= 1, got 0"),
-        (["--strategy", "diloco:H=3", "--set", "H=5,10"], "--strategy and --set both give H"),
-        (["--nodes", "2", "--set", "num_nodes=2,3"], "--set gives num_nodes, and --nodes does, too"),
-        (["--batch-size", "2", "--set", "batch_size=2"], "--set gives batch_size, and --batch-size does, too"),
-        (["--set", "H=5", "--resume"], "--resume needs --save-dir DIR"),
-    ],
-)
-def test_bad_sweeps(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["sweep", "--data", "digits", *QUICK, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("vsim sweep: ") and message in error, error
-
-
 def test_time_prints_what_runs_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["time", "--parameters", "1e6", "--nodes", 2, "--steps", 10, "--compute", "500 ms"]
     assert run(*small, "--network", "32 Mbit/s", "--strategies", "allreduce", "diloco:H=5") == 0
@@ -242,18 +214,6 @@ def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: p
     assert "diverged at step" in capsys.readouterr().out
 
 
-def test_several_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--data", "digits", "--model", "mlp", "--strategies", "allreduce", "--out", tmp_path]
-    assert run("compare", *QUICK, *small, "--seeds", 1, 2) == 0
-    assert "±" in capsys.readouterr().out
-    with open(tmp_path / "comparison.csv", newline="") as file:
-        assert [line["seed"] for line in csv.DictReader(file)] == ["1"] * 5 + ["2"] * 5
-    with pytest.raises(SystemExit, match="2"):
-        run("compare", "--seed", 1, "--seeds", 2)
-    error = capsys.readouterr().err
-    assert "--seed" in error and "--seeds" in error
-
-
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")  # the bias of the ten classes
 def test_compare_has_some_strategies_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", *QUICK, "--data", "digits", "--model", "mlp", "--nodes", 2, "--out", tmp_path) == 0
@@ -261,16 +221,6 @@ def test_compare_has_some_strategies_by_default(tmp_path: Path, capsys: pytest.C
     assert [
         line.split()[0] for line in printed.splitlines() if line.split(":")[0].split(" ")[0] in STRATEGIES
     ] == COMPARED
-
-
-def test_logs(tmp_path: Path) -> None:
-    logs = ["--run-name", "sweep", "--tensorboard", "--log-dir", tmp_path / "logs", "--out", tmp_path / "out"]
-    assert run("compare", *QUICK, "--data", "digits", "--strategies", "allreduce", "fedavg:H=2", *logs) == 0
-    assert run("compare", *QUICK, "--data", "digits", "--strategies", "diloco", *logs) == 0
-    assert sorted(p.name for p in (tmp_path / "logs" / "sweep").iterdir()) == ["allreduce", "diloco", "fedavg_H=2"]
-    for folder in (tmp_path / "logs" / "sweep").iterdir():
-        assert len((folder / "train.csv").read_text().splitlines()) == 5
-        assert list(folder.glob("events.out.tfevents.*"))
 
 
 def test_a_sweep_that_is_saved_and_goes_on(tmp_path: Path) -> None:
@@ -294,101 +244,6 @@ def test_text_from_a_file_and_the_seed(tmp_path: Path) -> None:
         with open(out / "comparison.csv", newline="") as file:
             losses.append([line["train_loss"] for line in csv.DictReader(file)])
     assert losses[0] == losses[1] != losses[2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare", "--strategies", "diloco:h=50"], "unknown argument 'h'; did you mean 'H'"),
-        (["compare", "--strategies", "dilocco"], "strategy must be one of .* got 'dilocco'; did you mean 'diloco'"),
-        (["compare", "--strategies", "diloco:H"], "expected argument=value after the colon, got 'H'"),
-        (["compare", "--strategies", "diloco:h=3"], r"unknown argument 'h'.*Valid: .*, H,"),
-        (["compare", "--strategies", "diloco:H=0"], "H must be a whole number >= 1, got 0"),
-        (["compare", "--strategies", "diloco", "diloco"], "names diloco more than once"),
-        (
-            ["compare", "--strategies", "diloco:average=compress(topk(2))"],
-            r"topk\(2\): fraction must be > 0 and <= 1, got 2",
-        ),
-        (
-            ["compare", "--strategies", "diloco:average=compress(topkk(2))"],
-            r"one of .* got 'topkk'; did you mean 'topk'",
-        ),
-        (
-            ["compare", "--strategies", "diloco:average=compress(topk(x))"],
-            r"topk\(x\): its arguments must be Python literals",
-        ),
-        (
-            ["compare", "--strategies", "diloco:average=compress(tiletopk(8,quantizer=fp5()))"],
-            r"one of .* got 'fp5'; did you mean 'fp4'",
-        ),
-        (
-            ["compare", "--strategies", "diloco:average=compress('topk')"],
-            "compressor must be a Compressor object, got 'topk'",
-        ),
-        (["compare", "--nodes", "0"], "num_nodes must be a whole number >= 1, got 0"),
-        (["compare", "--text", "no/such/file.txt"], "no/such/file.txt"),
-        (["compare", "--model", "cnn"], "--model cnn does not fit the data; --model may be gpt here"),
-        (["compare", "--data", "digits", "--model", "gpt"], "--model may be cnn or mlp here"),
-        (["compare", "--data", "mnist1d", "--model", "cnn"], "--model may be mlp here"),
-        (["compare", "--data", "mnist"], "--data mnist needs --mnist-folder"),
-        (["compare", "--data", "mnist", "--mnist-folder", "no/such/dir"], "no/such/dir"),
-        (["compare", "--mnist-folder", "."], "--mnist-folder has no effect without --data mnist"),
-        (["compare", "--data", "fashion_mnist", "--mnist-folder", "no/such/dir"], "no/such/dir"),
-        (["compare", "--device", "tpu"], "device 'tpu'"),
-        (["compare", "--log-dir", "x"], "--log-dir has no effect without --run-name or --tensorboard"),
-        (["compare", "--deterministic", "--compile"], "which compile=True is not"),
-        (["compare", "--strategies", f"diloco:H={'-' * 9000}5"], "H must be a whole number, got '---"),
-        (["compare", "--strategies", f"diloco:H={'(' * 9000}5"], "H must be a whole number"),
-        (["compare", "--strategies", "diloco:H="], "expected argument=value after the colon, got 'H='"),
-        (["compare", "--strategies", "diloco", "--strategies", "demo"], "--strategies is given more than once"),
-        (["compare", "--preset", "dilocopaper"], "--preset must be one of .*; did you mean 'diloco-paper'"),
-        (["compare", "--resume"], "--resume needs --save-dir DIR"),
-        (["compare", "--checkpoint-interval", "2"], "checkpoint_interval has no effect without save_dir"),
-        (["compare", "--log-dir", "", "--tensorboard"], "log_dir"),
-        (["compare", "--deterministic", "--autocast"], "which autocast=True is not"),
-        (["compare", "--strategies", "diloco:H=1,H=2"], "names H more than once"),
-        (["compare", "--save-dir", "no/such", "--checkpoint-interval", "0"], "checkpoint_interval must be .* got 0"),
-        (["compare", "--run-name", "../x"], "run_name must name a folder within the log folder"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*arguments, "--steps", "2", "--quiet"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("vsim compare: ")
-    assert re.search(message, error), error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["compare", "--nodes", "1.5"], ["--nodes", "1.5"]),
-        (["compare", "--stratgies", "x"], ["--stratgies", "--strategies"]),
-        (["compare", "--data", "docs", "--text", "x"], ["--data", "--text"]),
-        (["compare", "--data", "dogs"], ["--data", "dogs", "docs", "digits"]),
-        (["sweep"], ["--set"]),
-        (["train"], ["train", "compare"]),
-        ([], ["compare", "verify"]),
-    ],
-)
-def test_mistakes_in_options_name_them(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    output = capsys.readouterr()
-    assert output.out == "" and all(word in output.err for word in words), output.err
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"vsim {vsim.__version__}\n"
 
 
 def test_presets_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,44 +321,140 @@ def test_parse_strategy() -> None:
     assert isinstance(diloco, DiLoCoStrategy) and diloco.optim_spec.kwargs == {"lr": 1e-3}
 
 
-def test_partitions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[object] = []
+def test_seeds_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--data", "digits", "--model", "mlp", "--out", tmp_path / "out"]
+    logs = ["--run-name", "sweep", "--tensorboard", "--log-dir", tmp_path / "logs"]
+    assert run("compare", *QUICK, *small, "--strategies", "allreduce", "fedavg:H=2", *logs, "--seeds", 1, 2) == 0
+    assert "±" in capsys.readouterr().out
+    with open(tmp_path / "out" / "comparison.csv", newline="") as file:
+        assert [line["seed"] for line in csv.DictReader(file)] == 2 * (["1"] * 5 + ["2"] * 5)
+    names = [f"{name}__seed_{seed}" for name in ("allreduce", "fedavg_H=2") for seed in (1, 2)]
+    assert sorted(p.name.replace(",_", "__") for p in (tmp_path / "logs" / "sweep").iterdir()) == names
+    for folder in (tmp_path / "logs" / "sweep").iterdir():
+        assert len((folder / "train.csv").read_text().splitlines()) == 5
+        assert list(folder.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize(("option", "data"), [("partition", "digits"), ("participation", "docs")])
+def test_how_clients_are_dealt_and_come(
+    option: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
 
     def compare(model: object, train: object, val: object, **options: object) -> None:
-        heard.append(train)
+        heard.append(repr(train if option == "partition" else options["participation"]))
         raise ValueError("heard")
 
     monkeypatch.setattr("vsim.cli.compare_strategies", compare)
-    small = [*QUICK, "--out", tmp_path, "--nodes", 3]
-    for data, text, message in [
-        ("digits", "quantity:alpha=0.2,min_size=5,seed=1", "heard"),
-        ("digits", "dirichlet", "partition: 'dirichlet' needs alpha="),
-        ("digits", "shard", "kind must be one of 'iid', .*; did you mean 'shards'"),
-        ("digits", "shards:2", "--partition shards:2: expected argument=value after the colon, got '2'"),
-        ("digits", "shards:shard=2", r"partition\(\) got an unknown argument 'shard'; did you mean 'shards'"),
-        ("docs", "shards", "labels must be a whole number or a text for each"),
-    ]:
-        assert run("compare", *small, "--data", data, "--partition", text) == 2
-        assert re.search(message, capsys.readouterr().err)
-    assert repr(heard) == repr([partition(digits()[0], 3, "quantity", alpha=0.2, min_size=5, seed=1)])
+    cases: dict[str, dict[str, list[str]]] = {
+        "partition": {
+            "quantity:alpha=0.2,min_size=5,seed=1": ["heard"],
+            "dirichlet": ["partition", "'dirichlet' needs alpha="],
+            "shard": ["kind", "'iid'", "did you mean 'shards'"],
+            "shards:2": ["--partition shards:2", "argument=value", "'2'"],
+            "shards:shard=2": ["'shard'", "did you mean 'shards'"],
+        },
+        "participation": {
+            "sample:of=20,rounds=10,stragglers=overcommit(1.5)": ["heard"],
+            "deadline:seconds=3": ["heard"],
+            "sample": ["--participation sample", "of= is missing"],
+            "sample:of=20,stragglers=deadline()": ["deadline()", "seconds= is missing"],
+            "schedule": ["'dropout'", "'schedule'"],
+            "dropout:p=2": ["p must be", ">= 0 and < 1", "2"],
+        },
+    }
+    for text, words in cases[option].items():
+        assert run("compare", *QUICK, "--out", tmp_path, "--nodes", 3, "--data", data, f"--{option}", text) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in words), error
+    expected = {
+        "partition": [repr(partition(digits()[0], 3, "quantity", alpha=0.2, min_size=5, seed=1))],
+        "participation": ["Sample(n=3, of=20, rounds=10, stragglers=OverCommit(factor=1.5))", "Deadline(seconds=3.0)"],
+    }
+    assert heard == expected[option]
 
 
-def test_participation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[object] = []
+# Mistakes: one line that names the command, the argument, the value and what is allowed -------------------------------
 
-    def compare(model: object, train: object, val: object, **options: object) -> None:
-        heard.append(options["participation"])
-        raise ValueError("heard")
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["sweep", "--set", "H"], ["--set 'H'", "name=value,value"]),
+    (["sweep", "--set", "H=1", "H=2"], ["--set names H more than once"]),
+    (["sweep", "--set", "h=3"], ["'h'", "did you mean 'H'"]),
+    (["sweep", "--set", "num_node=3"], ["did you mean 'num_nodes'"]),
+    (["sweep", "--set", "H=5,0"], ["DiLoCo H=0", ">= 1", "got 0"]),
+    (["sweep", "--strategy", "diloco:H=3", "--set", "H=5,10"], ["--strategy and --set", "H"]),
+    (["sweep", "--nodes", "2", "--set", "num_nodes=2,3"], ["--set gives num_nodes", "--nodes"]),
+    (["sweep", "--batch-size", "2", "--set", "batch_size=2"], ["--set gives batch_size", "--batch-size"]),
+    (["sweep", "--set", "H=5", "--resume"], ["--resume needs --save-dir"]),
+    (["compare", "--strategies", "diloco:h=50"], ["'h'", "did you mean 'H'", "Valid: "]),
+    (["compare", "--strategies", "dilocco"], ["strategy must be one of", "'dilocco'", "did you mean 'diloco'"]),
+    (["compare", "--strategies", "diloco:H"], ["argument=value", "'H'"]),
+    (["compare", "--strategies", "diloco:H="], ["argument=value", "'H='"]),
+    (["compare", "--strategies", "diloco:H=0"], ["H must be", ">= 1", "got 0"]),
+    (["compare", "--strategies", "diloco:H=1,H=2"], ["names H more than once"]),
+    (["compare", "--strategies", "diloco", "diloco"], ["names diloco more than once"]),
+    (["compare", "--strategies", "diloco", "--strategies", "demo"], ["--strategies is given more than once"]),
+    (["compare", "--strategies", "diloco:average=compress(topk(2))"], ["topk(2)", "fraction", "<= 1", "2"]),
+    (["compare", "--strategies", "diloco:average=compress(topkk(2))"], ["'topkk'", "did you mean 'topk'"]),
+    (["compare", "--strategies", "diloco:average=compress(topk(x))"], ["topk(x)", "Python literals"]),
+    (["compare", "--strategies", "diloco:average=compress(tiletopk(8,quantizer=fp5()))"], ["'fp5'", "'fp4'"]),
+    (["compare", "--strategies", "diloco:average=compress('topk')"], ["compressor", "Compressor object", "'topk'"]),
+    (["compare", "--strategies", f"diloco:H={'-' * 9000}5"], ["H must be a whole number", "'---"]),
+    (["compare", "--strategies", f"diloco:H={'(' * 9000}5"], ["H must be a whole number"]),
+    (["compare", "--nodes", "0"], ["num_nodes", ">= 1", "got 0"]),
+    (["compare", "--text", "no/such/file.txt"], ["no/such/file.txt"]),
+    (["compare", "--model", "cnn"], ["--model cnn", "gpt"]),
+    (["compare", "--data", "digits", "--model", "gpt"], ["--model", "cnn or mlp"]),
+    (["compare", "--data", "mnist1d", "--model", "cnn"], ["--model", "mlp"]),
+    (["compare", "--data", "mnist"], ["--data mnist needs --mnist-folder"]),
+    (["compare", "--data", "mnist", "--mnist-folder", "no/such/dir"], ["no/such/dir"]),
+    (["compare", "--mnist-folder", "."], ["--mnist-folder", "no effect", "--data mnist"]),
+    (["compare", "--data", "fashion_mnist", "--mnist-folder", "no/such/dir"], ["no/such/dir"]),
+    (["compare", "--device", "tpu"], ["device 'tpu'"]),
+    (["compare", "--log-dir", "x"], ["--log-dir", "no effect", "--run-name or --tensorboard"]),
+    (["compare", "--log-dir", "", "--tensorboard"], ["log_dir"]),
+    (["compare", "--run-name", "../x"], ["run_name", "log folder"]),
+    (["compare", "--deterministic", "--compile"], ["compile=True"]),
+    (["compare", "--deterministic", "--autocast"], ["autocast=True"]),
+    (["compare", "--preset", "dilocopaper"], ["--preset", "did you mean 'diloco-paper'"]),
+    (["compare", "--resume"], ["--resume needs --save-dir"]),
+    (["compare", "--checkpoint-interval", "2"], ["checkpoint_interval", "no effect", "save_dir"]),
+    (["compare", "--save-dir", "no/such", "--checkpoint-interval", "0"], ["checkpoint_interval", "got 0"]),
+]
+# The parser writes more than a line, and exits.
+UNPARSED: list[tuple[list[str], list[str]]] = [
+    (["compare", "--nodes", "1.5"], ["--nodes", "1.5"]),
+    (["compare", "--stratgies", "x"], ["--stratgies", "--strategies"]),
+    (["compare", "--data", "docs", "--text", "x"], ["--data", "--text"]),
+    (["compare", "--data", "dogs"], ["--data", "dogs", "docs", "digits"]),
+    (["compare", "--seed", "1", "--seeds", "2"], ["--seed", "--seeds"]),
+    (["sweep"], ["--set"]),
+    (["train"], ["train", "compare"]),
+    ([], ["compare", "verify"]),
+]
 
-    monkeypatch.setattr("vsim.cli.compare_strategies", compare)
-    for text, message in [
-        ("sample:of=20,rounds=10,stragglers=overcommit(1.5)", "heard"),
-        ("deadline:seconds=3", "heard"),
-        ("sample", "--participation sample: of= is missing"),
-        ("sample:of=20,stragglers=deadline()", r"deadline\(\): seconds= is missing"),
-        ("schedule", "must be one of 'dropout', "),
-        ("dropout:p=2", "p must be >= 0 and < 1, got 2"),
-    ]:
-        assert run("compare", *QUICK, "--out", tmp_path, "--nodes", 3, "--participation", text) == 2
-        assert re.search(message, capsys.readouterr().err)
-    assert repr(heard) == "[Sample(n=3, of=20, rounds=10, stragglers=OverCommit(factor=1.5)), Deadline(seconds=3.0)]"
+
+@pytest.mark.parametrize(("arguments", "words"), [*MISTAKES, *UNPARSED], ids=lambda own: " ".join(own)[:50])
+def test_mistakes_are_named(
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if (arguments, words) in UNPARSED:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    else:
+        data = ["--data", "digits"] if arguments[0] == "sweep" else []
+        assert main([*arguments, *data, "--steps", "2", "--quiet"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and all(word in output.err for word in words), output.err
+    if (arguments, words) in MISTAKES:
+        assert output.err.count("\n") == 1 and output.err.startswith(f"vsim {arguments[0]}: ")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vsim {vsim.__version__}\n"

@@ -16,14 +16,23 @@ import pytest
 from compared import STEPS, compared, three_strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from made import check_refusals, refused, run, texts
+from made import comparison as made
+from matplotlib.figure import Figure
 
 import vsim
+from vsim import History
 from vsim.data import digits, partition
 from vsim.models import MLP
-from vsim.records.history import COLUMNS, History
+from vsim.records.history import COLUMNS
 from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
 from vsim.records.tables import text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_of_other_tests() -> None:
+    plt.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -31,40 +40,57 @@ def comparison() -> vsim.Comparison:
     return three_strategies()
 
 
+def by_hand(**runs: list[Any]) -> vsim.Comparison:
+    """name → for each seed the losses at steps 0, 5, 10, …, or the step at which it diverged. 1 kB a step."""
+    return made(
+        **{
+            name: [
+                run([2.0 * 9 ** (5 * i) for i in range(3)], 5, seed=seed, payload=1e3, diverged=one)
+                if isinstance(one, int)
+                else run(one, 5, seed=seed, payload=1e3)
+                for seed, one in enumerate(own)
+            ]
+            for name, own in runs.items()
+        }
+    )
+
+
+def rows_of(runs: vsim.Comparison, *given: Any, **options: Any) -> dict[str, dict[str, Any]]:
+    return {row["strategy"]: row for row in runs.rows(*given, **options)}
+
+
+# Tables and files -----------------------------------------------------------------------------------------------------
+
+
 def test_rows_by_hand(comparison: vsim.Comparison) -> None:
-    rows = {row["strategy"]: row for row in comparison.rows()}
+    rows = rows_of(comparison)
     # 64·16 + 16 + 16·10 + 10 = 1210 parameters of 4 bytes. AllReduce: all of them at each of 20 steps; FedAvg: after
     # steps 5, 10, 15, 20. A ring of 3 sends 2·2/3 of the payload.
-    step_bytes = 1210 * 4
-    assert rows["AllReduce"]["payload MB/node"] == pytest.approx(20 * step_bytes / 1e6)
-    assert rows["FedAvg"]["payload MB/node"] == pytest.approx(4 * step_bytes / 1e6)
-    assert rows["FedAvg"]["wire MB/node"] == pytest.approx(4 * step_bytes * 4 / 3 / 1e6)
-    assert rows["FedAvg"]["validation seconds"] == comparison["FedAvg"].history["validation_seconds"][-1] > 0
-    assert rows["AllReduce"]["times less than AllReduce"] == pytest.approx(1)
-    assert rows["FedAvg"]["times less than AllReduce"] == pytest.approx(5)
-    assert rows["alone"]["payload MB/node"] == 0 and math.isnan(rows["alone"]["times less than AllReduce"])
-    for name, run in comparison.items():
-        assert rows[name]["validation loss"] == run.history["global_loss"][-1]
-        assert rows[name]["perplexity"] == pytest.approx(math.exp(run.history["global_loss"][-1]))
-        assert rows[name]["accuracy"] == run.history["global_accuracy"][-1]
+    sent = {name: [row[f"{way} MB/node"] * 1e6 for way in ("payload", "wire")] for name, row in rows.items()}
+    assert sent["AllReduce"] == pytest.approx([20 * 4840, 20 * 4840 * 4 / 3])
+    assert sent["FedAvg"] == pytest.approx([4 * 4840, 4 * 4840 * 4 / 3]) and sent["alone"] == [0, 0]
+    less = [row["times less than AllReduce"] for row in rows.values()]
+    assert less == [pytest.approx(1), pytest.approx(5), pytest.approx(math.nan, nan_ok=True)]
+    for name, one in comparison.items():
+        for column, title in (("global_loss", "loss"), ("global_accuracy", ""), ("validation_seconds", "seconds")):
+            shown = f"validation {title}" if title else "accuracy"
+            assert rows[name][shown] == one.history[column][-1] > 0
+        assert rows[name]["perplexity"] == pytest.approx(math.exp(one.history["global_loss"][-1]))
 
 
 def test_the_table_and_the_notebook_view_hold_every_strategy(comparison: vsim.Comparison) -> None:
     text, html = comparison.table(), comparison._repr_html_()
-    for name in comparison:
-        assert name in text and name in html
-    assert "5.0×" in text and "–" in text
-    assert "<table>" in html
+    assert all(name in text and name in html for name in comparison) and comparison.table() in repr(comparison)
+    assert "5.0×" in text and "–" in text and "<table>" in html
     encoded = re.search(r"base64,([^\"]+)\"", html)
     assert encoded is not None and base64.b64decode(encoded.group(1)).startswith(b"\x89PNG")
-    assert comparison.table() in repr(comparison)
+    assert 'alt="loss against step and bytes of a&quot;&lt;b"' in by_hand(**{'a"<b': [[2, 1]]})._repr_html_()
 
 
 def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path) -> None:
     frame = comparison.to_pandas()
     assert list(frame.columns) == ["strategy", "seed", *COLUMNS]
-    assert set(frame["seed"]) == {42}
-    assert len(frame) == 3 * (STEPS + 1)
+    assert set(frame["seed"]) == {42} and len(frame) == 3 * (STEPS + 1)
     comparison.to_csv(tmp_path / "c.csv")
     with open(tmp_path / "c.csv", newline="") as file:
         lines = list(csv.DictReader(file))
@@ -74,78 +100,91 @@ def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path)
         assert np.array_equal(written, frame[column].to_numpy(dtype=float), equal_nan=True)
 
 
-@pytest.mark.parametrize("x", [x for x in X_AXES if x not in ("tokens", "round")])  # images have none
-def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
-    import matplotlib.pyplot as plt
-
-    ax = comparison.plot(x=x)
-    _, unit, _, is_bytes, _ = X_AXES[x]
-    column = f"{x}_bytes" if is_bytes else x
-    lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
-    assert set(lines) == set(comparison)
-    assert ax.get_xscale() == ("log" if is_bytes else "linear")
-    if is_bytes:  # who sends nothing has no place on a logarithmic axis
-        assert ax.get_title("right") == "horizontal, as nothing is sent: alone"
-        assert set(lines["alone"].get_ydata()) == {comparison["alone"].history.last("global_loss")}
-    xs, ys = comparison["FedAvg"].history.measured(column, "global_loss")
-    drawn = lines["FedAvg"]
-    assert np.array_equal(drawn.get_xdata(), xs[xs > 0] / unit if is_bytes else xs / unit)
-    assert np.array_equal(drawn.get_ydata(), ys[xs > 0] if is_bytes else ys)
-    # Only the model of `alone` is not the mean of the replicas.
-    means = [line.get_ydata().tolist() for line in ax.get_lines() if line.get_label() == "_"]
-    assert means == ([] if is_bytes else [comparison["alone"].history.measured("average_loss")[0].tolist()])
-    plt.close(ax.figure)
+def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
+    runs = by_hand(**{"a|b": [[2, 1]], "c\nd": [[2, 1.5]]})
+    for format in ("github", "pipe"):
+        for table in (runs.table(format, columns=["validation loss"]), runs.winners(1.2, compute=1.0).table(format)):
+            widths = {line.replace("\\|", "").count("|") for line in table.splitlines() if "|" in line}
+            assert "a\\|b" in table and len(widths) == 1
+    assert "a|b" in runs.table() and "a\\|b" not in runs.table()
 
 
-def test_equal_bytes_are_drawn_once(comparison: vsim.Comparison) -> None:
-    """FedAvg syncs at steps 5, 10, … and is validated at 2, 4, …: against bytes there is no vertical piece."""
-    runs = compared({"FedAvg": FedAvgStrategy(H=5), "DiLoCo": DiLoCoStrategy(H=5)}, max_steps=20, val_interval=2)
-    history = runs["FedAvg"].history
-    steps, losses = history.measured("step", "global_loss")
-    for x in ("wire", "payload"):
-        line = next(line for line in runs.plot(x).get_lines() if line.get_label() == "FedAvg")
-        assert (np.diff(line.get_xdata()) > 0).all()
-        # The last measurement before the next sync, and that of the end.
-        assert line.get_ydata().tolist() == [losses[steps == step][0] for step in (8, 14, 18, 20)]
-    named = [text.get_text() for text in runs.plot().get_legend().get_texts()]
-    assert named == ["FedAvg", "DiLoCo", "thin: mean replica"]
+def test_a_run_that_diverged_has_no_result() -> None:
+    runs = by_hand(good=[[2.0, 1.5, 1.0]], bad=[8], at_once=[2])
+    rows = rows_of(runs)
+    assert math.isnan(rows["bad"]["validation loss"]) and math.isnan(rows["at_once"]["perplexity"])
+    table = {line.split()[0]: line for line in runs.table().splitlines()[2:]}
+    assert "diverged at step 8" in table["bad"] and "diverged at step 2" in table["at_once"]
+    assert "2.0000" not in table["at_once"] and "1.0000" in table["good"]
+    figure = runs.figure()
+    assert texts(figure.legends[0]) == ["good", "bad, diverged at step 8", "at_once, diverged at step 2"]
+    for ax, unit in zip(figure.axes, (1, 1e-3), strict=True):
+        crosses = [line for line in ax.get_lines() if line.get_marker() == "x"]
+        assert [line.get_xdata()[0] for line in crosses] == [7 * unit, 1 * unit]  # the last steps that were done
+        assert ax.get_ylim()[1] < 2.2  # though the loss of one went to 2 · 9⁵
+    # A seed that diverged does not end the curve of the others.
+    (line, *_) = by_hand(x=[[2.0, 1.5, 1.0], 3]).plot().get_lines()
+    assert list(line.get_ydata()) == [2.0, 1.5, 1.0]
 
 
-def test_tokens_are_an_axis_where_there_are_some(comparison: vsim.Comparison) -> None:
-    with pytest.raises(ValueError, match="x='tokens' needs batches that hold token ids"):
-        comparison.plot("tokens")
-    history = History()
-    for step in range(3):
-        history.append({"step": step, "tokens": 64 * step, "global_loss": 1.0})
-    (line,) = bands({"a": history}, "tokens").get_lines()
-    assert list(line.get_xdata()) == [0, 64, 128]
+def test_a_table_of_latex_is_whole() -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e3},
+        {"name": "c", "loss": 2.0, "hours": 0.0123, "wire MB": 2.5e6},
+    ]
+    text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B")
+    note = r"{\footnotesize 5 \% $^{\dagger}$ of a\_b\par}"
+    for part in (r"\caption{A \& B}", note, r"2.00\phantom{ ± 0.10}", "2.50 TB", "12.000", "0.012"):
+        assert part in text
+    assert r"\begin{table}" not in text_table(rows, "latex_longtable", ["name"], caption="A")
+    runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
+    text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
+    lines = text.splitlines()
+    assert lines[0] == r"\begin{table}" and lines[-1] == r"\end{table}" and r"\toprule" in text
+    assert lines[2].startswith(r"\caption{") and lines[3].startswith(r"\label{") and lines[4] == r"\begin{tabular}{lrr}"
+    header = [cell.strip() for cell in lines[6].rstrip("\\").split("&")]
+    assert header == ["strategy", "wire MB/node", "validation loss"]
+    assert "0.75 ± 0.35" in text and "diverged at step 8" in text
+    assert "0.8 ± 0.4" in runs.table(digits={"validation loss": 1})
+    assert "validation loss" not in runs.table(columns=["wire MB/node"])
 
 
-def test_plot_on_given_axes_and_other_columns(comparison: vsim.Comparison) -> None:
-    from matplotlib.figure import Figure
+def test_mistakes_are_named() -> None:
+    runs = by_hand(good=[[2.0, 1.5]])
+    priced: dict[str, Any] = {"network": "1 Gbit/s", "compute": 1.0}
+    table: Any = runs.table
+    check_refusals(
+        [
+            (lambda: table(columns=["loss"]), ValueError, ["columns", "'validation loss'", "got 'loss'"]),
+            (lambda: table(digits={"lost": 1}), ValueError, ["digits", "'validation loss'", "got 'lost'"]),
+            (lambda: table(digits=-1), ValueError, ["digits", ">= 0", "-1"]),
+            (lambda: table(columns="perplexity"), TypeError, ["columns", "list", "'perplexity'"]),
+            (lambda: table(columns=5), TypeError, ["columns", "list", "5"]),
+            (lambda: table("csv"), ValueError, ["format", "'github'", "got 'csv'"]),
+            (lambda: table(stays=True), TypeError, ["stays", "loss"]),
+            (lambda: runs.figure(strategies="good"), TypeError, ["strategies", "list", "'good'"]),  # type: ignore[arg-type]
+            (lambda: runs.figure(title=5), TypeError, ["title", "text", "5"]),  # type: ignore[arg-type]
+            (lambda: runs.figure(logy="x"), TypeError, ["logy", "True or False", "'x'"]),  # type: ignore[arg-type]
+            (lambda: runs.plot("bytes"), ValueError, ["x must be", "'payload'", "got 'bytes'"]),
+            (lambda: runs.plot("tokens"), ValueError, ["x='tokens'", "token ids"]),
+            (lambda: runs.plot("round"), ValueError, ["x='round'", "participation"]),
+            (lambda: runs.plot(y="loss"), KeyError, ["'loss'", "step"]),
+            (lambda: runs["bad"], KeyError, ["'bad'", "good"]),
+            (lambda: runs.steps_to(1.0, "round"), ValueError, ["of='round'", "participation"]),
+        ]
+    )
+    for hours in ("x", True, -1, math.nan):
+        with refused((TypeError, ValueError), "hours", hours):
+            runs.cheapest(2.0, hours=hours, **priced)  # type: ignore[arg-type]
+    for loss, kind in ((math.nan, ValueError), (math.inf, ValueError), ("2", TypeError)):
+        for call in (runs.steps_to, runs.rows, runs.cheapest, lambda loss: runs.table(loss=loss)):
+            with refused(kind, "loss", loss):
+                call(loss)
+        with refused(kind, "loss", loss):
+            runs.winners(loss, compute=1.0)  # type: ignore[arg-type]
 
-    ax = Figure().subplots()
-    assert comparison.plot(y="train_loss", ax=ax) is ax
-    assert ax.get_ylabel() == "training loss"
-    with pytest.raises(ValueError, match=r"x must be one of .*'payload'.*, got 'bytes'"):
-        comparison.plot(x="bytes", ax=ax)
-    with pytest.raises(KeyError, match=r"no column 'loss'; there are step"):
-        comparison.plot(y="loss", ax=ax)
 
-
-def test_a_run_that_diverges_does_not_flatten_the_others() -> None:
-    def history(losses: list[float]) -> History:
-        h = History()
-        for step, loss in enumerate(losses):
-            h.append({"step": step, "global_loss": loss, "payload_bytes": step})
-        return h
-
-    histories = {"good": history([3.0, 2.0, 1.0]), "bad": history([3.0, 50.0, 900.0])}
-    assert overview(histories).axes[0].get_ylim()[1] < 4
-    assert overview({"good": histories["good"]}).axes[0].get_ylim()[1] > 3
-    assert overview({"empty": History()}).axes[0].get_lines()[0].get_xdata().size == 0
-    ax = overview({}).axes[0]
-    assert bands({}, ax=ax) is ax
+# Several seeds --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,49 +194,41 @@ def repeated() -> vsim.Comparison:
 
 
 def test_several_seeds_by_hand(repeated: vsim.Comparison) -> None:
-    assert [run.seed for run in repeated.runs("FedAvg")] == [3, 1] and repeated["FedAvg"].seed == 3
+    assert [one.seed for one in repeated.runs("FedAvg")] == [3, 1] and repeated["FedAvg"].seed == 3
     alone = compared({"FedAvg": FedAvgStrategy(H=2)}, model=MLP(hidden=(8,), seed=1), seed=1, val_interval=1)
     assert np.array_equal(alone["FedAvg"].history.node_losses, repeated.runs("FedAvg")[1].history.node_losses)
-
-    row = {row["strategy"]: row for row in repeated.rows()}["FedAvg"]
+    row = rows_of(repeated)["FedAvg"]
     a, b = (history.last("global_loss") for history in repeated.histories["FedAvg"])
-    assert a != b
-    assert row["validation loss"] == pytest.approx((a + b) / 2)
+    assert a != b and row["validation loss"] == pytest.approx((a + b) / 2)
     assert row["validation loss std"] == pytest.approx(abs(a - b) / math.sqrt(2))  # of two, with n − 1
     assert "payload MB/node std" not in row  # alike for every seed
     assert f"{row['validation loss']:.4f} ± {row['validation loss std']:.4f}" in repeated.table()
     assert list(repeated.to_pandas()["seed"].unique()) == [3, 1] and len(repeated.to_pandas()) == 2 * 2 * 6
 
 
+def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
+    header, rule, *lines, unformed, note = repeated.table().splitlines()
+    assert max(map(len, (header, rule, *lines, unformed, note))) <= 100 and "±" in lines[0]
+    assert unformed.startswith("FedAvg: the loss is of the mean of nodes that differ")  # of five steps, H = 2
+    assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
+    assert note.startswith("† not told from the best") and sum("†" in line for line in lines) == 1
+    asked = ["payload MB/node", "validation seconds", "perplexity"]
+    assert not any(name in header for name in asked)
+    assert all(name in repeated.table(columns=asked) for name in asked)
+
+
 def test_bands_are_mean_and_deviation(repeated: vsim.Comparison) -> None:
     ax = bands(repeated.histories, "payload")
-    line = ax.get_lines()[0]
-    runs = repeated.histories["AllReduce"]
+    line, runs = ax.get_lines()[0], repeated.histories["AllReduce"]
     losses = np.stack([history["global_loss"] for history in runs])[:, 1:]  # at step 0 nothing was sent
     np.testing.assert_allclose(line.get_ydata(), losses.mean(0))
     np.testing.assert_allclose(line.get_xdata(), runs[0]["payload_bytes"][1:] / 1e6)
-    corners = ax.collections[0].get_paths()[0].vertices
-    assert corners[:, 1].min() == pytest.approx((losses.mean(0) - losses.std(0, ddof=1)).min())
-    assert corners[:, 1].max() == pytest.approx((losses.mean(0) + losses.std(0, ddof=1)).max())
-
-
-def test_the_mean_ends_where_the_first_run_does(repeated: vsim.Comparison) -> None:
-    long = repeated.histories["FedAvg"][0]
-    short = History()
-    for step in range(3):
-        short.append({"step": step, "global_loss": 1.0})
+    corners = ax.collections[0].get_paths()[0].vertices[:, 1]
+    mean, deviation = losses.mean(0), losses.std(0, ddof=1)
+    assert (corners.min(), corners.max()) == pytest.approx(((mean - deviation).min(), (mean + deviation).max()))
+    long, short = repeated.histories["FedAvg"][0], run([1.0, 1.0, 1.0]).history
     (line,) = bands({"x": [long, short]}).get_lines()
-    assert list(line.get_xdata()) == [0, 1, 2]
-    assert bands({"x": []}).get_lines()[0].get_xdata().size == 0
-
-
-def test_a_seed_that_fails_is_left_out_of_the_mean_and_noted(repeated: vsim.Comparison, tmp_path: Path) -> None:
-    repeated.to_json(tmp_path / "c.json")
-    copy = vsim.Comparison.from_json(tmp_path / "c.json")
-    copy.runs("FedAvg")[0].failure = "non-finite loss"
-    rows = {row["strategy"]: row for row in copy.rows()}
-    assert rows["FedAvg"]["validation loss"] == copy.runs("FedAvg")[1].history.last("global_loss")
-    assert rows["FedAvg"]["note"] == "seed 3: non-finite loss" and rows["AllReduce"]["note"] == ""
+    assert list(line.get_xdata()) == [0, 1, 2]  # as far as all of them are
 
 
 def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -> None:
@@ -208,57 +239,13 @@ def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -
         for ours, theirs in zip(again.runs(name), repeated.runs(name), strict=True):
             assert list(ours.ledger) == list(theirs.ledger) and ours.seed == theirs.seed
             assert ours.history.as_plain() == theirs.history.as_plain()
+    again.runs("FedAvg")[0].failure = "non-finite loss"  # left out of the mean, and noted
+    rows = rows_of(again)
+    assert rows["FedAvg"]["validation loss"] == again.runs("FedAvg")[1].history.last("global_loss")
+    assert rows["FedAvg"]["note"] == "seed 3: non-finite loss" and rows["AllReduce"]["note"] == ""
     repeated["FedAvg"].history.to_json(tmp_path / "h.json")
-    with pytest.raises(ValueError, match=r"was not written by Comparison.to_json: it lacks 'allreduce_bytes'"):
+    with refused(ValueError, "h.json", "Comparison.to_json", "'allreduce_bytes'"):
         vsim.Comparison.from_json(tmp_path / "h.json")
-
-
-# Made by hand: the final loss of each seed; of a run that diverged, at which step
-
-
-def by_hand(**runs: list[Any]) -> vsim.Comparison:
-    """name → for each seed the losses at steps 0, 5, 10, …, or the step at which it diverged."""
-    made = vsim.Comparison(4000)
-    for name, seeds in runs.items():
-        for seed, losses in enumerate(seeds):
-            diverged = isinstance(losses, int)
-            history = History(name, 2)
-            for step in range(losses if diverged else 5 * len(losses) - 4):
-                row = {"step": step, "examples": step, "payload_bytes": 1e3 * step, "wire_bytes": 1e3 * step}
-                if step % 5 == 0:
-                    row["global_loss"] = 2.0 * 9**step if diverged else losses[step // 5]
-                history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
-            run = vsim.ComparedRun(history, seed=seed)
-            if diverged:
-                run.failure, run.diverged_at = f"non-finite loss at step {losses} on nodes [0]", losses
-            made._add(name, run)
-    return made
-
-
-@pytest.mark.parametrize(("loss", "kind"), [(math.nan, ValueError), (math.inf, ValueError), ("2", TypeError)])
-def test_a_target_that_is_no_loss_is_refused(loss: Any, kind: type[Exception]) -> None:
-    runs = by_hand(a=[[2, 1, 0.8]])
-    for call in (runs.steps_to, runs.rows, runs.cheapest):
-        with pytest.raises(kind, match="loss must be"):
-            call(loss)
-    with pytest.raises(kind, match="loss must be"):
-        runs.table(loss=loss)
-    with pytest.raises(kind, match="loss must be"):
-        runs.winners(loss, compute=1.0)
-
-
-def test_a_name_with_a_quote_is_one_attribute_of_html() -> None:
-    assert 'alt="loss against step and bytes of a&quot;&lt;b"' in by_hand(**{'a"<b': [[2, 1]]})._repr_html_()
-
-
-def test_a_name_with_a_bar_is_one_cell_of_markdown() -> None:
-    runs = by_hand(**{"a|b": [[2, 1]], "c\nd": [[2, 1.5]]})
-    for format in ("github", "pipe"):
-        for table in (runs.table(format, columns=["validation loss"]), runs.winners(1.2, compute=1.0).table(format)):
-            assert "a\\|b" in table
-            widths = {line.replace("\\|", "").count("|") for line in table.splitlines() if "|" in line}
-            assert len(widths) == 1
-    assert "a|b" in runs.table() and "a\\|b" not in runs.table()
 
 
 def test_best_and_steps_to_by_hand() -> None:
@@ -267,176 +254,14 @@ def test_best_and_steps_to_by_hand() -> None:
     # The first step at which a loss that low was measured, every five steps, though it was higher later.
     assert runs.steps_to(0.8) == {"a": [10, 10], "b": [5, 10], "c": [5, pytest.approx(math.nan, nan_ok=True)]}
     assert all(math.isnan(step) for steps in runs.steps_to(0.05).values() for step in steps)
-    only = by_hand(c=[[2, 0.1], 3])
-    with pytest.raises(ValueError, match="no run got to its end; c: seed 1: non-finite loss at step 3"):
-        only.best()
     interrupted = by_hand(a=[[2, 1]], b=[[2, 1.5]])
     for name in interrupted:
         interrupted[name].failure = "interrupted after step 5"
     assert interrupted.best() == "a"
+    with refused(ValueError, "no run got to its end", "c: seed 1: non-finite loss at step 3"):
+        by_hand(c=[[2, 0.1], 3]).best()
     with pytest.raises(ValueError, match=r"no run got to its end$"):
         vsim.Comparison(1).best()
-
-
-def test_some_of_them_keep_their_looks() -> None:
-    runs = by_hand(a=[[2, 1]], b=[[2, 1.2]], c=[[2, 1.4]])
-    few = runs[["c", "a"]]
-    assert list(few) == ["c", "a"] and few["c"] is runs["c"] and len(runs) == 3
-    all_lines, few_lines = (
-        {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-        for figure in (runs.figure(), few.figure())
-    )
-    assert few_lines == {name: all_lines[name] for name in ("c", "a")} and len(set(all_lines.values())) == 3
-    named = [text.get_text() for text in runs.figure(strategies=["c", "a"]).legends[0].get_texts()]
-    assert named == ["c", "a"]
-    assert {row["strategy"] for row in few.rows()} == {"a", "c"} and few.best() == "a"
-    many = by_hand(**{f"run{letter}": [[2, 1]] for letter in "abcdefghijklmn"})
-    named = [text.get_text() for text in many[["runc", "rund"]].plot().get_legend().get_texts()]  # type: ignore[union-attr]
-    assert named == ["runc", "rund"]
-    with pytest.raises(KeyError, match="no run 'd'; there are a, b, c"):
-        runs[["a", "d"]]
-
-
-def test_a_run_that_diverged_has_no_result() -> None:
-    runs = by_hand(good=[[2.0, 1.5, 1.0]], bad=[8], at_once=[2])
-    rows = {row["strategy"]: row for row in runs.rows()}
-    assert math.isnan(rows["bad"]["validation loss"]) and math.isnan(rows["at_once"]["perplexity"])
-    table = {line.split()[0]: line for line in runs.table().splitlines()[2:]}
-    assert "diverged at step 8" in table["bad"] and "diverged at step 2" in table["at_once"]
-    assert "2.0000" not in table["at_once"] and "1.0000" in table["good"]
-    figure = runs.figure()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "good",
-        "bad, diverged at step 8",
-        "at_once, diverged at step 2",
-    ]
-    for ax, unit in zip(figure.axes, (1, 1e-3), strict=True):
-        crosses = [line for line in ax.get_lines() if line.get_marker() == "x"]
-        assert [line.get_xdata()[0] for line in crosses] == [7 * unit, 1 * unit]  # the last steps that were done
-        assert ax.get_ylim()[1] < 2.2  # though the loss of one went to 2 · 9⁵
-    # A seed that diverged does not end the curve of the others.
-    (line, *_) = by_hand(x=[[2.0, 1.5, 1.0], 3]).plot().get_lines()
-    assert list(line.get_ydata()) == [2.0, 1.5, 1.0]
-
-
-def test_of_many_runs_the_legend_names_families() -> None:
-    runs = by_hand(**{f"DiLoCo H={H}": [[2, 1 / H]] for H in range(1, 21)}, AllReduce=[[2, 0.1]])
-    figure = runs.figure()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["DiLoCo (20)", "AllReduce"]
-    lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
-    assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[0] and lines["DiLoCo H=1"] == COLOURS[2]
-    # Of one family the settings are read from the names.
-    names = [f"DiLoCo H={H}, inner_optim=SGD(lr={rate}, momentum=0.9)" for H in (1, 2, 3) for rate in range(5)]
-    looks = looks_of(names)
-    assert {look.colour for look in looks.by_name.values()} == set(COLOURS[:3])
-    assert list(looks.key) == ["H", "inner_optim"]
-    assert [text for text, _ in looks.key["inner_optim"]] == [f"SGD(lr={rate}, momentum=0.9)" for rate in range(5)]
-
-
-NAMES = [
-    "AllReduce",
-    "DiLoCo",
-    "FedAvg, H = 10",
-    "SPARTA, p = 0.5 %",
-    "SPARTA + DiLoCo",
-    "DeMo",
-    "alone",
-    "mine",
-    "b",
-]
-
-
-@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
-def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
-    looks = looks_of(names).by_name
-    assert len({look.colour for look in looks.values()}) == len(names)
-    shuffled = random.sample(names, len(names))
-    assert looks_of(shuffled).by_name == looks
-    known = [name for name in names if name not in ("mine", "b")]
-    assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
-
-
-def test_settings_of_a_strategy_share_its_colour() -> None:
-    looks = looks_of(["AllReduce", "DiLoCo, H = 5", "DiLoCo, H = 50"]).by_name
-    alone = looks_of(["DiLoCo"]).by_name["DiLoCo"]
-    assert looks["DiLoCo, H = 5"].colour == alone.colour
-    assert len({look.dash for look in looks.values()}) == len({look.marker for look in looks.values()}) == 3
-
-
-def test_a_table_of_latex_is_whole() -> None:
-    rows: list[dict[str, Any]] = [
-        {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e3},
-        {"name": "c", "loss": 2.0, "hours": 0.0123, "wire MB": 2.5e6},
-    ]
-    text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B")
-    for part in (
-        r"\caption{A \& B}",
-        r"{\footnotesize 5 \% $^{\dagger}$ of a\_b\par}",
-        r"2.00\phantom{ ± 0.10}",
-        "2.50 TB",
-    ):
-        assert part in text
-    assert "12.000" in text and "0.012" in text  # aligned at their points
-    assert r"\begin{table}" not in text_table(rows, "latex_longtable", ["name"], caption="A")
-
-
-def test_a_table_for_a_paper() -> None:
-    runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
-    text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
-    lines = text.splitlines()
-    assert lines[0] == r"\begin{table}" and lines[-1] == r"\end{table}" and r"\toprule" in text
-    assert lines[2].startswith(r"\caption{") and lines[3].startswith(r"\label{") and lines[4] == r"\begin{tabular}{lrr}"
-    assert [cell.strip() for cell in lines[6].rstrip("\\").split("&")] == [
-        "strategy",
-        "wire MB/node",
-        "validation loss",
-    ]
-    assert "0.75 ± 0.35" in text and "diverged at step 8" in text
-    assert "0.8 ± 0.4" in runs.table(digits={"validation loss": 1})
-    assert "validation loss" not in runs.table(columns=["wire MB/node"])
-    with pytest.raises(ValueError, match=r"columns: each must be one of 'strategy', 'validation loss'.*, got 'loss'"):
-        runs.table(columns=["loss"])
-    with pytest.raises(ValueError, match=r"a column must be one of .*, got 'lost'"):
-        runs.table(digits={"lost": 1})
-    with pytest.raises(ValueError, match="digits must be a whole number >= 0, got -1"):
-        runs.table(digits=-1)
-    for columns in ("perplexity", 5):
-        with pytest.raises(TypeError, match=r"columns must be a list of names, .* got"):
-            runs.table(columns=columns)  # type: ignore[arg-type]
-    for format in ("foo", "csv"):
-        with pytest.raises(ValueError, match=f"format must be one of .*'github'.*, got '{format}'"):
-            runs.table(format)
-
-
-def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
-    header, rule, *lines, unformed, note = repeated.table().splitlines()
-    assert max(map(len, (header, rule, *lines, unformed, note))) <= 100 and "±" in lines[0]
-    assert unformed.startswith("FedAvg: the loss is of the mean of nodes that differ")  # of five steps, H = 2
-    assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
-    assert note.startswith("† not told from the best") and sum("†" in line for line in lines) == 1
-    assert not any(line.startswith(" ") for line in lines)
-    asked = ["payload MB/node", "validation seconds", "perplexity"]
-    assert not any(name in header for name in asked)
-    assert all(name in repeated.table(columns=asked) for name in asked)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategies": "good"}, "strategies must be a list.*, got 'good'"),
-        ({"title": 5}, "title must be a text, got 5"),
-        ({"logy": "x"}, "logy must be True or False, got 'x'"),
-    ],
-)
-def test_a_figure_checks_its_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        by_hand(good=[[2.0, 1.5]]).figure(**options)
-
-
-@pytest.mark.parametrize("hours", ["x", True, -1, math.nan])
-def test_hours_are_a_number_above_0(hours: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="hours must be"):
-        by_hand(good=[[2.0, 1.5]]).cheapest(2.0, hours=hours, network="1 Gbit/s", compute=1.0)
 
 
 def test_what_a_loss_takes() -> None:
@@ -450,6 +275,100 @@ def test_what_a_loss_takes() -> None:
     assert all(math.isnan(row["steps to 1"]) for row in others)  # of late one seed does
     table = {line.split()[0]: line for line in runs.table(loss=1.0).splitlines()[2:]}
     assert "8 ± 4" in table["good"] and table["late"].count("1 of 2 runs") == 2 and table["no"].count("never") == 2
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x", [x for x in X_AXES if x not in ("tokens", "round")])  # images have none
+def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
+    ax = comparison.plot(x=x)
+    _, unit, _, is_bytes, _ = X_AXES[x]
+    lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
+    assert set(lines) == set(comparison) and ax.get_xscale() == ("log" if is_bytes else "linear")
+    if is_bytes:  # who sends nothing has no place on a logarithmic axis
+        assert ax.get_title("right") == "horizontal, as nothing is sent: alone"
+        assert set(lines["alone"].get_ydata()) == {comparison["alone"].history.last("global_loss")}
+    xs, ys = comparison["FedAvg"].history.measured(f"{x}_bytes" if is_bytes else x, "global_loss")
+    shown = xs > 0 if is_bytes else xs >= 0
+    assert np.array_equal(lines["FedAvg"].get_xdata(), xs[shown] / unit)
+    assert np.array_equal(lines["FedAvg"].get_ydata(), ys[shown])
+    # Only the model of `alone` is not the mean of the replicas.
+    means = [line.get_ydata().tolist() for line in ax.get_lines() if line.get_label() == "_"]
+    assert means == ([] if is_bytes else [comparison["alone"].history.measured("average_loss")[0].tolist()])
+
+
+def test_equal_bytes_are_drawn_once() -> None:
+    """FedAvg syncs at steps 5, 10, … and is validated at 2, 4, …: against bytes there is no vertical piece."""
+    runs = compared({"FedAvg": FedAvgStrategy(H=5), "DiLoCo": DiLoCoStrategy(H=5)}, max_steps=20, val_interval=2)
+    steps, losses = runs["FedAvg"].history.measured("step", "global_loss")
+    for x in ("wire", "payload"):
+        line = next(line for line in runs.plot(x).get_lines() if line.get_label() == "FedAvg")
+        assert (np.diff(line.get_xdata()) > 0).all()
+        # The last measurement before the next sync, and that of the end.
+        assert line.get_ydata().tolist() == [losses[steps == step][0] for step in (8, 14, 18, 20)]
+    assert texts(runs.plot().get_legend()) == ["FedAvg", "DiLoCo", "thin: mean replica"]
+
+
+def test_other_axes_and_columns(comparison: vsim.Comparison) -> None:
+    history = History()
+    for step in range(3):
+        history.append({"step": step, "tokens": 64 * step, "global_loss": 1.0})
+    (line,) = bands({"a": history}, "tokens").get_lines()
+    assert list(line.get_xdata()) == [0, 64, 128]
+    ax = Figure().subplots()
+    assert comparison.plot(y="train_loss", ax=ax) is ax and ax.get_ylabel() == "training loss"
+    good, bad = (run(losses).history for losses in ([3.0, 2.0, 1.0], [3.0, 50.0, 900.0]))
+    assert overview({"good": good, "bad": bad}).axes[0].get_ylim()[1] < 4  # one that diverges flattens no other
+    assert overview({"good": good}).axes[0].get_ylim()[1] > 3
+    for empty in ({"empty": History()}, {"x": []}):
+        assert overview(empty).axes[0].get_lines()[0].get_xdata().size == 0
+    ax = overview({}).axes[0]
+    assert bands({}, ax=ax) is ax
+
+
+def test_some_of_them_keep_their_looks() -> None:
+    runs = by_hand(a=[[2, 1]], b=[[2, 1.2]], c=[[2, 1.4]])
+    few = runs[["c", "a"]]
+    assert list(few) == ["c", "a"] and few["c"] is runs["c"] and len(runs) == 3
+    every, some = ({line.get_label(): line.get_color() for line in own.plot().get_lines()} for own in (runs, few))
+    assert some == {name: every[name] for name in ("c", "a")} and len(set(every.values())) == 3
+    assert texts(runs.figure(strategies=["c", "a"]).legends[0]) == ["c", "a"]
+    assert set(rows_of(few)) == {"a", "c"} and few.best() == "a"
+    many = by_hand(**{f"run{letter}": [[2, 1]] for letter in "abcdefghijklmn"})
+    assert texts(many[["runc", "rund"]].plot().get_legend()) == ["runc", "rund"]
+
+
+def test_of_many_runs_the_legend_names_families() -> None:
+    runs = by_hand(**{f"DiLoCo H={H}": [[2, 1 / H]] for H in range(1, 21)}, AllReduce=[[2, 0.1]])
+    figure = runs.figure()
+    assert texts(figure.legends[0]) == ["DiLoCo (20)", "AllReduce"]
+    lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
+    assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[0] and lines["DiLoCo H=1"] == COLOURS[2]
+    # Of one family the settings are read from the names.
+    names = [f"DiLoCo H={H}, inner_optim=SGD(lr={rate}, momentum=0.9)" for H in (1, 2, 3) for rate in range(5)]
+    looks = looks_of(names)
+    assert {look.colour for look in looks.by_name.values()} == set(COLOURS[:3])
+    assert list(looks.key) == ["H", "inner_optim"]
+    assert [text for text, _ in looks.key["inner_optim"]] == [f"SGD(lr={rate}, momentum=0.9)" for rate in range(5)]
+    few = looks_of(["AllReduce", "DiLoCo, H = 5", "DiLoCo, H = 50"]).by_name
+    assert few["DiLoCo, H = 5"].colour == looks_of(["DiLoCo"]).by_name["DiLoCo"].colour
+    assert len({look.dash for look in few.values()}) == len({look.marker for look in few.values()}) == 3
+
+
+NAMES = ["AllReduce", "DiLoCo", "FedAvg, H = 10", "SPARTA, p = 0.5 %", "SPARTA + DiLoCo", "DeMo", "alone", "mine", "b"]
+
+
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
+def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
+    looks = looks_of(names).by_name
+    assert len({look.colour for look in looks.values()}) == len(names)
+    assert looks_of(random.sample(names, len(names))).by_name == looks
+    known = [name for name in names if name not in ("mine", "b")]
+    assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
+
+
+# Cohorts --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -474,40 +393,28 @@ def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -
     assert row["wire MB/client"] == pytest.approx(ring / 60 / 1e6)
     assert row["payload MB/client"] == pytest.approx(6 * size * rounds / 60 / 1e6)
     assert row["server MB"] == pytest.approx(6 * size * rounds / 1e6)  # every client of a cohort fetches the weights
-    busiest = [run.ledger.node_wire_bytes.max() / 1e6 for run in cohorts.runs("FedAvg")]
+    busiest = [one.ledger.node_wire_bytes.max() / 1e6 for one in cohorts.runs("FedAvg")]
     assert row["busiest client MB"] == pytest.approx(statistics.fmean(busiest)) and min(busiest) > row["wire MB/client"]
     assert row["times less than AllReduce"] == pytest.approx(5)
     # None of them is a matter of which clients were drawn.
     assert not {"wire MB/client std", "server MB std", "times less than AllReduce std"} & row.keys()
     assert "server MB" in cohorts.table() and "busiest" not in cohorts.table()
-    first = cohorts.runs("FedAvg")[0].history
+    first = cohorts["FedAvg"].history
     (target,) = (loss for step, loss in zip(*first.measured("step", "global_loss"), strict=True) if step == 20)
-    own = cohorts[["FedAvg"]]
-    own._runs = {"FedAvg": own.runs("FedAvg")[:1]}
-    assert own.rows(float(target))[0][f"wire MB to {target:g}"] == pytest.approx(ring / 2 / 60 / 1e6)
+    (own,) = made(size, FedAvg=[cohorts["FedAvg"]]).rows(float(target))
+    assert own[f"wire MB to {target:g}"] == pytest.approx(ring / 2 / 60 / 1e6)
 
 
-def test_cohorts_are_priced_with_a_server(cohorts: vsim.Comparison) -> None:
-    text, compute = "100 Mbit/s, 20 ms", 0.1
-    (row,), (ring,) = (cohorts.rows(network=network, compute=compute) for network in (text, f"{text}, ring"))
-    (own,) = cohorts.rows(network=vsim.Network("100 Mbit/s", "20 ms", collective="server"), compute=compute)
+def test_cohorts_are_priced_with_a_server_and_drawn_against_rounds_and_bytes(cohorts: vsim.Comparison) -> None:
+    link = "100 Mbit/s, 20 ms"
+    server = vsim.Network("100 Mbit/s", "20 ms", collective="server")
+    (row,), (ring,), (own,) = (cohorts.rows(network=one, compute=0.1) for one in (link, f"{link}, ring", server))
     assert row["hours"] == own["hours"] != ring["hours"]
-
-
-def test_cohorts_are_drawn_against_rounds(cohorts: vsim.Comparison, comparison: vsim.Comparison) -> None:
     (line, *_) = cohorts.plot(x="round").get_lines()
     np.testing.assert_array_equal(np.asarray(line.get_xdata()), range(9))
-    with pytest.raises(ValueError, match="x='round' needs participation="):
-        comparison.plot(x="round")
-    plt.close("all")
-
-
-@pytest.mark.parametrize("way", ["wire", "payload"])
-def test_cohorts_are_drawn_against_the_bytes_that_the_table_has(cohorts: vsim.Comparison, way: str) -> None:
-    (row,) = cohorts.rows()
-    axes = cohorts.plot(x=way)
-    (line, *_) = axes.get_lines()
-    expected = row[f"{way} MB/client"] * np.arange(1, 9) / 8  # as much in each of 8 rounds
-    assert np.asarray(line.get_xdata()) == pytest.approx(expected)
-    assert axes.get_xlabel().endswith("per client (MB)")
-    plt.close("all")
+    for way in ("wire", "payload"):
+        axes = cohorts.plot(x=way)
+        (line, *_) = axes.get_lines()
+        # As much in each of 8 rounds.
+        assert np.asarray(line.get_xdata()) == pytest.approx(row[f"{way} MB/client"] * np.arange(1, 9) / 8)
+        assert axes.get_xlabel().endswith("per client (MB)")

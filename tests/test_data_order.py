@@ -417,3 +417,11 @@ def test_a_worker_init_fn_needs_batches_of_one_size(options: dict[str, Any]) -> 
     else:
         with refused(ValueError, "worker_init_fn … drop_last=True"):
             taken(batches.from_step(4), 5)
+
+
+def test_only_whole_numbers_of_a_text_count_as_tokens() -> None:
+    ids, labels = torch.zeros(2, 3, 5, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    images, mask = torch.zeros(2, 3, 1, 8, 8, dtype=torch.uint8), ids.bool()
+    texts: list[Any] = [[ids, ids], {"input_ids": ids, "mask": mask}, ids.int(), {"mask": mask, "input_ids": ids}]
+    others: list[Any] = [[labels, ids], [images, labels], [ids.double(), ids]]
+    assert [sizes_of(batch)[1] for batch in texts + others] == [15] * 4 + [0] * 3

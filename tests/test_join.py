@@ -162,7 +162,7 @@ def test_extending_another_problem_is_an_error_before_training(two: vsim.Compari
     with pytest.raises(ValueError, match="tune"):
         compared("alone", extend=two, tune={"lr": [1e-3, 1e-2]})
     old = vsim.Comparison(two.allreduce_bytes)
-    old._add("without", vsim.ComparedRun(vsim.History("without", 2)))
+    old.add("without", vsim.ComparedRun(vsim.History("without", 2)))
     with pytest.raises(ValueError, match="configuration"):
         two | old
     for given, hint in (({}, ""), ("saved.json", r"; read it with Comparison\.from_json")):
@@ -181,7 +181,7 @@ def test_hours_of_a_join_are_those_of_either(two: vsim.Comparison) -> None:
 
 def test_strategies_are_renamed_and_left_out(two: vsim.Comparison) -> None:
     one = two.without("AllReduce")
-    assert list(one) == ["DiLoCo"] and one._looks().by_name["DiLoCo"] == two._looks().by_name["DiLoCo"]
+    assert list(one) == ["DiLoCo"] and one.looks().by_name["DiLoCo"] == two.looks().by_name["DiLoCo"]
     named = two.renamed({"DiLoCo": "DiLoCo, H = 2"})
     assert list(named) == ["AllReduce", "DiLoCo, H = 2"] and list(two) == ["AllReduce", "DiLoCo"]
     assert named["DiLoCo, H = 2"] is two["DiLoCo"]

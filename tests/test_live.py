@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made import run
 from rich.console import Console
 
-import vsim
 from vsim import History
 from vsim.records import progress as live_module
 from vsim.records.progress import LiveRace, LiveTable
@@ -134,23 +134,23 @@ def test_the_last_picture_has_everything(shown: Handle) -> None:
     assert first.shape == last.shape and not np.array_equal(first, last)
 
 
-def losses(history: History, *values: float) -> History:
-    for value in values:
-        step = len(history)
-        history.append({"step": step, "train_loss": value + 0.1, "global_loss": value, "wire_bytes": 1e5 * step})
-    return history
+def losses(*values: float) -> History:
+    """1e5 bytes a step, between two nodes."""
+    return run(list(values), payload=1e5).history
 
 
 def test_a_race_draws_all_and_names_those_in_front(shown: Handle) -> None:
-    runs = {f"run {i}": [losses(History(), 2, 1.5, 1 + i / 100)] for i in range(60)}
+    runs = {f"run {i}": [losses(2, 1.5, 1 + i / 100)] for i in range(60)}
     race = LiveRace(runs, "sweep")
     race.update(10)
     assert len(race._lines) == 60 * 2 * 2  # training and validation, against steps and bytes
     named = [text.get_text() for text in race.figure.legends[0].get_texts()]
     assert named == [f"run {i}: {1 + i / 100:#.4g}" for i in range(8)]
     assert race.figure.get_suptitle() == "sweep: all 60 at step 2 of 10; the 8 in front are named below"
-    for history in (own[0] for name, own in runs.items() if name != "run 0"):
-        losses(history, 0.5 if history is runs["run 59"][0] else 0.9)
+    for name, (history,) in runs.items():
+        if name != "run 0":
+            loss = 0.5 if name == "run 59" else 0.9
+            history.append({"step": 3, "train_loss": loss, "global_loss": loss, "wire_bytes": 3e5})
     race.close()
     named = [text.get_text() for text in race.figure.legends[0].get_texts()]
     assert named[0] == "run 59: 0.5000" and not any("run 0" in name for name in named)
@@ -160,15 +160,15 @@ def test_a_race_draws_all_and_names_those_in_front(shown: Handle) -> None:
 
 
 def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: Handle) -> None:
-    runs: dict[str, list[History]] = {"a": [losses(History(), 3, 2, 1), losses(History(), 3, 4, 2)]}
+    runs: dict[str, list[History]] = {"a": [losses(3, 2, 1), losses(3, 4, 2)]}
     race = LiveRace(runs)
     race.update(4)
     assert list(race._lines["a", "step", "global_loss"].get_ydata()) == [3, 3, 1.5]
-    runs["b"] = [losses(History(), 3, 1e6), losses(History(), 3, 2.5, 2)]  # joins later; its first seed diverged
+    runs["b"] = [losses(3, 1e6), losses(3, 2.5, 2)]  # joins later; its first seed diverged
     race.close()
     line = race._lines["b", "wire", "global_loss"]
     assert list(line.get_ydata()) == [3, 2.5, 2] and list(line.get_xdata()) == pytest.approx([0, 0.1, 0.2])
-    runs["c"] = [losses(History(), 3, 1e6)]
+    runs["c"] = [losses(3, 1e6)]
     race.close()
     assert race._axes[0].get_ylim()[1] < 4  # the others are not pressed flat
     assert "c: 1.000e+06, step 1" in [text.get_text() for text in race.figure.legends[0].get_texts()]
@@ -187,19 +187,11 @@ def test_outside_of_a_notebook_it_is_an_error() -> None:
 # In a terminal --------------------------------------------------------------------------------------------------------
 
 
-def recorded(losses: list[float]) -> vsim.History:
-    history = vsim.History("made", 2)
-    for step, loss in enumerate(losses):
-        row = {"step": step, "wire_bytes": 1e6 * step, "global_loss": loss}
-        history.append(row | ({"train_loss": loss + 1} if step else {}), [loss, loss] if step else None)
-    return history
-
-
 def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsim.records.progress.time.perf_counter", lambda: 1.0)  # a loaded machine may take long
     terminal = io.StringIO()
     table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
-    histories = {"a[b]": [recorded([3.0, 2.0])], "lost": [recorded([3.0, math.nan])], "slow": [recorded([2.5])]}
+    histories = {"a[b]": [losses(3.0, 2.0)], "lost": [losses(3.0, math.nan)], "slow": [losses(2.5)]}
     steps = {"a[b]": 8, "lost": 8, "slow": 12}
     table.update(histories, steps, last=True)
     histories["a[b]"][0].append({"step": 2, "train_loss": 1.5, "global_loss": 1.25, "wire_bytes": 2e6}, [1.5, 1.5])
@@ -224,7 +216,7 @@ def test_a_table_names_the_runs_that_have_not_begun_and_the_time_left() -> None:
 def test_many_runs_fill_no_more_than_a_screen() -> None:
     terminal = io.StringIO()
     table = LiveTable("", Console(file=terminal, force_terminal=True, width=100))
-    runs = {f"run{i}.": [recorded([3.0, 1.0 + i])] for i in range(40)}
+    runs = {f"run{i}.": [losses(3.0, 1.0 + i)] for i in range(40)}
     table.update(runs, dict.fromkeys(runs, 8), last=True)
     table.close()
     assert "run19." in terminal.getvalue() and "run20." not in terminal.getvalue()
@@ -234,6 +226,6 @@ def test_many_runs_fill_no_more_than_a_screen() -> None:
 def test_no_table_is_written_into_a_file() -> None:
     file = io.StringIO()
     table = LiveTable("a race", Console(file=file))
-    table.update({"a": [recorded([3.0, 2.0])]}, {"a": 8}, last=True)
+    table.update({"a": [losses(3.0, 2.0)]}, {"a": 8}, last=True)
     table.close()
     assert file.getvalue() == ""

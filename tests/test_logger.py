@@ -8,8 +8,6 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -23,13 +21,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made import refused
 from separate import small_gpt, small_mlp, tokens, vectors
 from test_torchrun import free_port, torchrun
 from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
-from vsim.data.batches import sizes_of
 from vsim.records.history import History
 from vsim.records.loggers import Logger, RunLog, check_run_name, folder_name
 from vsim.records.loggers.base import train_row
@@ -49,17 +47,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fit(trainer: Trainer | None = None, **options: Any) -> Trainer:
     trainer = trainer or Trainer(small_mlp(), vectors(), vectors(7))
-    trainer.fit(
-        **{
-            "strategy": DiLoCoStrategy(H=2, lr=0.01),
-            "num_nodes": 3,
-            "max_steps": STEPS,
-            "batch_size": 4,
-            "val_interval": 3,
-            "progress": False,
-            **options,
-        }
-    )
+    defaults = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "val_interval": 3, "progress": False}
+    trainer.fit(**{"strategy": DiLoCoStrategy(H=2, lr=0.01), **defaults, **options})
     return trainer
 
 
@@ -198,14 +187,6 @@ def test_a_run_that_is_there_already_is_left_alone() -> None:
     assert len(read("logs/r-3/train.csv")) == 2
 
 
-def test_without_a_name_the_time_is_the_name() -> None:
-    loggers = [CSVLogger("elsewhere") for _ in range(2)]
-    for logger in loggers:
-        fit(logger=logger, max_steps=1)
-    assert all(one.folder is not None and (one.folder / "config.json").is_file() for one in loggers)
-    assert len(list(Path("elsewhere").iterdir())) == 2 and not Path("logs").exists()
-
-
 def test_runs_that_start_at_once_get_folders_of_their_own() -> None:
     loggers = [CSVLogger() for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -214,6 +195,7 @@ def test_runs_that_start_at_once_get_folders_of_their_own() -> None:
 
 
 def test_rows_are_in_the_file_when_they_are_logged() -> None:
+    """So that a killed run keeps its files."""
     seen: list[int] = []
 
     def look(step: int, loss: float) -> None:
@@ -221,30 +203,6 @@ def test_rows_are_in_the_file_when_they_are_logged() -> None:
 
     fit(run_name="live", train_loss_hook=look)
     assert seen == list(range(1, STEPS + 1))
-
-
-def test_a_killed_run_keeps_its_files(tmp_path: Path) -> None:
-    script = f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from separate import small_mlp, vectors
-        from vsim import Trainer
-        from vsim.strategy import FedAvgStrategy
-
-        def end(step, loss):
-            if step == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Trainer(small_mlp(), vectors(), vectors()).fit(
-            strategy=FedAvgStrategy(H=2), num_nodes=2, max_steps=9, run_name="killed", progress=False,
-            train_loss_hook=end,
-        )
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
-    assert run.returncode == -signal.SIGKILL
-    assert column(read("logs/killed/train.csv"), "step") == [1, 2, 3, 4]
-    assert column(read("logs/killed/validation.csv"), "step") == [0]
-    assert json.loads(Path("logs/killed/config.json").read_text())["total_steps"] == 9
 
 
 def test_an_interrupted_run_keeps_its_files_and_is_told() -> None:
@@ -279,14 +237,6 @@ def test_what_is_logged_when() -> None:
         assert row["examples_per_second"] == examples / (history["seconds"][step] - history["seconds"][before])
 
 
-def test_a_logger_serves_for_many_runs() -> None:
-    logger, trainer = CSVLogger(), Trainer(small_mlp(), vectors(), vectors())
-    for name in ("a", "b"):
-        fit(trainer, logger=logger, run_name=name, max_steps=2)
-        assert trainer.loggers == [logger]
-    assert len(read("logs/a/train.csv")) == len(read("logs/b/train.csv")) == 2
-
-
 @given(st.floats(-5, 2000), st.floats(0, 10), st.floats(0, 10), st.integers(0, 10**9))
 def test_rates_and_perplexities_are_numbers_or_unknown(
     loss: float, started: float, elapsed: float, examples: int
@@ -297,18 +247,6 @@ def test_rates_and_perplexities_are_numbers_or_unknown(
     assert logged["train_perplexity"] == (math.exp(loss) if loss < 700 else math.inf)
     assert math.isnan(logged["examples_per_second"]) or logged["examples_per_second"] >= 0
     assert math.isnan(logged["tokens_per_second"])
-
-
-def test_what_counts_as_tokens() -> None:
-    def tokens_in(batch: object) -> int:
-        return sizes_of(batch)[1]
-
-    ids = torch.zeros(2, 3, 5, dtype=torch.long)
-    assert tokens_in([ids, ids]) == tokens_in({"input_ids": ids, "mask": ids.bool()}) == tokens_in(ids.int()) == 15
-    assert tokens_in({"mask": ids.bool(), "input_ids": ids}) == 15
-    labels = torch.zeros(2, 3, dtype=torch.long)
-    images = torch.zeros(2, 3, 1, 8, 8, dtype=torch.uint8)
-    assert tokens_in([labels, ids]) == tokens_in([images, labels]) == tokens_in([ids.double(), ids]) == 0
 
 
 # Loggers that fail, and that draw
@@ -468,19 +406,16 @@ def test_wandb_over_examples_and_a_failed_run(tmp_path: Path, wandb_rows: Any) -
         if step == 3:
             raise KeyboardInterrupt
 
+    grouped = offline(tmp_path)
+    fit(logger=grouped, run_name="tuesday/diloco", max_steps=2)
+    run, *_ = wandb_rows(grouped)
+    assert run.display_name == "tuesday/diloco" and run.run_group == "tuesday"
     logger = offline(tmp_path, experiment_name="mine", group="g")
     with pytest.raises(KeyboardInterrupt):
         fit(logger=logger, run_name="theirs", log_x_axis="examples", train_loss_hook=interrupt)
     run, rows, code = wandb_rows(logger)
     assert run.display_name == "mine" and run.run_group == "g" and code == 1
     assert [row["_step"] for row in rows] == [0, 12, 24, 30]
-
-
-def test_wandb_groups_the_runs_of_a_comparison(tmp_path: Path, wandb_rows: Any) -> None:
-    logger = offline(tmp_path)
-    fit(logger=logger, run_name="tuesday/diloco", max_steps=2)
-    run, *_ = wandb_rows(logger)
-    assert run.display_name == "tuesday/diloco" and run.run_group == "tuesday"
 
 
 def test_the_shorthand_for_wandb(tmp_path: Path, wandb_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,67 +522,60 @@ def test_under_torchrun_one_rank_logs(tmp_path: Path) -> None:
 # compare
 
 
-def test_every_strategy_of_a_comparison_has_its_folder() -> None:
+def test_runs_have_folders_of_their_own() -> None:
+    """One logger for many runs, one run after the other; runs of a comparison; without a name, by date and time."""
+    logger, trainer = CSVLogger(), Trainer(small_mlp(), vectors(), vectors())
+    for name in ("a", "b"):
+        fit(trainer, logger=logger, run_name=name, max_steps=2)
+        assert trainer.loggers == [logger]
+    assert len(read("logs/a/train.csv")) == len(read("logs/b/train.csv")) == 2
+    strategies: dict[str, Any] = {"diloco:H=2": DiLoCoStrategy(H=2), "FedAvg": FedAvgStrategy()}
+    options: dict[str, Any] = {"strategies": strategies, "num_nodes": 2, "max_steps": 2, "progress": False}
     notes = Notes()
-    vsim.compare(
-        small_mlp(),
-        vectors(),
-        vectors(),
-        strategies={"diloco:H=2": DiLoCoStrategy(H=2), "FedAvg": FedAvgStrategy()},
-        num_nodes=2,
-        max_steps=2,
-        logger=[CSVLogger(), notes],
-        run_name="sweep/lr",
-        progress=False,
-    )
+    vsim.compare(small_mlp(), vectors(), vectors(), logger=[CSVLogger(), notes], run_name="sweep/lr", **options)
     assert sorted(os.listdir("logs/sweep/lr")) == ["FedAvg", "diloco_H=2"]
     assert len(read("logs/sweep/lr/diloco_H=2/train.csv")) == 2
     names = [content["run_name"] for kind, content in notes.heard if kind == "start"]
     assert names == ["sweep/lr/diloco_H=2", "sweep/lr/FedAvg"]
+    vsim.compare(small_mlp(), vectors(), logger=CSVLogger("elsewhere"), **options)
+    (folder,) = Path("elsewhere").iterdir()
+    assert sorted(os.listdir(folder)) == ["FedAvg", "diloco_H=2"]
+    fit(logger=CSVLogger("elsewhere"), max_steps=1)
+    assert len(list(Path("elsewhere").glob("*/config.json"))) == 1
 
 
-def test_a_comparison_without_a_name_is_named_by_the_time() -> None:
-    vsim.compare(
-        small_mlp(),
-        vectors(),
-        strategies={"a": DiLoCoStrategy(), "b": FedAvgStrategy()},
-        num_nodes=2,
-        max_steps=1,
-        logger=CSVLogger(),
-        progress=False,
-    )
-    (folder,) = Path("logs").iterdir()
-    assert sorted(os.listdir(folder)) == ["a", "b"]
+# Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"logger": "csv"}, TypeError, r"logger must be a CSVLogger\(\), .* got 'csv'"),
-        (
-            {"logger": CSVLogger},
-            TypeError,
-            r"logger must be a CSVLogger.*got <class 'vsim\..*\.CSVLogger'>",
-        ),
-        ({"logger": [CSVLogger(), 3]}, TypeError, "or a list of them; got 3"),
-        ({"run_name": 3}, TypeError, "run_name must be a string, got 3 of type int"),
-        ({"run_name": "../up"}, ValueError, r"must name a folder within the log folder.*got '\.\./up'"),
-        ({"run_name": "/root"}, ValueError, "must name a folder within the log folder"),
-        ({"run_name": ""}, ValueError, "must name a folder within the log folder.*got ''"),
-        ({"wandb_project": 3}, TypeError, "project must be a text, got 3"),
-        ({"run_name": "x", "log_interval": 0}, ValueError, "log_interval must be a whole number >= 1, got 0"),
-        ({"log_interval": 5}, ValueError, "log_interval has no effect without a logger, run_name or wandb_project"),
-        ({"run_name": "x", "log_x_axis": "example"}, ValueError, "log_x_axis must be one of.*did you mean 'examples'"),
-        ({"run_name": "x", "log_x_axis": "examples"}, ValueError, "log_x_axis='examples' has no effect without"),
-        ({"loger": None}, TypeError, "unknown argument 'loger'; did you mean 'logger'"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fit(**options)
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+        ({"logger": "csv"}, TypeError, ["logger", "CSVLogger()", "'csv'"]),
+        ({"logger": CSVLogger}, TypeError, ["logger", "CSVLogger()", "<class 'vsim"]),
+        ({"logger": [CSVLogger(), 3]}, TypeError, ["logger", "list of them", "3"]),
+        ({"run_name": 3}, TypeError, ["run_name", "a string", "3 of type int"]),
+        ({"run_name": "../up"}, ValueError, ["run_name", "folder", "'../up'"]),
+        ({"run_name": "/root"}, ValueError, ["run_name", "folder", "'/root'"]),
+        ({"run_name": ""}, ValueError, ["run_name", "folder", "''"]),
+        ({"wandb_project": 3}, TypeError, ["project", "text", "3"]),
+        ({"run_name": "x", "log_interval": 0}, ValueError, ["log_interval", ">= 1", "0"]),
+        ({"log_interval": 5}, ValueError, ["log_interval", "no effect", "logger"]),
+        ({"run_name": "x", "log_x_axis": "example"}, ValueError, ["log_x_axis", "did you mean 'examples'"]),
+        ({"run_name": "x", "log_x_axis": "examples"}, ValueError, ["log_x_axis='examples'", "no effect"]),
+        ({"loger": None}, TypeError, ["'loger'", "did you mean 'logger'"]),
+    ]
+    for own, kind, words in options:
+        with refused(kind, *words):
+            fit(**own)
+    with refused(TypeError, "'entitty'", "did you mean 'entity'"):
+        WandbLogger("p", entitty="me")
+    with refused(TypeError, "'name'"):
+        WandbLogger("p", name="x")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    absent: list[tuple[str, Any]] = [("wandb", lambda: WandbLogger("p")), ("wandb", lambda: fit(wandb_project="p"))]
+    for name, make in [*absent, ("tensorboard", TensorBoardLogger)]:
+        with refused(ImportError, f"Logger needs {name}", f'pip install "vsim[{name}]"'):
+            make()
     assert not Path("logs").exists()
 
 
@@ -662,24 +590,6 @@ def test_wandb_without_a_key_is_one_line_before_training(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"refuses the run: No API key configured. Use .* — .*WANDB_API_KEY") as caught:
         fit(wandb_project="p", train_loss_hook=lambda step, loss: steps.append(step))
     assert "\n" not in str(caught.value) and not steps
-
-
-def test_bad_arguments_of_wandb() -> None:
-    with pytest.raises(TypeError, match=r"WandbLogger\(\) got .* 'entitty'; did you mean 'entity'"):
-        WandbLogger("p", entitty="me")
-    with pytest.raises(TypeError, match=r"WandbLogger\(\) got .* 'name'"):
-        WandbLogger("p", name="x")
-
-
-def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r'WandbLogger needs wandb: pip install "vsim\[wandb\]"'):
-        WandbLogger("p")
-    with pytest.raises(ImportError, match="WandbLogger needs wandb"):
-        fit(wandb_project="p")
-    with pytest.raises(ImportError, match=r'TensorBoardLogger needs tensorboard: pip install "vsim\[tensorboard\]"'):
-        TensorBoardLogger()
 
 
 def test_ours_are_loggers(tmp_path: Path) -> None:

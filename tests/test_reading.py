@@ -18,7 +18,7 @@ from vsim.reading import parse_json
 from vsim.records.history import History
 from vsim.records.loggers import check_run_name
 from vsim.records.report.page import report
-from vsim.records.sweep import Sweep
+from vsim.records.swept import Sweep
 from vsim.saved import read_comparison, read_log
 from vsim.strategy import AloneStrategy, FedAvgStrategy
 from vsim.training.entries import read_whole

@@ -231,7 +231,7 @@ def test_a_page_goes_to_a_file_in_a_folder_that_exists(path: str, tmp_path: Path
     for step in range(3):
         row = {"step": step, "examples": step, "global_loss": 3.0 - step, "wire_bytes": 0.0, "payload_bytes": 0.0}
         history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
-    comparison._add("made", vsim.ComparedRun(history))
+    comparison.add("made", vsim.ComparedRun(history))
     with pytest.raises(ValueError, match=r"path must (name a file in a folder that exists|be a path), got '"):
         comparison.report(path.format(folder=tmp_path))
     assert comparison.report(tmp_path / "report.html").read_text("utf-8").startswith("<!doctype html>")

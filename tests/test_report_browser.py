@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,13 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from compared import compared
 
 import vsim
 from vsim import Compute, Network
+from vsim.figures.paper import PlainLocator
+from vsim.records.crossings import never
+from vsim.records.fronts import within
+from vsim.records.losses import compare_finals
+from vsim.records.plots import limits
 from vsim.records.report.page import report
+from vsim.records.statistics import crossing
+from vsim.records.tables import DIGITS, PERCENT, cell
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
 from vsim.watch import Watch
@@ -99,13 +108,13 @@ def check(page: Any, comparison: vsim.Comparison) -> None:
     at = page.evaluate("(({bw, lat, sec, size, price, target}) => ({bw, lat, sec, size, price, target}))(vsim.state)")
     network = Network(at["bw"] / at["size"], at["lat"])  # bytes in proportion take as long as on a slower line
     rows = comparison.rows(at["target"], network, Compute(at["sec"], dollars_per_hour=at["price"]))
-    never = comparison._never(at["target"])
+    missed = never(comparison, at["target"])
     for name, row, said in zip(comparison, rows, cells(page), strict=True):
         for key in LIVE:
             if key == "dollars" and not at["price"]:
                 continue
             exact = row[key.replace("target", f"{at['target']:g}")] * (at["size"] if "MB" in key else 1)
-            if "target" in key and name in never:
+            if "target" in key and name in missed:
                 assert key not in said
             else:
                 assert said[key] == pytest.approx(exact, rel=1e-3, abs=1e-12), (name, key, at)
@@ -135,6 +144,53 @@ def test_random_positions_have_the_numbers_of_python(opened: Any, comparison: vs
         }
         opened.evaluate("(at) => vsim.set(at)", at)
         check(opened, comparison)
+
+
+@pytest.mark.slow
+def test_a_rule_in_both_languages_is_one_rule(opened: Any) -> None:
+    """Cells of tables, crossings of a loss, the losses that a figure shows, and ticks, of the script and of Python."""
+    rng = np.random.default_rng(3)
+    keys = [*PERCENT, *DIGITS, "times less than AllReduce", "hours", "hours to 1", "wire MB/node", "steps to 2"]
+    drawn = [
+        (key, float(10 ** rng.uniform(-4, 7)), float(rng.choice([0, 0.01, 0.3]))) for key in keys for _ in range(9)
+    ]
+    shown = [(key, value, spread * value) for key, value, spread in drawn]
+    said = opened.evaluate("(all) => all.map((one) => vsim.rules.cell(...one))", shown)
+    exact_cells = [re.sub(r"e\+0?", "e", cell(*one)) for one in shown]  # 1.2e+06 in Python, 1.2e6 on the page
+    assert [text.replace("\u00a0", " ") for text in said] == exact_cells
+
+    for _ in range(60):
+        losses = rng.uniform(0, 4, rng.integers(1, 9)).round(1).tolist()
+        steps, formed, target = [3 * i for i in range(len(losses))], (rng.random(len(losses)) < 0.6).tolist(), 2.0
+        seed = {"curves": {"global_loss": [steps, losses]}, "formed": formed, "forming": {"wire": 0}}
+        found = opened.evaluate("([seed, target]) => vsim.rules.crossing(seed, target)", [seed, target])
+        exact = crossing(steps, losses, target, formed)
+        assert (found is None) == math.isnan(exact.step)
+        if found is not None:
+            assert (found["step"], found["first"]) == (exact.step, exact.first)
+            known = [steps[i] for i in found["results"]]  # the first measurement, and the first of a formed model
+            assert known == list(dict.fromkeys(own for own in (exact.step, exact.formed) if not math.isnan(own)))
+
+        ends = [(loss - 0.1, loss + float(rng.uniform(0, 3))) for loss in losses]
+        all_runs = [{"loss": loss, "ends": own} for loss, own in zip(losses, ends, strict=True)]
+        borders = opened.evaluate("(all) => vsim.rules.within(all)", all_runs)
+        assert borders == pytest.approx(within(np.array(losses), *np.array(ends).T), abs=1e-8)
+
+        curves = [rng.uniform(0.5, 3, 5) * 10.0 ** np.array([0, 0, 0, 0, rng.integers(0, 3)]) for _ in range(3)]
+        ys = [{"ys": own.tolist()} for own in curves]
+        _, high = opened.evaluate("(all) => vsim.rules.limits(all, 'global_loss')", ys)
+        cut = limits(curves)
+        assert high == pytest.approx(np.max(curves) if cut is None else cut[1])
+
+        low = float(10 ** rng.uniform(-3, 6))
+        most = low * float(10 ** rng.uniform(0.5, 5))
+        ticks = opened.evaluate("([low, high]) => vsim.rules.ticks(low, high, 7, true)", [low, most])
+        for own in (ticks, PlainLocator().tick_values(low, most)):
+            assert (
+                sorted(own) == list(own) and all(0.999 * low <= tick <= 1.001 * most for tick in own) and len(own) > 1
+            )
+        if most > 1e3 * low:  # then both stand at powers of ten, or at 1, 2 and 5 or 3 of them
+            assert {f"{tick:e}"[0] for tick in ticks} <= {"1", "2", "3", "5"}
 
 
 @pytest.mark.slow
@@ -255,7 +311,7 @@ def test_runs_that_are_missing_count_as_in_python(
             "[...document.querySelectorAll('#table tbody tr')].map((row) => row.innerText.includes('†'))"
         )
         assert marks == ["†" in line for line in cut.table().splitlines()[2 : 2 + len(cut)]]
-        for remark in cut._ranking()[1]:
+        for remark in compare_finals(cut)[1]:
             assert remark in page.locator("#marks").inner_text()
         for target in (0.9, 1.2, 1.5, 1.8, 2.1):
             page.evaluate("(target) => vsim.set({target})", target)
@@ -360,7 +416,7 @@ def test_long_and_foreign_names_a_tie_and_an_outlier(browser: Any, tmp_path: Pat
         for step, own in enumerate((9.0, loss)):
             row = {"step": step, "examples": step, "wire_bytes": step * sent, "payload_bytes": 0, "seconds": 0}
             history.append({**row, "global_loss": own, "train_loss": own}, [own, own] if step else None)
-        comparison._add(name, vsim.ComparedRun(history))
+        comparison.add(name, vsim.ComparedRun(history))
     with watched(browser, comparison.report(tmp_path / "report.html"), viewport={"width": 1280, "height": 900}) as page:
         front = page.locator("#front svg").get_attribute("aria-label").partition("On the front: ")[2]
         assert {name for name in names if name in front} == set(comparison.pareto().names) == set(names[:3])
@@ -418,7 +474,7 @@ def test_several_comparisons_and_a_sweep_share_a_page(
         assert page.locator("#table tbody tr").count() == 18
         assert page.locator("#heat svg rect").count() == 6
         assert page.locator("#parallel svg path").count() == 18
-        order = swept._ordered()
+        order = swept.order
         exact = [row["hours"] for row in swept.rows(network="200 Mbit/s, 50 ms", compute=0.8)]
         assert [row["hours"] for row in cells(page)] == pytest.approx(exact, rel=1e-3)
         assert page.evaluate("vsim.page.runs.map((run) => run.name)") == order

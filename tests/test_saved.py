@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from compared import compared, three_strategies
+from made import comparison as made
+from made import run as one_run
 
 import vsim
 from vsim.checkpoint.folder import held
@@ -61,21 +63,13 @@ def test_runs_are_read_wherever_they_are(trained: tuple[vsim.Comparison, Path], 
                 assert its.history[column].tolist() == pytest.approx(run.history[column].tolist(), nan_ok=True), column
             if where != "logs/run":
                 assert list(its.ledger) == list(run.ledger)
-    assert again._validated
+    assert again.loss_column == "global_loss"
     about, its = comparison.describe(), again.describe()
     assert list(its["strategies"].values()) == [about["strategies"][name] for name in sorted(comparison)]
     assert its["model"] == about["model"] and its["num_nodes"] == about["num_nodes"] and its["seeds"] == [1, 2]
     if where != "logs/run":
         sent = [{row["wire MB/node"] for row in one.at(parameters=1e6).rows()} for one in (again, comparison)]
         assert sent[0] == sent[1]
-
-
-def test_a_folder_with_a_forged_configuration_is_read(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
-    shutil.copytree(trained[1] / "saved", tmp_path / "saved")
-    race = json.loads((tmp_path / "saved" / "race.json").read_text())
-    for configs in (7, [], [7] * 4, [{"strategy": 7}] * 4, [{**race["configs"][0], "seed": "x"}] * 4):
-        (tmp_path / "saved" / "race.json").write_text(json.dumps({**race, "configs": configs}))
-        assert vsim.saved.read_comparison(tmp_path / "saved").describe()["seeds"] == [1, 2]
 
 
 def test_a_log_has_losses_and_no_hours(trained: tuple[vsim.Comparison, Path]) -> None:
@@ -114,14 +108,8 @@ def test_the_loss_before_training_is_no_result(tmp_path: Path) -> None:
     (log / "validation.csv").write_text("step,global_loss,global_accuracy\n0,2.3,0.1\n")
     (row,) = read_comparison(tmp_path / "run").rows()
     assert math.isnan(row["validation loss"]) and math.isnan(row["accuracy"])
-    stopped = vsim.Comparison(4)
-    for measured in (0, 3):
-        history = vsim.History("made", 1)
-        for step in range(6):
-            sent = {"step": step, "examples": step, "wire_bytes": 0, "payload_bytes": 0, "seconds": 0}
-            history.append(sent | ({"global_loss": 2.0} if step in (0, measured) else {}), [1.0] if step else None)
-        stopped._add(f"{measured}", vsim.ComparedRun(history, stopped_at=5))
-    table = stopped.table()
+    early, late = one_run([2.0, math.nan], 5, stopped=5), one_run([2.0, 2.0, math.nan], 3, stopped=5)
+    table = made(early=[early], late=[late]).table()
     assert "step 5 (no loss yet)" in table and "step 5 (loss of step 3)" in table
 
 

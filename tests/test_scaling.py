@@ -132,7 +132,7 @@ def descending(*runs: tuple[str, int, float, int]) -> Comparison:
         for step in range(steps + 1):
             row = {"step": step, "examples": 4 * step, "global_loss": 10 / (1 + step / ratio)}
             history.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
-        comparison._add(name, ComparedRun(history, seed=seed))
+        comparison.add(name, ComparedRun(history, seed=seed))
     return comparison
 
 

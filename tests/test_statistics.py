@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made import check_refusals
+from made import of_finals as comparison
 from numpy.typing import NDArray
 from scipy import stats
 
-import vsim
 from vsim.records.statistics import contenders, crossing, differences, holm, paired, power, ranking, seeds_needed
 
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
@@ -39,17 +40,6 @@ def test_a_crossing_is_where_the_loss_is_measured(curve: list[float], every: int
     exists = [steps[j] for j in below if formed[j]]
     assert found.formed == exists[0] if exists else math.isnan(found.formed)
     assert crossing(steps, curve, target) == (found.step, found.step, found.first)
-
-
-def comparison(**runs: list[float]) -> vsim.Comparison:
-    """Name → the final validation loss of each seed."""
-    made = vsim.Comparison(1)
-    for name, finals in runs.items():
-        for seed, loss in enumerate(finals):
-            history = vsim.History(name, 2)
-            history.append({"step": 1, "examples": 2, "global_loss": loss}, [loss, loss])
-            made._add(name, vsim.ComparedRun(history, seed=seed))
-    return made
 
 
 ONE, TWO, THREE = [1.0, 1.2, 0.9, 1.1], [1.3, 1.4, 1.25, 1.45], [1.1, 1.05, 1.0, 1.12]
@@ -94,30 +84,23 @@ def test_a_table_marks_what_cannot_be_told_from_the_best() -> None:
     assert html.endswith("</p>") and "†" in html
 
 
-def test_one_seed_has_no_interval() -> None:
-    made = comparison(a=[1.0], b=[1.1])
-    row = made.differences(to="a").iloc[0]
-    assert row["difference"] == pytest.approx(0.1) and row[["low", "high", "p", "seeds_needed"]].isna().all()
-    assert "one seed: no interval" in made.table().splitlines()[-1]
-
-
 def test_seeds_are_paired_and_what_diverged_is_left_out() -> None:
     made = comparison(a=[1.0, 2.0, 3.0], b=[1.1, 2.1, 3.1, 9.0])
     row = made.differences(to="a").iloc[0]
     assert row["difference"] == pytest.approx(0.1) and row["seeds"] == 3 and row["p"] == pytest.approx(0, abs=1e-12)
     made.runs("b")[1].diverged_at = 4
     assert made.differences(to="a").iloc[0]["seeds"] == 2
-
-
-def test_bad_input() -> None:
-    made = comparison(a=ONE, b=TWO)
-    for options, message in (
-        ({"to": "AllReduce"}, "to must be one of 'a', 'b', got 'AllReduce'"),
-        ({"of": "loss"}, "of must be one of .*, got 'loss'"),
-        ({"level": 1.0}, "level must be > 0 and < 1, got 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made.differences(**options)  # type: ignore[arg-type]
+    alone = comparison(a=[1.0], b=[1.1])
+    row = alone.differences(to="a").iloc[0]
+    assert row["difference"] == pytest.approx(0.1) and row[["low", "high", "p", "seeds_needed"]].isna().all()
+    assert "one seed: no interval" in alone.table().splitlines()[-1]
+    check_refusals(
+        [
+            (lambda: made.differences(to="AllReduce"), ValueError, ["to must be one of", "'a', 'b'", "'AllReduce'"]),
+            (lambda: made.differences(of="loss"), ValueError, ["of must be one of", "'global_loss'", "'loss'"]),
+            (lambda: made.differences(level=1.0), ValueError, ["level", "> 0 and < 1", "1"]),
+        ]
+    )
 
 
 @pytest.mark.parametrize(("effect", "seeds"), [(1.2, 5), (0.0, 4)])

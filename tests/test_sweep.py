@@ -9,11 +9,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made import check_refusals, refused, run
 
 import vsim
 from vsim import ComparedRun, History, Sweep
@@ -22,8 +24,14 @@ from vsim.data import digits
 from vsim.grid import known_settings, points
 from vsim.models import MLP
 from vsim.records.plots import COLOURS
-from vsim.records.sweep import Point
+from vsim.records.swept import Point
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy, TopK, compress
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_of_other_tests() -> None:
+    plt.close("all")
+
 
 # grid
 
@@ -77,38 +85,6 @@ def test_names_of_objects_say_what_differs() -> None:
     assert list(vsim.grid(Anything, pair=[(1, 2)])) == ["Anything"]
     assert list(vsim.grid(Anything, pair=[(1, 2), (1, 3)])) == ["Anything pair=(1, 2)", "Anything pair=(1, 3)"]
     assert list(vsim.grid(Anything, o=[Anything(), Anything()])) == ["Anything o=Anything", "Anything o=Anything #2"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"H": [5, 0, 1], "lr": [1, 2]}, ValueError, r"^DiLoCo H=0, lr=1 is refused: H must be a whole number >= 1"),
-        (
-            {"h": [5]},
-            TypeError,
-            "DiLoCoStrategy got .*'h'; did you mean 'H'.*: inner_optim, outer_optim, H, outer_lr, .*lr, .*optim_spec",
-        ),
-        ({"outer_rl": [5]}, TypeError, "did you mean 'outer_lr'"),
-        ({"inner_lr": [0.1, 0.2], "lr": 0.1}, TypeError, r"^DiLoCo inner_lr=0.1 is refused: .*two spellings"),
-        ({"H": []}, ValueError, "H must have at least one value"),
-        ({"H": [5, 10, 5]}, ValueError, "H has 5 twice"),
-    ],
-)
-def test_what_a_grid_refuses(settings: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        vsim.grid(DiLoCoStrategy, **settings)
-
-
-def test_a_grid_is_made_of_a_class() -> None:
-    with pytest.raises(TypeError, match="strategy must be a class, such as DiLoCoStrategy, or a function"):
-        vsim.grid(DiLoCoStrategy(), H=[5])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a class of strategies or a function that returns one, got 3"):
-        vsim.grid(lambda: 3)  # type: ignore[arg-type, return-value]
-    (made,) = vsim.grid(lambda H: FedAvgStrategy(H=H, lr=0.5), H=[7]).values()
-    assert isinstance(made, FedAvgStrategy) and made.optim_spec.kwargs == {"lr": 0.5}
-    known_settings(Anything, {"whatever": 1, "num_node": 2})  # a class of one's own may take anything
-    with pytest.raises(TypeError, match="did you mean 'num_nodes'"):
-        known_settings(Anything, {"num_node": 2}, ("num_nodes",))
 
 
 def test_compare_takes_dicts_of_dicts() -> None:
@@ -180,30 +156,6 @@ def test_a_run_of_a_sweep_is_that_of_fit() -> None:
     assert np.array_equal(ours["examples"], trainer.history["examples"])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"settings": {"H": [5, 0]}}, ValueError, "^FedAvg H=0 is refused: H must be"),
-        ({"settings": {"island_size": [2, 3]}}, ValueError, "^FedAvg island_size=3: island_size must be a whole"),
-        ({"settings": {"num_nodes": [2, 0]}, "num_nodes": None}, ValueError, "^FedAvg num_nodes=0: num_nodes must be"),
-        ({"settings": {"num_node": [2]}}, TypeError, "'num_node'; did you mean 'num_nodes'"),
-        ({"settings": {"num_nodes": [2, 3]}}, TypeError, "num_nodes is given twice"),
-        ({"settings": {"batch_size": [2]}, "batch_size": 3}, TypeError, "batch_size is given twice"),
-        ({"settings": {"H": [2]}, "num_nodes": None}, TypeError, "needs num_nodes, as an argument or in settings"),
-        ({"settings": ["H"]}, TypeError, "settings must be a dict"),
-        ({"settings": {"H": [2]}, "max_step": 3}, TypeError, "did you mean 'max_steps'"),
-    ],
-)
-def test_what_is_refused_is_named_and_nothing_trains(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    steps: list[int] = []
-    defaults = {"num_nodes": 2, "train_loss_hook": lambda step, loss: steps.append(step), **QUICK}
-    with pytest.raises(error, match=message):
-        vsim.sweep(MLP(hidden=(4,), seed=0), digits()[0], strategy=FedAvgStrategy, **{**defaults, **options})
-    assert steps == []
-
-
 @given(st.integers(1, 200), st.integers(1, 5000), st.integers(2, 6))
 def test_rungs(count: int, steps: int, factor: int) -> None:
     found = rungs(count, steps, factor)
@@ -219,25 +171,14 @@ def test_rungs(count: int, steps: int, factor: int) -> None:
 
 
 def drawn(settings: dict[str, Any], losses: dict[tuple[str, ...], Any]) -> Sweep:
-    """A sweep whose runs have these final losses; ("diverged", s) and ("stopped", s, loss) for those."""
+    """A sweep whose runs have these final losses; ("diverged", step) and ("stopped", step, loss) for those."""
     sweep = Sweep(4000, points(DiLoCoStrategy, settings), "DiLoCo")
-    for name, point in points(DiLoCoStrategy, settings).items():
+    for name, point in sweep.points.items():
         given = losses[tuple(point.labels.values())]
         for seed, one in enumerate(given if isinstance(given, list) else [given]):
             what, *rest = one if isinstance(one, tuple) else ("", one)
-            steps = rest[0] if what else 20
-            last = rest[-1] if what != "diverged" else math.nan
-            history = History("DiLoCo", 2)
-            for step in range(steps + (what != "diverged")):
-                row = {"step": step, "examples": 8 * step, "payload_bytes": 100.0 * step, "wire_bytes": 100.0 * step}
-                row |= {"global_loss": 2.3 if not step else last} if step in (0, steps) else {}
-                history.append(row | ({"train_loss": 2.0} if step else {}), [2.0, 2.0] if step else None)
-            run = ComparedRun(history, seed=seed)
-            if what == "diverged":
-                run.failure, run.diverged_at = f"non-finite loss at step {steps} on nodes [1]", steps
-            if what == "stopped":
-                run.stopped_at = steps
-            sweep._add(name, run)
+            steps, options = (rest[0] if what else 20), {what: rest[0]} if what else {}
+            sweep.add(name, run([2.3, rest[-1]], steps, seed=seed, payload=100.0, **options))
     return sweep
 
 
@@ -259,8 +200,6 @@ def texts(ax: Any) -> dict[tuple[float, float], str]:
 
 
 def test_a_heat_map_is_the_pivot_of_the_histories(swept: Sweep) -> None:
-    import matplotlib.pyplot as plt
-
     ax = swept.heatmap("H", "outer_lr", lr=0.01)
     values = np.array([[final(swept, H=H, outer_lr=rate, lr=0.01) for H in (2, 5)] for rate in (0.4, 0.7, 1.0)])
     written = np.array([[float(texts(ax)[x, y]) for x in range(2)] for y in range(3)])
@@ -276,37 +215,18 @@ def test_a_heat_map_is_the_pivot_of_the_histories(swept: Sweep) -> None:
     bold = {text.get_position() for text in ax.texts if text.get_weight() == "bold"}
     y, x = np.unravel_index(values.argmin(), values.shape)
     assert bold == {(x, y)}
-    plt.close(ax.figure)
 
 
 def test_what_is_not_fixed_is_the_best(swept: Sweep) -> None:
-    import matplotlib.pyplot as plt
-
     ax = swept.heatmap("outer_lr", "lr")
     assert ax.get_title("left") == "best of H"
     for (x, y), text in texts(ax).items():
         rate, lr = (0.4, 0.7, 1.0)[int(x)], (1e-2, 1e-3)[int(y)]
         best = min(final(swept, H=H, outer_lr=rate, lr=lr) for H in (2, 5))
         assert float(text) == pytest.approx(best, rel=1e-3)
-    plt.close(ax.figure)
-    for wrong in ({"x": "h", "y": "lr"}, {"x": "H", "y": "H"}, {"x": "H", "y": "inner_optim"}):
-        with pytest.raises(ValueError, match="must be one of"):
-            swept.heatmap(*wrong.values())
-    with pytest.raises(ValueError, match="a setting to fix must be one of 'lr', got 'l_r'"):
-        swept.heatmap("H", "outer_lr", l_r=1)
-    with pytest.raises(ValueError, match=r"no run with lr=0\.5"):
-        swept.heatmap("H", "outer_lr", lr=0.5)
-
-
-def test_a_map_needs_two_settings() -> None:
-    one = Sweep(4000, points(DiLoCoStrategy, {"lr": [1e-3, 1e-2]}), "DiLoCo")
-    with pytest.raises(ValueError, match="a map is over two settings that vary; here lr does"):
-        one.heatmap("lr", "H")
 
 
 def test_cells_that_diverged_are_hatched_and_say_so(mixed: Sweep) -> None:
-    import matplotlib.pyplot as plt
-
     ax = mixed.heatmap("H", "outer_lr")
     assert texts(ax) == {
         (0, 0): "0.600",
@@ -325,7 +245,6 @@ def test_cells_that_diverged_are_hatched_and_say_so(mixed: Sweep) -> None:
         box, (x, y) = text.get_window_extent(), text.get_position()
         (left, low), (right, high) = ax.transData.transform([(x - 0.5, y - 0.5), (x + 0.5, y + 0.5)])
         assert left <= box.x0 and box.x1 <= right and low <= box.y0 and box.y1 <= high
-    plt.close(ax.figure)
 
 
 def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
@@ -347,7 +266,7 @@ def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
     assert "0.1500 ±" in stopped and "0.1000" in half
     assert "diverged at steps 3 to 5" in whole and "2.3" not in whole  # no loss of step 0 as a result
     assert notes[0] == "10, 0.4: stopped after step 7"
-    assert notes[1] == "10, 1: seed 1: non-finite loss at step 9 on nodes [1]"
+    assert notes[1] == "10, 1: seed 1: non-finite loss at step 9 on nodes [0]"
     assert notes[2].startswith("50, 1: seed 0: non-finite") and notes[3].startswith("† not told from the best")
     assert mixed.table("github").splitlines()[0].split("|")[-2].strip() == "note"
     failed = mixed[["DiLoCo H=50, outer_lr=1"]]
@@ -357,8 +276,6 @@ def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
 
 
 def test_colours_are_the_first_setting_and_dashes_the_second(swept: Sweep) -> None:
-    import matplotlib.pyplot as plt
-
     ax = swept.plot()
     looks = {line.get_label(): (line.get_color(), line._unscaled_dash_pattern, line.get_marker()) for line in ax.lines}
     assert set(looks) == set(swept) and len(set(looks.values())) == 12
@@ -377,14 +294,9 @@ def test_colours_are_the_first_setting_and_dashes_the_second(swept: Sweep) -> No
     assert legend == ["H", "2", "5", "lr", "0.01", "0.001"]
     by_rate = swept.plot(colour="outer_lr")
     assert len({line.get_color() for line in by_rate.lines}) == 3
-    with pytest.raises(ValueError, match="colour must be one of 'H', 'outer_lr', 'lr', got 'K'"):
-        swept.plot(colour="K")
-    plt.close("all")
 
 
 def test_many_values_have_colours_in_order_and_a_short_legend() -> None:
-    import matplotlib.pyplot as plt
-
     values = list(range(1, 21))
     ax = drawn({"H": values}, {(str(H),): 1 / H for H in values}).plot()
     assert len({line.get_color() for line in ax.lines}) == 20
@@ -393,7 +305,6 @@ def test_many_values_have_colours_in_order_and_a_short_legend() -> None:
     assert brightness == sorted(brightness)
     ax = drawn({"H": values[:2]}, {("1",): 1.0, ("2",): 2.0}).plot()
     assert [line.get_color() for line in ax.lines] == list(COLOURS[:2])
-    plt.close("all")
 
 
 def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> None:
@@ -403,32 +314,83 @@ def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> 
         assert again.settings == sweep.settings and again.table() == sweep.table() and repr(again) == repr(sweep)
     swept.to_csv(tmp_path / "s.csv")
     frame = swept.to_pandas()
-    # The rate that is set stands next to the rate of the step.
+    # The rate that is set stands next to the rate of the step; numbers of numpy stay numbers.
     assert list(frame.columns[:6]) == ["strategy", "seed", "H", "outer_lr", "lr_setting", "step"]
     with open(tmp_path / "s.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [float(line["lr_setting"]) for line in lines] == frame["lr_setting"].tolist()
     last = frame[frame["step"] == 10].groupby(["H", "outer_lr", "lr_setting"])["global_loss"].mean()
     assert last[5, 0.7, 0.01] == pytest.approx(final(swept, H=5, outer_lr=0.7, lr=0.01))
-
-
-def test_numbers_of_numpy_stay_numbers_in_files(tmp_path: Path) -> None:
-    points = {"H=2": Point({"H": np.int64(2), "lr": np.float32(0.5), "flag": np.bool_(True)}, {"H": "2"})}
-    sweep = Sweep(4, points, "DiLoCo")
-    sweep._add("H=2", ComparedRun(History()))
-    sweep.to_json(tmp_path / "s.json")
-    assert json.loads((tmp_path / "s.json").read_text())["settings"] == {"H=2": {"H": 2, "lr": 0.5, "flag": True}}
+    values = {"H": np.int64(2), "lr": np.float32(0.5), "flag": np.bool_(True)}
+    sweep = Sweep(4, {"H=2": Point(values, {"H": "2"})}, "DiLoCo")
+    sweep.add("H=2", ComparedRun(History()))
+    sweep.to_json(tmp_path / "n.json")
+    assert json.loads((tmp_path / "n.json").read_text())["settings"] == {"H=2": {"H": 2, "lr": 0.5, "flag": True}}
 
 
 def test_a_notebook_shows_all_of_it(swept: Sweep) -> None:
     html = swept._repr_html_()
     assert "<table>" in html and html.count("<img") == 2  # curves, and the map of the first two settings
     assert "DiLoCo, 12 settings; 2 nodes" in repr(swept)
+    options: dict[str, Any] = {"strategy": SimpleReduceStrategy, "settings": {"lr": 0.1}, "num_nodes": 2, **QUICK}
+    one = vsim.sweep(MLP(hidden=(4,), seed=0), digits()[0], **options)
+    assert list(one) == ["SimpleReduce"] and one.varied == [] and one._repr_html_().count("<img") == 1
+    assert one.rows()[0]["strategy"] == "SimpleReduce" and one.settings == {"SimpleReduce": {"lr": 0.1}}
 
 
-def test_a_comparison_of_one_setting_has_no_map() -> None:
-    sweep = vsim.sweep(
-        MLP(hidden=(4,), seed=0), digits()[0], strategy=SimpleReduceStrategy, settings={"lr": 0.1}, num_nodes=2, **QUICK
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_named_and_nothing_trains(swept: Sweep) -> None:
+    grid: Any = vsim.grid
+    alone = Sweep(4000, points(DiLoCoStrategy, {"lr": [1e-3, 1e-2]}), "DiLoCo")
+    check_refusals(
+        [
+            (
+                lambda: grid(DiLoCoStrategy, H=[5, 0, 1], lr=[1, 2]),
+                ValueError,
+                ["DiLoCo H=0, lr=1", "H must be", ">= 1"],
+            ),
+            (lambda: grid(DiLoCoStrategy, h=[5]), TypeError, ["'h'", "did you mean 'H'", "outer_lr"]),
+            (lambda: grid(DiLoCoStrategy, outer_rl=[5]), TypeError, ["'outer_rl'", "did you mean 'outer_lr'"]),
+            (lambda: grid(DiLoCoStrategy, inner_lr=[0.1, 0.2], lr=0.1), TypeError, ["inner_lr=0.1", "two spellings"]),
+            (lambda: grid(DiLoCoStrategy, H=[]), ValueError, ["H", "at least one value"]),
+            (lambda: grid(DiLoCoStrategy, H=[5, 10, 5]), ValueError, ["H has 5 twice"]),
+            (lambda: grid(DiLoCoStrategy(), H=[5]), TypeError, ["strategy must be a class", "DiLoCoStrategy"]),
+            (lambda: grid(lambda: 3), TypeError, ["a class of strategies", "got 3"]),
+            (
+                lambda: known_settings(Anything, {"num_node": 2}, ("num_nodes",)),
+                TypeError,
+                ["did you mean 'num_nodes'"],
+            ),
+            (lambda: alone.heatmap("lr", "H"), ValueError, ["two settings", "lr"]),
+            (lambda: swept.heatmap("h", "lr"), ValueError, ["x must be one of", "'H'", "'h'"]),
+            (lambda: swept.heatmap("H", "H"), ValueError, ["y must be one of", "'outer_lr'", "'H'"]),
+            (lambda: swept.heatmap("H", "inner_optim"), ValueError, ["y must be one of", "'inner_optim'"]),
+            (lambda: swept.heatmap("H", "outer_lr", l_r=1), ValueError, ["a setting to fix", "'lr'", "'l_r'"]),
+            (lambda: swept.heatmap("H", "outer_lr", lr=0.5), ValueError, ["no run with lr=0.5"]),
+            (lambda: swept.plot(colour="K"), ValueError, ["colour must be one of", "'outer_lr'", "'K'"]),
+        ]
     )
-    assert list(sweep) == ["SimpleReduce"] and sweep.varied == [] and sweep._repr_html_().count("<img") == 1
-    assert sweep.rows()[0]["strategy"] == "SimpleReduce" and sweep.settings == {"SimpleReduce": {"lr": 0.1}}
+    (made,) = vsim.grid(lambda H: FedAvgStrategy(H=H, lr=0.5), H=[7]).values()
+    assert isinstance(made, FedAvgStrategy) and made.optim_spec.kwargs == {"lr": 0.5}
+    known_settings(Anything, {"whatever": 1, "num_node": 2})  # a class of one's own may take anything
+
+    def fail(step: int, loss: float) -> None:
+        raise AssertionError("it trains")
+
+    asked: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+        ({"settings": {"H": [5, 0]}}, ValueError, ["FedAvg H=0", "H must be"]),
+        ({"settings": {"island_size": [2, 3]}}, ValueError, ["FedAvg island_size=3", "island_size must be"]),
+        ({"settings": {"num_nodes": [2, 0]}, "num_nodes": None}, ValueError, ["FedAvg num_nodes=0", "num_nodes must"]),
+        ({"settings": {"num_node": [2]}}, TypeError, ["'num_node'", "did you mean 'num_nodes'"]),
+        ({"settings": {"num_nodes": [2, 3]}}, TypeError, ["num_nodes", "twice"]),
+        ({"settings": {"batch_size": [2]}, "batch_size": 3}, TypeError, ["batch_size", "twice"]),
+        ({"settings": {"H": [2]}, "num_nodes": None}, TypeError, ["num_nodes", "in settings"]),
+        ({"settings": ["H"]}, TypeError, ["settings", "a dict", "['H']"]),
+        ({"settings": {"H": [2]}, "max_step": 3}, TypeError, ["'max_step'", "did you mean 'max_steps'"]),
+    ]
+    for options, kind, words in asked:
+        defaults = {"strategy": FedAvgStrategy, "num_nodes": 2, "train_loss_hook": fail, **QUICK}
+        with refused(kind, *words):
+            vsim.sweep(MLP(hidden=(4,), seed=0), digits()[0], **{**defaults, **options})

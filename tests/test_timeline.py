@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import check_refusals
 from matplotlib.colors import to_hex
 
 import vsim
@@ -20,7 +20,8 @@ from vsim import Compute, Event, History, Ledger, Network, timeline
 from vsim.cluster.plan import Segment
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.network.cost import COLLECTIVES
+from vsim.network.cost import ALGORITHMS, COLLECTIVES
+from vsim.network.timeline import seconds_on
 from vsim.strategy import DiLoCoStrategy
 
 MOMENTS = ("gradients", "weights")
@@ -86,102 +87,69 @@ def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, networ
     assert (line.stalls >= 0).all() and (np.diff(line.seconds) >= 0).all() and 0 < line.utilization <= 1 + 1e-12
 
 
+@settings(max_examples=40)
+@given(st.data(), ledgers(delays=False), st.lists(st.tuples(st.floats(1e5, 1e8), st.floats(0, 0.5)), min_size=1))
+def test_many_networks_at_once_are_each_by_itself(data: Any, ledger: Ledger, links: list[tuple[float, float]]) -> None:
+    algorithm, compute = data.draw(st.sampled_from(ALGORITHMS)), data.draw(computes(ledger.num_nodes))
+    steps = [ledger.steps, 0, ledger.steps // 2]
+    found = seconds_on(ledger, *np.array(links).T, algorithm, compute, steps)
+    for link, own in zip(links, found, strict=True):
+        line = timeline(ledger, Network(*link, collective=algorithm), compute)
+        np.testing.assert_allclose(own, line.seconds[steps], rtol=1e-12, atol=1e-12)
+
+
 @given(st.data(), ledgers(), networks)
-def test_pricing_twice_gives_the_same(data: Any, ledger: Ledger, network: Network) -> None:
+def test_networks_and_compute_come_back_from_files(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
-    one, two = (timeline(ledger, network, compute) for _ in range(2))
-    assert one.seconds.tolist() == two.seconds.tolist() and one.stalls.tolist() == two.stalls.tolist()
+    again = Network.from_plain(network.as_plain()), Compute.from_plain(compute.as_plain())
+    assert timeline(ledger, *again).seconds.tolist() == timeline(ledger, network, compute).seconds.tolist()
+    assert repr(again) == repr((network, compute))
 
 
-@given(st.data(), ledgers(), st.floats(1e5, 1e8), st.floats(0, 0.5), st.floats(1, 50), st.floats(0, 0.5))
-def test_time_never_falls_when_bandwidth_falls_or_latency_grows(
-    data: Any, ledger: Ledger, bandwidth: float, latency: float, factor: float, more: float
-) -> None:
-    compute = data.draw(computes(ledger.num_nodes))
-    collective = data.draw(st.sampled_from(["ring", "tree", "halving-doubling", "server"]))
-    before = timeline(ledger, Network(bandwidth, latency, collective=collective), compute).seconds
-    for slower in (Network(bandwidth / factor, latency), Network(bandwidth, latency + more)):
-        slower = Network(slower._bits[0, 0], slower._latency[0, 0], collective=collective)
-        assert (timeline(ledger, slower, compute).seconds >= before * (1 - 1e-12)).all()
+# The messages of a step: (the step that wants the result, moment, collective, payload, groups; None: all nodes).
+Sent = tuple[int, str, str, float, Any]
+SERVER: Any = {"collective": "server"}
+LAYERS = Compute(5, layers=2, bucket_bytes=0)
+BY_HAND: dict[str, tuple[int, Sent, Network, Compute, float]] = {
+    # 2.5 s (10 MB over 32 Mbit/s, as 2 · 1/2 · S) from 1 s on, due at step 3, which is computed at 3 s: at 3.5 s.
+    "a delayed result": (2, (3, "weights", "all_reduce", 10e6, None), Network(32e6), Compute(1), 3.5),
+    # Two layers: 5 pieces of 1 s, 2 forward and 3 backward; gradients are ready at 3 s and 5 s, each sent in 1 s or 4.
+    "layers, fast": (
+        2,
+        (1, "gradients", "all_reduce", 2e6, None),
+        Network(8e6),
+        Compute(5, layers=2, bucket_bytes=0),
+        6,
+    ),
+    "layers, slow": (
+        2,
+        (1, "gradients", "all_reduce", 2e6, None),
+        Network(2e6),
+        Compute(5, layers=2, bucket_bytes=0),
+        11,
+    ),
+    "no layers": (2, (1, "gradients", "all_reduce", 2e6, None), Network(8e6), Compute(5), 7),
+    # 1 s each from node 0 to 1 and to 2: one after the other. From 0 to 1 and from 1 to 0: at once, full duplex.
+    "a line out": (3, (1, "weights", "send", 1e6, [(0, 1), (0, 2)]), Network(8e6), Compute(1), 3),
+    "full duplex": (3, (1, "weights", "send", 1e6, [(0, 1), (1, 0)]), Network(8e6), Compute(1), 2),
+    "a line in": (3, (1, "weights", "send", 1e6, [(0, 1), (2, 1)]), Network(8e6), Compute(1), 3),
+    # 1 MB in and out on a line of 8 Mbit/s: all four nodes take 4 s each way, in one group or in two.
+    "a server": (4, (1, "weights", "all_reduce", 1e6, None), Network(8e6, **SERVER), Compute(1), 9),
+    "islands": (4, (1, "weights", "all_reduce", 1e6, [(0, 1), (2, 3)]), Network(8e6, **SERVER), Compute(1), 9),
+    # Five come in; out go two to each of three nodes, and one to each of two.
+    "unequal": (5, (1, "weights", "all_gather", 1e6, [(0, 1, 2), (3, 4)]), Network(8e6, **SERVER), Compute(1), 14),
+    # Two nodes push over own lines of 8 s to a server whose line takes 1 s for it: the second is not behind.
+    "slow lines": (2, (1, "weights", "push", 1e6, [(0,), (1,)]), Network(1e6, server=8e6), Compute(1), 9),
+    "a slow server": (2, (1, "weights", "push", 1e6, [(0,), (1,)]), Network(8e6, server=1e6), Compute(1), 17),
+}
 
 
-@given(st.data(), ledgers())
-def test_an_infinite_bandwidth_leaves_compute_and_barriers(data: Any, ledger: Ledger) -> None:
-    compute = Compute(data.draw(st.floats(0.01, 2)), layers=data.draw(st.sampled_from([None, 4])))
-    line = timeline(ledger, Network(math.inf), compute)
-    np.testing.assert_allclose(line.seconds, compute.node_seconds[0] * np.arange(ledger.steps + 1))
-    assert line.stalls.max(initial=0) < 1e-9 and line.utilization == pytest.approx(1)
-
-
-@given(st.data(), ledgers(max_nodes=1), networks)
-def test_one_node_never_waits_for_others(data: Any, ledger: Ledger, network: Network) -> None:
-    compute = data.draw(computes(1))
-    alone = record(1, ledger.steps, [(*e[:4], e[5], None) for e in ledger if e.collective not in ("push", "pull")])
-    line = timeline(alone, network, compute)
-    np.testing.assert_allclose(line.seconds[1:], line.compute_seconds.cumsum())
-    assert line.stalls.max(initial=0) < 1e-9
-
-
-@settings(max_examples=60)
-@given(st.data(), ledgers(delays=False), networks)
-def test_a_delay_never_makes_a_run_slower(data: Any, ledger: Ledger, network: Network) -> None:
-    compute = data.draw(computes(ledger.num_nodes))
-    delayed = Ledger(ledger.num_nodes)
-    for event in ledger:
-        delayed.record(event._replace(due=event.step + data.draw(st.integers(0, 3))))
-    delayed.steps = ledger.steps
-    now, later = (timeline(one, network, compute).seconds for one in (ledger, delayed))
-    assert (later <= now * (1 + 1e-12)).all()
-
-
-def test_a_delayed_result_by_hand() -> None:
-    """Two nodes, 1 s a step, an all-reduce of 2.5 s (10 MB over 32 Mbit/s, as 2 · 1/2 · S) that is due two steps later:
-
-    it starts at 1 s and ends at 3.5 s, when step 3 is computed since 3 s: a stall of max(0, 2.5 − 2 · 1) = 0.5 s.
-    """
-    ledger = record(2, 4, [(1, 3, "weights", "all_reduce", 10e6, None)])
-    line = timeline(ledger, "32 Mbit/s", 1.0)
-    assert line.seconds.tolist() == [0, 1, 2, 3.5, 4.5]
-    assert line.stalls.tolist() == [0, 0, 0.5, 0]
-    assert line.utilization == pytest.approx(4 / 4.5)
-
-
-def test_layers_overlap_with_the_backward_pass_by_hand() -> None:
-    """Two layers: 5 pieces of 1 s, 2 forward and 3 backward; gradients are ready at 3 s and 5 s, each sent in 1 s or 4.
-
-    Sent in 1 s: the first is done at 4 s, the second at 6 s. In 4 s: at 7 s, and then the second at 11 s.
-    """
-    ledger = record(2, 1, [(1, 1, "gradients", "all_reduce", 2e6, None)])
-    for bandwidth, end in ((8e6, 6.0), (2e6, 11.0)):
-        assert timeline(ledger, bandwidth, Compute(5.0, layers=2, bucket_bytes=0)).seconds[-1] == pytest.approx(end)
-    assert timeline(ledger, 8e6, 5.0).seconds[-1] == pytest.approx(7)  # without overlap
-
-
-def test_messages_of_one_line_queue() -> None:
-    """1 s each from node 0 to 1 and to 2: one after the other. From 0 to 1 and from 1 to 0: at once, full duplex."""
-    for pairs, end in ([((0, 1), (0, 2)), 3.0], [((0, 1), (1, 0)), 2.0], [((0, 1), (2, 1)), 3.0]):
-        ledger = record(3, 1, [(1, 1, "weights", "send", 1e6, pairs)])
-        assert timeline(ledger, 8e6, 1.0).seconds[-1] == pytest.approx(end), pairs
-
-
-def test_islands_share_the_line_of_a_server() -> None:
-    """1 MB in and out on a line of 8 Mbit/s: all four nodes take 4 s each way, in one group or in two."""
-    for groups in (None, [(0, 1), (2, 3)]):
-        ledger = record(4, 1, [(1, 1, "weights", "all_reduce", 1e6, groups)])
-        assert timeline(ledger, Network(8e6, collective="server"), 1.0).seconds[-1] == pytest.approx(1 + 4 + 4)
-
-
-def test_islands_of_different_sizes_share_the_line_of_a_server() -> None:
-    """1 MB takes 1 s: five come in; out go two to each of three nodes, and one to each of two."""
-    ledger = record(5, 1, [(1, 1, "weights", "all_gather", 1e6, [(0, 1, 2), (3, 4)])])
-    assert timeline(ledger, Network(8e6, collective="server"), 1.0).seconds[-1] == pytest.approx(1 + 5 + 8)
-
-
-def test_who_pushes_over_a_slow_line_does_not_hold_the_server() -> None:
-    """Two nodes push 1 MB over own lines of 8 s to a server whose line takes 1 s for it: the second is not behind."""
-    ledger = record(2, 1, [(1, 1, "weights", "push", 1e6, [(k,)]) for k in range(2)])
-    assert timeline(ledger, Network("1 Mbit/s", server="8 Mbit/s"), 1.0).seconds[-1] == pytest.approx(9)
-    assert timeline(ledger, Network("8 Mbit/s", server="1 Mbit/s"), 1.0).seconds[-1] == pytest.approx(17)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_a_message_by_hand(case: str) -> None:
+    nodes, (due, *sent), network, compute, end = BY_HAND[case]
+    line = timeline(record(nodes, due, [(1, due, *sent)]), network, compute)
+    assert line.seconds[-1] == pytest.approx(end)
+    assert line.stalls.sum() + line.compute_seconds.sum() == pytest.approx(end)
 
 
 def test_equal_groups_are_held_once() -> None:
@@ -213,20 +181,22 @@ def test_trainers_histories_and_ledgers(tmp_path: Path) -> None:
         assert line.seconds[-1] == pytest.approx(7 * 2 + 2 * 8 * payload / 1e6)
 
 
-def test_bad_input() -> None:
-    history = trained().history
-    with pytest.raises(TypeError, match="run must be a ledger, a Trainer, a History or a run of a Comparison, got 3"):
-        timeline(3, 1e6, 1.0)
-    with pytest.raises(ValueError, match="run has taken no step yet: train it first"):
-        timeline(vsim.Trainer(MLP(hidden=(4,)), digits()[0]), 1e6, 1.0)
-    with pytest.raises(TypeError, match="compute is missing"):
-        history.time("1 Mbit/s")
-    with pytest.raises(TypeError, match="network is missing"):
-        history.time(compute=1.0)
-    with pytest.raises(ValueError, match="the network has 3 nodes, and the run 2"):
-        history.time(Network.between(np.ones((3, 3))), 1.0)
-    with pytest.raises(ValueError, match="compute has 3 nodes, and the run 2"):
-        history.time(1e6, Compute([1, 2, 3]))
+def test_mistakes_are_named() -> None:
+    history, untrained = trained().history, vsim.Trainer(MLP(hidden=(4,)), digits()[0])
+    three: Any = Network.between(np.ones((3, 3)))
+    line = timeline(record(9, 300), 8e6, 1.0)
+    check_refusals(
+        [
+            (lambda: timeline(3, 1e6, 1.0), TypeError, ["run must be a ledger", "Trainer", "got 3"]),
+            (lambda: timeline(untrained, 1e6, 1.0), ValueError, ["run", "no step", "train it first"]),
+            (lambda: history.time("1 Mbit/s"), TypeError, ["compute is missing"]),
+            (lambda: history.time(compute=1.0), TypeError, ["network is missing"]),
+            (lambda: history.time(three, 1.0), ValueError, ["network", "3 nodes", "2"]),
+            (lambda: history.time(1e6, Compute([1, 2, 3])), ValueError, ["compute", "3 nodes", "2"]),
+            (lambda: line.plot(steps=(0, 3)), ValueError, ["steps", "1 … 300", "0"]),
+            (lambda: line.plot(nodes=[9]), ValueError, ["nodes", "from 0 to 8", "9"]),
+        ]
+    )
 
 
 def test_a_run_without_steps() -> None:
@@ -271,12 +241,6 @@ def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> Non
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"node {k}" for k in range(4)]
     assert ax.get_xlim()[0] == pytest.approx(97) and ax.get_ylabel() == "4 of 9 nodes"
     assert "step 98" in [text.get_text() for text in ax.texts]
-    for options, message in (
-        ({"steps": (0, 3)}, "of 1 … 300, got"),
-        ({"nodes": [9]}, "nodes must be .*from 0 to 8, got 9"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            line.plot(**options)
     plt.close("all")
 
 

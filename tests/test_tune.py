@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made import refused, run
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vsim
 from vsim.grid import points
-from vsim.records.comparison import ComparedRun
-from vsim.records.sweep import Sweep
+from vsim.records.swept import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.configured import arguments_of
 from vsim_cli import main
@@ -131,19 +130,16 @@ def test_notes_say_who_was_tuned_and_how_often(tmp_path: Path) -> None:
         ([[3], [1.01], [1], [2], [3]], "lr=0.3"),  # one seed says nothing of what is not equal
         ([[3, 4], [1, 3], [2, 2], [3, 1], [4, 4]], "lr=0.3"),  # the seeds disagree
         ([[3, 4], [1, 2], [1.5, 2.6], [2, 3], [4, 4]], "lr=0.2"),
-        ([[math.nan], [math.nan], [1], [1], [1]], "lr=0.4"),
+        ([[None], [None], [1], [1], [1]], "lr=0.4"),  # None: it diverged
     ],
 )
-def test_of_tied_settings_the_middle_one_is_taken(losses: list[list[float]], chosen: str) -> None:
+def test_of_tied_settings_the_middle_one_is_taken(losses: list[list[float | None]], chosen: str) -> None:
     rates = [0.1, 0.4, 0.3, 0.2, 0.5]  # in any order
     sweep = Sweep(0, points(SimpleReduceStrategy, {"lr": rates}))
-    for place, own in enumerate(losses):
+    for rate, own in zip(sorted(rates), losses, strict=True):
         for seed, loss in enumerate(own):
-            history = vsim.History()
-            history.append({"step": 0, "global_loss": 5.0})
-            history.append({"step": 1, "global_loss": loss})
-            failed: Any = {} if math.isfinite(loss) else {"diverged_at": 1, "failure": "not finite"}
-            sweep._add(f"SimpleReduce lr={sorted(rates)[place]:g}", ComparedRun(history, seed=seed, **failed))
+            one = run([5.0], seed=seed, diverged=1) if loss is None else run([5.0, loss], seed=seed)
+            sweep.add(f"SimpleReduce lr={rate:g}", one)
     assert sweep.chosen().endswith(chosen)
 
 
@@ -178,46 +174,6 @@ def test_tuning_does_not_see_the_test_data() -> None:
     assert not any("test loss" in row for sweep in comparison.tuned.values() for row in sweep.rows())
 
 
-class NeedsH(Strategy):
-    def __init__(self, H: int, **options: Any) -> None:
-        super().__init__(**options)
-        if H < 1:
-            raise ValueError(f"H must be at least 1, got {H}")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"tune": {}}, TypeError, "tune must be a dict"),
-        ({"tune": ["lr"]}, TypeError, r"tune must be a dict .*\['lr'\]"),
-        ({"tune": {"lr": 0.1}}, ValueError, r"tune\['lr'\] .* at least two values, got 0\.1"),
-        ({"tune": {"lr": [0.1]}}, ValueError, r"at least two values, got \[0\.1\]"),
-        ({"tune": {"lr": "12"}}, ValueError, "at least two values, got '12'"),
-        ({"tune": {"lr": [0.1, 0.1]}}, ValueError, "lr has 0.1 twice"),
-        ({"tune": {"outer_rl": [0.1, 0.2]}}, ValueError, "outer_rl.*outer_lr"),
-        ({"tune": {"lr": [0.1, -1.0]}}, ValueError, "lr=-1 is refused.*lr must be"),
-        ({"tune": {"H": [1, 0]}, "strategies": {"own": NeedsH(2)}}, ValueError, "H=0 is refused: H must be at least 1"),
-    ],
-)
-def test_mistakes_are_named_before_training(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Quadratic, "forward", None)  # nothing trains
-    with pytest.raises(error, match=message):
-        compare(**options)
-
-
-def test_it_needs_validation_data() -> None:
-    with pytest.raises(ValueError, match=r"tune= .* needs a validation dataset"):
-        vsim.compare(Quadratic(), TRAIN, strategies=STRATEGIES, tune={"lr": [0.1, 0.2]}, **OPTIONS)
-
-
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_values_that_all_diverge_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"AllReduce: no run got to its end; .* lr=1e\+30: non-finite"):
-        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [1e30, 1e31]}, max_steps=8)
-
-
 @pytest.mark.parametrize("together", [True, False])  # False: most runs have not begun
 def test_an_interrupt_while_tuning_is_one(together: bool) -> None:
     def interrupt(run: Any) -> None:
@@ -239,3 +195,34 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--lr and --tune lr" in capsys.readouterr().err
     assert main([*few, "--tune", "lr"]) == 2
     assert "--tune 'lr': expected name=value" in capsys.readouterr().err
+
+
+class NeedsH(Strategy):
+    def __init__(self, H: int, **options: Any) -> None:
+        super().__init__(**options)
+        if H < 1:
+            raise ValueError(f"H must be at least 1, got {H}")
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_mistakes_are_named_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"AllReduce": STRATEGIES["AllReduce"]}
+    with refused(ValueError, "AllReduce: no run got to its end", "lr=1e+30: non-finite"):
+        compare(strategies=one, tune={"lr": [1e30, 1e31]}, max_steps=8)
+    monkeypatch.setattr(Quadratic, "forward", None)  # nothing trains
+    cases: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+        ({"tune": {}}, TypeError, ["tune", "a dict", "{}"]),
+        ({"tune": ["lr"]}, TypeError, ["tune", "a dict", "['lr']"]),
+        ({"tune": {"lr": 0.1}}, ValueError, ["tune['lr']", "at least two values", "0.1"]),
+        ({"tune": {"lr": [0.1]}}, ValueError, ["tune['lr']", "at least two values", "[0.1]"]),
+        ({"tune": {"lr": "12"}}, ValueError, ["tune['lr']", "at least two values", "'12'"]),
+        ({"tune": {"lr": [0.1, 0.1]}}, ValueError, ["lr has 0.1 twice"]),
+        ({"tune": {"outer_rl": [0.1, 0.2]}}, ValueError, ["outer_rl", "outer_lr"]),
+        ({"tune": {"lr": [0.1, -1.0]}}, ValueError, ["lr=-1", "lr must be"]),
+        ({"tune": {"H": [1, 0]}, "strategies": {"own": NeedsH(2)}}, ValueError, ["H=0", "H must be at least 1"]),
+    ]
+    for options, kind, words in cases:
+        with refused(kind, *words):
+            compare(**options)
+    with refused(ValueError, "tune=", "validation dataset"):
+        vsim.compare(Quadratic(), TRAIN, strategies=STRATEGIES, tune={"lr": [0.1, 0.2]}, **OPTIONS)

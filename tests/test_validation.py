@@ -80,8 +80,8 @@ def test_table_and_title_name_the_part() -> None:
     strategies = {"DiLoCo": DiLoCoStrategy(H=4, lr=0.01)}
     options = {"strategies": strategies, "num_nodes": 2, "max_steps": 1, "progress": False}
     part, whole = (vsim.compare(MLP(4, (8,), 2, seed=0), vectors(64), vectors(n), **options) for n in (3000, 300))  # type: ignore[arg-type]
-    assert "2,048 of 3,000" in part.table() and "2,048 of 3,000" in part._title()
-    assert "validated on" not in whole.table() + whole._title()
+    assert "2,048 of 3,000" in part.table() and "2,048 of 3,000" in part.title
+    assert "validated on" not in whole.table() + whole.title
 
 
 def test_runs_with_other_seeds_are_measured_on_the_same_examples() -> None:

@@ -23,11 +23,12 @@ from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.process.comparison import Difference
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.history import History
 from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.records.search import Search
-from vsim.records.sweep import Sweep
+from vsim.records.swept import Sweep
 from vsim.strategy.attack import Attack
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer

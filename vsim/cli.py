@@ -41,8 +41,10 @@ from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.records.losses import measured_at, note
 from vsim.records.report.page import report as page_of
-from vsim.records.sweep import Sweep
+from vsim.records.summary import tuning
+from vsim.records.swept import Sweep
 from vsim.records.tables import text_table
 from vsim.saved import files_at, read_comparisons
 from vsim.strategy import (
@@ -143,7 +145,7 @@ def compare(command: vsim_cli.Compare) -> int:
     )
     _print_table(comparison, priced.target_loss)
     picture, winners = _FIGURES["comparison"]
-    title = "; ".join([problem.title(priced.budget), *comparison._tuning()])
+    title = "; ".join([problem.title(priced.budget), *tuning(comparison)])
     figures: dict[str, Any] = {picture: comparison.figure(title, x="step" if priced.network is None else "time")}
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # others train on one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
@@ -186,8 +188,8 @@ def sweep(command: vsim_cli.Sweep) -> int:
 def show(command: vsim_cli.Show) -> int:
     compute = None if command.compute is None else _number_or_text(command.compute)
     for name, comparison in read_comparisons(command.paths).items():
-        steps = {at for name, at in comparison._measured_at().items() if not comparison._note(name)}
-        title = comparison._title() + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
+        steps = {at for name, at in measured_at(comparison).items() if not note(comparison, name)}
+        title = comparison.title + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
         table = comparison.table(loss=command.target_loss, network=command.network, compute=compute)
         print(f"{name}: {title}\n\n{table}\n")
     return 0
@@ -562,7 +564,7 @@ def _print_table(result: Comparison, loss: float | None) -> None:
         best = result.best()
     console.print()
     for i, line in enumerate(lines):
-        name = result._ordered()[i - 2] if 2 <= i < 2 + len(names) else ""
+        name = result.order[i - 2] if 2 <= i < 2 + len(names) else ""
         style = "bold green" if name and name == best else "green" if name and " †" in line else None
         console.print(line, style=style)
     console.print()

@@ -47,11 +47,12 @@ from vsim.process import (
     under_torchrun,
     world_rank,
 )
-from vsim.records.comparison import ComparedRun, Comparison, no_comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison, no_comparison
 from vsim.records.describe import BY_NAME, Conditions, describe_problem
-from vsim.records.fronts import amount
 from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
-from vsim.records.sweep import Sweep, are_numbers
+from vsim.records.spent import amount
+from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.strategy.remade import remade
@@ -240,11 +241,8 @@ def _tuned(
         raise KeyboardInterrupt("interrupted while tuning, before the comparison began")
     sweeps: dict[str, Sweep] = {}
     for name, by_point in found.items():
-        sweeps[name] = Sweep(runs.allreduce_bytes, by_point, name)
-        sweeps[name]._price_as(runs)
-        for point in by_point:
-            for run in runs.runs(f"{name}, {point}"):
-                sweeps[name]._add(point, run)
+        own = {point: runs.runs(f"{name}, {point}") for point in by_point}
+        sweeps[name] = Sweep.of_points(runs.holding(own, names=list(own)), by_point, name)
     return sweeps
 
 
@@ -453,7 +451,7 @@ def train_entries(
     if priced is not None:
         comparison.network, comparison.compute = priced
     for entry in running:
-        comparison._add(entry.name, _compared(entry))
+        comparison.add(entry.name, _compared(entry))
     if at is None:
         return comparison
     return comparison.at(parameters=at, layers=None if priced is None else overlapped(None, priced[1], None))

@@ -12,7 +12,7 @@ import numpy as np
 
 from vsim.arguments import a_list, reject_unknown
 from vsim.records.describe import describe
-from vsim.records.sweep import Point
+from vsim.records.swept import Point
 from vsim.strategy.base import OPTIONS, Algorithm
 from vsim.strategy.configured import names_of
 

@@ -26,10 +26,11 @@ from vsim.cluster.state import CheckpointError
 from vsim.network import Timeline
 from vsim.reading import parse_json, read_text
 from vsim.records.cache import Cache
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.history import COLUMNS, History, holding_a_record, read_json
 from vsim.records.search import Search
-from vsim.records.sweep import Sweep
+from vsim.records.swept import Sweep
 
 # What `vsim compare` and `vsim sweep` call them.
 NAMES = ("comparison.json", "sweep.json")
@@ -299,14 +300,14 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
         _describe(run, configs.get(told, run.history.config))
         match = _SEED.fullmatch(told) or _SEED.fullmatch(told.replace("_", " "))
         name, run.seed = (match[1], int(match[2])) if match else (told, run.seed)
-        comparison._add(name, run)
+        comparison.add(name, run)
     return comparison
 
 
 def _describe(run: SavedRun, config: Any) -> None:
     """Give a run its configuration, seed and strategy, if `config` is a configuration."""
     own = Comparison(0)
-    own._add("", run)
+    own.add("", run)
     try:
         run.history.config = config
         str(own.describe())

@@ -11,7 +11,7 @@ from vsim.compare import call_text, compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
 from vsim.records.comparison import no_comparison
-from vsim.records.sweep import Sweep
+from vsim.records.swept import Sweep
 from vsim.strategy.base import Algorithm
 from vsim.training.spec import takes_options
 
@@ -87,11 +87,7 @@ def sweep(
     runs = train_entries(
         entries, model, train_dataset, val_dataset, seeds=seeds, halving=halving, extend=extend, **options
     )
-    result = Sweep(runs.allreduce_bytes, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
-    result._price_as(runs)
-    for name in runs:
-        for run in runs.runs(name):
-            result._add(name, run)
+    result = Sweep.of_points(runs, found, getattr(strategy, "__name__", "strategy").removesuffix("Strategy"))
     result.calls = [call_text("vsim.sweep", strategy=strategy, settings=settings, seeds=seeds, **options)]
     if extend is None:
         return result

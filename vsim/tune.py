@@ -19,7 +19,8 @@ from vsim.compare import call_text, checked_seeds, compare, train_entries
 from vsim.data.batches import Data
 from vsim.extras import extra
 from vsim.network import Compute, Network
-from vsim.records.comparison import ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.fronts import COSTS
 from vsim.records.history import History
 from vsim.records.search import Search
@@ -355,7 +356,7 @@ class _Found:
         history = History()
         history.config = problem["config"]
         self.known = Comparison(0)
-        self.known._add(problem["name"], ComparedRun(history, seed=problem["seed"]))
+        self.known.add(problem["name"], ComparedRun(history, seed=problem["seed"]))
         if self.path is not None and self.path.exists():
             saved = Search.from_json(self.path)
             runs = {name: saved.runs(name) for name in saved}

@@ -16,8 +16,8 @@ from typing import Any
 
 from vsim.arguments import a_path, real_number, whole_number
 from vsim.records.cache import Cache
-from vsim.records.report.data import AnyCompute, AnyNetwork
 from vsim.records.report.page import data_of, served
+from vsim.records.spent import AnyCompute, AnyNetwork
 from vsim.saved import files_at, read_comparisons, select
 
 HOST = "127.0.0.1"

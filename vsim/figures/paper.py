@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import math
 import warnings
@@ -66,6 +68,18 @@ def save(figure: Figure | Axes, path: str | Path) -> None:
         whole.savefig(image, format=suffix[1:], dpi=300, metadata=_METADATA[suffix])
     with replacing(Path(path)) as part:
         part.write_bytes(image.getvalue())
+
+
+def image_html(figure: Figure | Axes, alt: str) -> str:
+    """Return a figure, or the one that axes are on, as an image of a page; a notebook does not show it once more."""
+    import matplotlib.pyplot as plt
+
+    whole, image = figure if isinstance(figure, Figure) else figure.get_figure(root=True), io.BytesIO()
+    assert whole is not None
+    whole.savefig(image, format="png", dpi=130, bbox_inches="tight")
+    plt.close(whole)
+    encoded = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"/>'
 
 
 def new_figure(width: float, height: float) -> PaperFigure:

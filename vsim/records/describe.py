@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import html
 import inspect
 import json
 import math
@@ -18,7 +17,7 @@ import os
 import platform
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
@@ -51,7 +50,7 @@ _LONG = 256
 # Most elements of a tensor that enter a digest, and examples of a dataset.
 _ELEMENTS, _EXAMPLES = 2**16, 8
 # The longest text of a value in words, and most differences that an error about a comparison names.
-_WIDTH, _NAMED = 80, 4
+WIDTH, _NAMED = 80, 4
 
 
 def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Any:
@@ -211,12 +210,12 @@ def differences(one: Any, other: Any, words: str = "{} is {} and {}", path: str 
 
 
 def _is_short(items: list[Any]) -> bool:
-    return len(str(items)) <= _WIDTH and not any(isinstance(item, Mapping) for item in items)
+    return len(str(items)) <= WIDTH and not any(isinstance(item, Mapping) for item in items)
 
 
 def _shown(value: Any) -> str:
     text = "absent" if value is None else str(value.get("class", value) if isinstance(value, Mapping) else value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}…"
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}…"
 
 
 # What a run that resumes must have in common with the saved one -------------------------------------------------------
@@ -441,62 +440,3 @@ class Conditions:
                 f"two different strategies are called {name!r}: {what}; give one of them another name, as with "
                 f"comparison.renamed({{{name!r}: …}})"
             )
-
-
-# What users see of a comparison ---------------------------------------------------------------------------------------
-
-
-# Entries that are shown even if they were not given.
-_ALWAYS = frozenset({"num_nodes", "model", "train_dataset", "val_dataset", "loss_fn", "versions", "machine"})
-
-
-class Provenance(dict[str, Any]):
-    """A description that is displayed as indented text, also in a notebook."""
-
-    def __repr__(self) -> str:
-        return "\n".join(_lines(self))
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
-
-
-def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for name, value in content.items():
-        inner: list[str] = []
-        if isinstance(value, Mapping):
-            inner = [*_lines(value, f"{indent}  ")]
-        elif isinstance(value, list) and len(str(value)) > _WIDTH and isinstance(value[0], str):
-            inner = [f"{indent}  {line}" for line in value]
-        yield f"{indent}{name}:" if inner else f"{indent}{name}: {value}"
-        yield from inner
-
-
-def provenance(
-    strategies: Mapping[str, str],
-    seeds: Any,
-    calls: Sequence[str],
-    configs: Sequence[Mapping[str, Any]],
-    computed: Sequence[str],
-    tuned: Mapping[str, str],
-) -> Provenance:
-    """Return a description of compared runs.
-
-    Args:
-        strategies: name → the call that makes the strategy. seeds: of the runs, or name → seeds.
-        calls: the calls that trained the runs. configs: the configurations of the runs, as far as known.
-        computed: the executors of the runs, each with the reason.
-        tuned: name → the settings that were chosen, of how many.
-    """
-    shared: dict[str, list[Any]] = {}
-    for name, value in (item for config in configs for item in config.items()):
-        if value not in shared.setdefault(name, []):
-            shared[name].append(value)
-    started, models = sorted(shared.pop("started", [])), shared.get("model", [])
-    if len(models) > 1:  # of several seeds
-        shared["model"] = [{**models[0], "digest": [model["digest"] for model in models]}]
-    given = _ALWAYS.union(*(config.get("given", ()) for config in configs)) - {"strategy", "seed"}
-    known = {name: values if len(values) > 1 else values[0] for name, values in shared.items() if name in given}
-    known |= {"started": " to ".join(dict.fromkeys(started[:1] + started[-1:])), "computed": list(computed)}
-    known = {name: value for name, value in known.items() if value not in (None, "", [])}
-    known |= {"tuned": dict(tuned)} if tuned else {}
-    return Provenance({"strategies": dict(strategies), "seeds": seeds, **known, "calls": list(calls)})

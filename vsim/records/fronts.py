@@ -1,190 +1,70 @@
-"""Loss against cost: the runs that no other run dominates, and the best run within a budget."""
+"""Loss against cost: the strategies that no other strategy dominates."""
 
 from __future__ import annotations
 
-import base64
-import io
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vsim.arguments import one_of, real_number
+from vsim.arguments import one_of
 from vsim.figures.style import literal, styled
-from vsim.network.links import seconds
+from vsim.records.compared import Runs
+from vsim.records.losses import by_seed, compared_runs, final_loss, loss_interval, ties
 from vsim.records.plots import Looks, add_legend
-from vsim.records.spent import Use, unused
-from vsim.records.statistics import contenders, pairwise_p
+from vsim.records.spent import COSTS, AnyCompute, AnyNetwork, Floats, last
+from vsim.records.statistics import contenders
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-Floats = NDArray[np.float64]
 
-
-class Cost(NamedTuple):
-    """A cost of training: the column of a front, its name in the figure, and the unit of the column."""
-
-    column: str
-    label: str
-    unit: float
-
-
-COSTS = {
-    "wire": Cost("wire MB", "sent on the wire per node (MB)", 1e6),
-    "payload": Cost("payload MB", "payload communicated per node (MB)", 1e6),
-    "time": Cost("hours", "hours on the network", 3600.0),
-    "cost": Cost("dollars", "dollars", 1.0),
-}
-# Keys of budgets: costs, and columns of a history.
-BUDGETS = (*COSTS, "step", "examples", "tokens")
-
-
-def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str] = BUDGETS) -> float:
-    """Return a budget as a number of bytes, seconds, dollars, steps, examples or tokens.
-
-    >>> amount("wire", "2 GB"), amount("time", "10 h"), amount("cost", "$40")
-    (2000000000.0, 36000.0, 40.0)
+def pareto(comparison: Runs, cost: str = "wire", *, network: AnyNetwork = None, compute: AnyCompute = None) -> Front:
+    """Return the strategies that no other strategy dominates in final loss and cost.
 
     Args:
-        argument: the argument that the budget is given in. allowed: the kinds of budget that it takes.
+        cost: "wire" or "payload" bytes per node, "time" on a network, or "cost" in dollars.
+        network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
+
+    Returns:
+        A `Front`: a frame, and a figure. A strategy with a run that diverged or failed is not on the front; the
+        others are compared over the seeds that all of them have.
 
     Raises:
-        TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
+        ValueError: there is no such cost. TypeError: "time" or "cost" without network and compute.
     """
-    one_of(f"{argument}: a budget", of, allowed)
-    where = f"{argument}[{of!r}]"
-    if of == "time":
-        return seconds(where, value, at_least=0)
-    if isinstance(value, str):
-        pattern, allowed = _TEXTS.get(of, ("", "a number"))
-        match = re.fullmatch(pattern, value, flags=re.ASCII)
-        if not pattern or match is None:
-            raise ValueError(f"{where} must be {allowed}, got {value!r}")
-        value = float(match["number"]) * _UNITS[match.groupdict().get("unit", "")]
-    return real_number(where, value, at_least=0)
+    import pandas as pd
 
-
-_NUMBER = r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
-_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_OF_BYTES = (
-    rf"\s*{_NUMBER}\s*(?P<unit>[kMGT]?)B\s*",
-    "a number of bytes, or text in B, kB, MB, GB or TB, such as '2 GB'",
-)
-_TEXTS = {
-    **dict.fromkeys(("wire", "payload"), _OF_BYTES),
-    "cost": (rf"\s*\$?\s*{_NUMBER}\s*", "a number of dollars, or text such as '$40'"),
-}
-
-
-class Best(str):
-    """The name of the best strategy, as text that is displayed as a sentence on how sure the result is.
-
-    Attributes:
-        loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
-        runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
-        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, as the data chose the
-            two; NaN with fewer than two common seeds.
-        uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without one.
-    """
-
-    loss: float
-    within: str
-    runner_up: str
-    runner_up_loss: float
-    p: float
-    uses: Mapping[str, Use]
-
-    @property
-    def certain(self) -> bool | None:
-        """Whether seeds tell the two apart (p ≤ 0.05).
-
-        None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
-        more steps it might be the best.
-        """
-        ended = any(own.ended for name, own in self.uses.items() if name != self)
-        return None if math.isnan(self.p) or ended else self.p <= 0.05
-
-    def __repr__(self) -> str:
-        text = f"{self}: loss {self.loss:.4f}{f' within {self.within}' if self.within else ''}"
-        ended = unused(self.uses)
-        if self.runner_up:
-            text += f"; runner-up {self.runner_up}: {self.runner_up_loss:.4f} ({self._sure})"
-        return f"{text}; {ended}" if ended else text
-
-    @property
-    def _sure(self) -> str:
-        if math.isnan(self.p):
-            return "fewer than two common seeds, which cannot tell whether they differ"
-        if self.certain is None:
-            return "not decided, as runs ended before the budget"
-        told = "the difference is certain" if self.certain else "seeds do not tell them apart"
-        return f"{told}, p = {self.p:.2g}"
-
-
-class Cheapest(str):
-    """The name of the strategy that reaches a loss with the fewest bytes, displayed as a sentence that names ties.
-
-    Attributes:
-        loss: the target. megabytes: on the wire until then, averaged over the seeds.
-        tied: strategies that cannot be told from it, by the seeds or because validation is too rare.
-    """
-
-    loss: float
-    megabytes: float
-    tied: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        tied = f"; not told from {', '.join(self.tied)}" if self.tied else ""
-        return f"{self}: {self.megabytes:.3g} MB to loss {self.loss:g}{tied}"
-
-
-def best_of(
-    values: Mapping[str, Mapping[int, float]],
-    among: Iterable[str] | None = None,
-    within: str = "",
-    uses: Mapping[str, Use] = MappingProxyType({}),
-) -> Best:
-    """Return the strategy with the lowest mean value.
-
-    Args:
-        values: strategy → seed → value, NaN for a run without a value. among: the strategies of which one may be the
-            best; default: all `contenders`. within: the budget, as text. uses: see `Best`.
-
-    Raises:
-        ValueError: no strategy has a value with all seeds.
-    """
-    means = contenders(values if among is None else {name: values[name] for name in among})
-    if not means:
-        raise ValueError(f"no strategy has a loss{f' within {within}' if within else ''} with all its seeds")
-    first, *others = means
-    best = Best(first)
-    best.loss, best.within, best.uses = means[first], within, uses
-    best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
-    if others:
-        best.runner_up, best.runner_up_loss = others[0], means[others[0]]
-        names = list(values)
-        best.p = float(pairwise_p(values)[names.index(first), names.index(others[0])])
-    return best
-
-
-def loss_within(losses: Floats, costs: Sequence[tuple[Floats, float]]) -> float:
-    """Return the last loss that was measured at a cost within the budgets; NaN if there is none.
-
-    Args:
-        losses: (T,) of every row, NaN where not measured.
-        costs: pairs of a cost (T,) of every row, and its budget.
-    """
-    within = ~np.isnan(losses)
-    for own, most in costs:
-        within &= own <= most * (1 + 1e-12)
-    return float(losses[within][-1]) if within.any() else math.nan
+    kind = COSTS[one_of("cost", cost, COSTS)]
+    priced = comparison.pricing_of([cost], network, compute)
+    rows: list[dict[str, Any]] = []
+    of_front = compared_runs(comparison)
+    for name in comparison.order:
+        own = of_front[name]
+        low, high = loss_interval(comparison, own)
+        row: dict[str, Any] = {
+            "strategy": name,
+            kind.column: statistics.fmean(last(comparison.spent(run, cost, priced)) for run in own) / kind.unit,
+            "loss": statistics.fmean(final_loss(comparison, run) for run in own),
+            **{"low": low, "high": high, "seeds": len(own), "front": False, "dominated_by": "", "tied": False},
+            "steps": statistics.fmean(run.ledger.steps for run in own),
+        }
+        rows.append(row)
+    means, tied = contenders(by_seed(comparison)), ties(comparison)
+    sound = [row for row in rows if row["strategy"] in means]
+    by = dominating([row[kind.column] for row in sound], [row["loss"] for row in sound])
+    for row, places in zip(sound, by, strict=True):
+        better = [sound[place]["strategy"] for place in places]
+        row |= {"front": not better, "dominated_by": better[0] if better else ""}
+        row["tied"] = bool(better) and tied[row["strategy"]].issuperset(better)
+    frame = pd.DataFrame(rows)
+    costs = frame[kind.column]
+    frame["equal_steps"] = (frame["steps"] * costs.max() / costs).where(costs > 0, math.inf)
+    return Front(cost, frame, comparison.looks(), comparison.loss_title, "client" if comparison.of_clients else "node")
 
 
 @dataclass(frozen=True, repr=False)
@@ -242,14 +122,10 @@ class Front:
             spread = [[row["loss"] - row["low"]], [row["high"] - row["loss"]]]
             is_above = row["loss"] > high
             if is_above:
-                said: Any = {
-                    "xytext": (0, -6),
-                    "textcoords": "offset points",
-                    "ha": "center",
-                    "va": "top",
-                    "fontsize": 6.5,
-                }
-                ax.annotate(f"{row['loss']:.3g}", (row[kind.column], high + pad), color=look.colour, **said)
+                said: Any = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
+                ax.annotate(
+                    f"{row['loss']:.3g}", (row[kind.column], high + pad), color=look.colour, fontsize=6.5, **said
+                )
             ax.errorbar(
                 row[kind.column],
                 high + pad if is_above else row["loss"],
@@ -270,16 +146,10 @@ class Front:
         return ax
 
     def _repr_html_(self) -> str:
-        import matplotlib.pyplot as plt
+        from vsim.figures.paper import image_html
 
-        figure = self.plot().get_figure(root=True)
-        assert figure is not None
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=150, bbox_inches="tight")
-        plt.close(figure)
-        encoded = base64.b64encode(image.getvalue()).decode()
         table: str = self.frame.to_html(index=False, float_format=lambda value: f"{value:.4g}", escape=True)
-        return f'{table}<img alt="loss against {COSTS[self.cost].column}" src="data:image/png;base64,{encoded}"/>'
+        return table + image_html(self.plot(), f"loss against {COSTS[self.cost].column}")
 
     def __repr__(self) -> str:
         return str(self.frame.to_string(index=False, float_format=lambda value: f"{value:.4g}"))

@@ -181,9 +181,7 @@ class History:
         found = np.full((len(attendance), self.ledger.num_nodes), math.nan)
         for own, segment in zip(found, attendance, strict=True):
             rows = losses[max(0, segment.first - 1 - start) : segment.last - start]
-            there = ~np.isnan(rows)
-            sums, counts = np.where(there, rows, 0).sum(0), there.sum(0)
-            means = np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
+            means = mean_present(rows)
             if len(means) == len(own):
                 own[:] = means
             else:  # a cohort's losses are in the order of its clients
@@ -410,6 +408,13 @@ class History:
             f"train loss {self.last('train_loss'):.4f}, global loss {self.last('global_loss'):.4f}"
             f"{self.computed and f'; {self.computed}'})"
         )
+
+
+def mean_present(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over steps (steps, K) of what is known: (K,), NaN for a node that was never there."""
+    there = ~np.isnan(losses)
+    sums, counts = np.where(there, losses, 0).sum(0), there.sum(0)
+    return np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
 
 
 def write_csv(path: str | Path, frame: pd.DataFrame) -> None:

@@ -16,6 +16,7 @@ from vsim.network import Compute, Network
 from vsim.records.comparison import Comparison
 from vsim.records.decision import Decision, decided
 from vsim.records.history import holding_a_record, read_json, write_json
+from vsim.records.losses import by_seed, compare_finals
 from vsim.records.order import Order, in_short, order
 from vsim.records.plots import Looks, add_legend, looks_of
 from vsim.records.tables import UNDECIDED, aligned, with_notes
@@ -193,7 +194,7 @@ class Ladder:
             ranks = {
                 name: i + 1 for i, name in enumerate(sorted(means, key=lambda n: (math.isnan(means[n]), means[n])))
             }
-            undecided = comparison._ranking()[0].undecided
+            undecided = compare_finals(comparison)[0].undecided
             tied = tied or bool(undecided)
             column = {}
             for name, own in _losses(comparison).items():
@@ -252,7 +253,7 @@ class Ladder:
                 label=literal(name),
             )
             ax.fill_between(x, mean - spread, mean + spread, color=look.colour, alpha=0.15, linewidth=0)
-        title = self.largest._loss_title
+        title = self.largest.loss_title
         ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel=title)
         plain_ticks(ax.xaxis)
         ax.xaxis.set_major_formatter(lambda value, _: in_short(value))
@@ -314,4 +315,4 @@ class Ladder:
 
 def _losses(comparison: Comparison) -> dict[str, dict[int, float]]:
     """Return name → seed → final loss, NaN for a run that failed."""
-    return comparison._by_seed(comparison._loss)
+    return by_seed(comparison)

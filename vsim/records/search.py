@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vsim.records.comparison import ComparedRun, Comparison
-from vsim.records.sweep import Point, Sweep
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
+from vsim.records.swept import Point, Sweep
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -48,19 +50,22 @@ class Search(Sweep):
             for name in runs
         }
         search = cls(priced.allreduce_bytes, points, objectives)
-        search._price_as(priced)
+        vars(search).update(vars(priced.holding({}, names=[], calls=[], tuned={})))
         for name, own in runs.items():
             for run in own:
-                search._add(name, run)
+                search.add(name, run)
         return search
 
-    def _titles(self, name: str) -> dict[str, Any]:
-        return {"trial": name.removeprefix("trial "), **self._points[name].labels}
+    def labels(self, name: str) -> dict[str, Any]:
+        """Return the number and parameters of a row of the table as text."""
+        return {"trial": name.removeprefix("trial "), **self.points[name].labels}
 
-    def _title(self) -> str:
-        return f"{len(self)} trials; {Comparison._title(self)}"
+    @property
+    def title(self) -> str:
+        """The number of trials, before nodes, size and seeds."""
+        return f"{len(self)} trials; {super(Sweep, self).title}"
 
-    def _pictures(self) -> dict[str, Figure]:
+    def _pictures(self) -> dict[str, Figure | Axes]:
         return Comparison._pictures(self)  # a map of values that hardly ever meet would be empty
 
     _keys = (*Sweep._keys, "objectives")
@@ -71,7 +76,7 @@ class Search(Sweep):
     @classmethod
     def _empty(cls, content: Mapping[str, Any]) -> Search:
         sweep = Sweep._empty(content)
-        return cls(sweep.allreduce_bytes, sweep._points, content["objectives"])
+        return cls(sweep.allreduce_bytes, sweep.points, content["objectives"])
 
 
 def _text(value: Any) -> str:

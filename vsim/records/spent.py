@@ -1,4 +1,4 @@
-"""What a run has spent when a result exists: bytes, time or dollars up to every row of its record.
+"""What a run has spent when a result exists: bytes, time or dollars up to every row of its record; and budgets.
 
 A loss is a result once a node or a server has the model. Where the global model is the mean of nodes that
 differ (FedAvg between two syncs, SPARTA at any time), one more all-reduce of the weights would form it, and counts.
@@ -7,17 +7,23 @@ differ (FedAvg between two syncs, SPARTA at any time), one more all-reduce of th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.arguments import one_of, real_number
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
+from vsim.network.links import seconds
 from vsim.records.history import History
 from vsim.records.statistics import Crossing
 
+# What hours are derived from, and how both may be given.
+AnyNetwork = Network | str | float | None
+AnyCompute = Compute | float | str | None
 Floats = NDArray[np.float64]
 Priced = tuple[Network, Compute] | None
 
@@ -127,3 +133,61 @@ def last(costs: Floats) -> float:
 def unused(uses: Mapping[str, Use]) -> str:
     """Return text about the strategies whose runs ended before the budget was used up, or ""."""
     return "; ".join(f"{name} used {own}" for name, own in uses.items() if own.ended)
+
+
+# Kinds of costs, and budgets ------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """A cost of training: the column of a front, its name in the figure, and the unit of the column."""
+
+    column: str
+    label: str
+    unit: float
+
+
+COSTS = {
+    "wire": Cost("wire MB", "sent on the wire per node (MB)", 1e6),
+    "payload": Cost("payload MB", "payload communicated per node (MB)", 1e6),
+    "time": Cost("hours", "hours on the network", 3600.0),
+    "cost": Cost("dollars", "dollars", 1.0),
+}
+# Keys of budgets: costs, and columns of a history.
+BUDGETS = (*COSTS, "step", "examples", "tokens")
+
+
+def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str] = BUDGETS) -> float:
+    """Return a budget as a number of bytes, seconds, dollars, steps, examples or tokens.
+
+    >>> amount("wire", "2 GB"), amount("time", "10 h"), amount("cost", "$40")
+    (2000000000.0, 36000.0, 40.0)
+
+    Args:
+        argument: the argument that the budget is given in. allowed: the kinds of budget that it takes.
+
+    Raises:
+        TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
+    """
+    one_of(f"{argument}: a budget", of, allowed)
+    where = f"{argument}[{of!r}]"
+    if of == "time":
+        return seconds(where, value, at_least=0)
+    if isinstance(value, str):
+        pattern, allowed = _TEXTS.get(of, ("", "a number"))
+        match = re.fullmatch(pattern, value, flags=re.ASCII)
+        if not pattern or match is None:
+            raise ValueError(f"{where} must be {allowed}, got {value!r}")
+        value = float(match["number"]) * _UNITS[match.groupdict().get("unit", "")]
+    return real_number(where, value, at_least=0)
+
+
+_NUMBER = r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_OF_BYTES = (
+    rf"\s*{_NUMBER}\s*(?P<unit>[kMGT]?)B\s*",
+    "a number of bytes, or text in B, kB, MB, GB or TB, such as '2 GB'",
+)
+_TEXTS = {
+    **dict.fromkeys(("wire", "payload"), _OF_BYTES),
+    "cost": (rf"\s*\$?\s*{_NUMBER}\s*", "a number of dollars, or text such as '$40'"),
+}

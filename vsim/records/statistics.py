@@ -97,8 +97,7 @@ def paired(differences: ArrayLike, level: float = 0.95) -> Difference:
 
 def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
     """Return the confidence interval of the mean of values (n,), by Student's t; NaN for fewer than two."""
-    found = paired(values, level)
-    return found.low, found.high
+    return paired(values, level)[1:3]
 
 
 def holm(p: ArrayLike) -> tuple[Floats, Floats]:

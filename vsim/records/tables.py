@@ -16,7 +16,7 @@ CLIENT_LOSSES, CLIENT_ACCURACIES = (
     tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", ", worst tenth", ", worst"))
     for name, percentile in (("loss", 90), ("accuracy", 10))
 )
-_DIGITS = {
+DIGITS = {
     **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
     **dict.fromkeys(("machine seconds", "validation seconds"), 1),
 }
@@ -26,7 +26,7 @@ _COMMANDS = {_BOLD: r"\textbf{", _END: "}", _DAGGER: r"\rlap{$^{\dagger}$}", _PH
 _NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %| TB|×|)")
 _MARKDOWN = ("github", "pipe")
 _USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
-_PERCENT, _TIMES = (
+PERCENT, _TIMES = (
     ("accuracy", "test accuracy", "utilization", *CLIENT_ACCURACIES, *_USED),
     ("times less than AllReduce",),
 )
@@ -98,7 +98,7 @@ def text_table(
         for key in shown:
             known_digits = [_default_digits(key, row[key]) for row in rows if not isinstance(row[key], str)]
             own.setdefault(key, max(known_digits, default=0))
-    cells = [[_cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
+    cells = [[cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
     if latex:
         cells = [list(row) for row in zip(*map(_padded, zip(*cells, strict=True)), strict=True)]
     widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
@@ -191,13 +191,17 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
     return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, colalign=alignment)
 
 
-def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> str:
-    """Text for a cell: the number, and its standard deviation if there is one, with as many digits."""
+def cell(key: str, value: Any, deviation: float | None = None, digits: int | None = None) -> str:
+    """Return the text of a cell: the number, and its standard deviation if there is one, with as many digits.
+
+    >>> cell("validation loss", 1.25, 0.5), cell("utilization", 0.5), cell("wire MB/node", 0.01234)
+    ('1.2500 ± 0.5000', '50.0 %', '0.0123')
+    """
     if isinstance(value, str):
         return value
     if math.isnan(value):
         return "–"
-    unit, scale = (" %", 100.0) if key in _PERCENT else ("×", 1.0) if key in _TIMES else ("", 1.0)
+    unit, scale = (" %", 100.0) if key in PERCENT else ("×", 1.0) if key in _TIMES else ("", 1.0)
     if digits is None:
         digits = _default_digits(key, value)
     if "MB" in key and abs(value) >= 1e6:
@@ -213,7 +217,7 @@ def _cell(key: str, value: Any, deviation: float | None, digits: int | None) -> 
 
 
 def _default_digits(key: str, value: float) -> int:
-    if key in _PERCENT:
+    if key in PERCENT:
         return 1
     if key in _TIMES:
         return 1 if value < 99.95 else 0
@@ -221,4 +225,4 @@ def _default_digits(key: str, value: float) -> int:
         return 1 - math.floor(math.log10(value))
     if "MB" in key and 0 < value < 0.1:
         return 4
-    return 0 if key.startswith("steps") else _DIGITS.get(key, 2)
+    return 0 if key.startswith("steps") else DIGITS.get(key, 2)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_list
+from vsim.arguments import a_list, true_or_false
 from vsim.figures.style import STYLE, literal, sized
-from vsim.network.links import delay, rate
-from vsim.network.timeline import duration
+from vsim.network import Compute, Network
+from vsim.network.links import bits_per_second, delay, rate
+from vsim.network.links import seconds as delay_of
+from vsim.network.timeline import duration, seconds_on
+from vsim.records.compared import ComparedRun, Runs, size_text
+from vsim.records.crossings import doubts, never, racers
 from vsim.records.plots import Looks
-from vsim.records.statistics import shared_seeds
+from vsim.records.spent import AnyCompute, forming_seconds
+from vsim.records.statistics import Crossing, shared_seeds
+from vsim.records.summary import tuning
 from vsim.records.tables import aligned, with_notes
 
 if TYPE_CHECKING:
@@ -37,6 +42,70 @@ _SMALL, _BESIDE = 0.004, 4
 _TIED, _LONG = 4, 24
 # Equal but for rounding.
 _EQUAL = 1 + 1e-9
+
+
+def winners(
+    comparison: Runs,
+    loss: float,
+    bandwidths: Sequence[float | str] | None = None,
+    latencies: Sequence[float | str] | None = None,
+    compute: AnyCompute = None,
+    *,
+    collective: str = "ring",
+    stays: bool = False,
+) -> Winners:
+    """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
+
+    Tied strategies are all named; see `Race`. A warning says if validation leaves more than a tenth of the map
+    open, which a smaller `val_interval` would settle.
+
+    Args:
+        loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.
+        bandwidths: in bit/s or as text; default: 1 Mbit/s to 100 Gbit/s.
+        latencies: in seconds or as text; default: 0.1 ms to 1 s.
+        compute: see `vsim.timeline`; default: the comparison's.
+        collective: the algorithm of collectives, see `Network`.
+        stays: see `steps_to`.
+    """
+    true_or_false("stays", stays)
+    bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
+    delays = ascending("latencies", latencies, LATENCIES, lambda name, one: delay_of(name, one, at_least=0))
+    grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
+    networks = Network.grid(grid[0], grid[1], collective=collective)
+    node, size = Compute.of(comparison.compute if compute is None else compute), comparison.allreduce_bytes
+
+    def until_loss(run: ComparedRun, at: Crossing, might: float) -> Floats:
+        """Return (3, L, B) the costs of a `Race` of a run in seconds."""
+        known = at.step if math.isnan(at.formed) else at.formed
+        steps = [run.history.last("step") if math.isnan(step) else step for step in (at.step, known, at.first, might)]
+        reached, of_formed, first, least = seconds_on(run.ledger, *grid, node, [*map(int, steps)]).T
+        if math.isnan(at.step):
+            reached = first = np.full_like(least, math.inf)
+            least = reached if math.isnan(might) else least
+        else:
+            if at.step != at.formed:  # no node has the model
+                reached = reached + forming_seconds(run.history, networks, size)[:, 0]
+            if not math.isnan(at.formed):
+                reached = np.minimum(reached, of_formed)
+            first, least = reached if at.first == at.step else first, reached if might == at.step else least
+        return np.reshape([reached, first, least], (3, len(delays), len(bits)))
+
+    times = {
+        name: {run.seed: until_loss(run, at, might) for run, at, might in own}
+        for name, own in racers(comparison, loss, stays).items()
+    }
+    note = ", to stay" if stays else ""
+    if comparison.measured_bytes is not None:
+        note += f", {size_text(size)} of weights\n(losses of {size_text(comparison.measured_bytes)})"
+    remarks = [*doubts(comparison, stays), *tuning(comparison)]
+    found = Winners(loss, bits, delays, times, never(comparison, loss, stays), comparison.looks(), note, remarks)
+    if found.left_open > 0.1:
+        warnings.warn(
+            f"validation is too rare to tell which strategy is first to loss {loss:g} on {found.left_open:.0%} "
+            "of the map; a smaller val_interval would settle it",
+            stacklevel=2,
+        )
+    return found
 
 
 class Stretch(NamedTuple):
@@ -275,15 +344,9 @@ class Winners:
             ax.annotate("\n".join(said), (0, 0), fontsize=7, color="0.4", **below)
 
     def _repr_html_(self) -> str:
-        from matplotlib import pyplot
+        from vsim.figures.paper import image_html
 
-        figure, image = self.plot().get_figure(root=True), io.BytesIO()
-        assert figure is not None
-        figure.savefig(image, format="png", dpi=130)
-        pyplot.close(figure)
-        encoded = base64.b64encode(image.getvalue()).decode()
-        alt = f"which strategy reaches loss {self.loss:g} first, over bandwidth and latency"
-        return f'<img alt="{alt}" src="data:image/png;base64,{encoded}"/>'
+        return image_html(self.plot(), f"which strategy reaches loss {self.loss:g} first, over bandwidth and latency")
 
     def __repr__(self) -> str:
         return self.table()

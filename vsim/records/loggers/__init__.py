@@ -7,7 +7,7 @@ EXO Gym.
 
 from vsim.records.loggers.base import Logger, check_run_name, date_and_time, folder_name
 from vsim.records.loggers.csv import CSVLogger
-from vsim.records.loggers.run import RunLog, for_one_run, run_loggers
+from vsim.records.loggers.run_log import RunLog, for_one_run, run_loggers
 from vsim.records.loggers.tensorboard import TensorBoardLogger
 from vsim.records.loggers.wandb import WandbLogger
 

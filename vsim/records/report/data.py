@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +17,19 @@ from vsim.network import Compute, Network, timeline
 from vsim.network.clock import Clock, Span
 from vsim.network.planes import Planes, planes
 from vsim.network.timeline import around_first_event
+from vsim.records import summary
 from vsim.records.cache import Cache
-from vsim.records.history import History
+from vsim.records.compared import ComparedRun, Runs
+from vsim.records.crossings import doubts
+from vsim.records.history import History, mean_present
+from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, loss_interval, note
+from vsim.records.losses import diverged as diverged_in
+from vsim.records.losses import ties as ties_in
 from vsim.records.plots import Y_LABELS, Look, rounds
-from vsim.records.spent import forming_bytes
-from vsim.records.statistics import contenders, shared_seeds
-from vsim.records.tables import ON_DEMAND, UNDECIDED
-
-# A `Comparison` and its runs, whose module uses this one.
-Comparison: TypeAlias = Any
-ComparedRun: TypeAlias = Any
-AnyNetwork = Network | str | float | None
-AnyCompute = Compute | float | str | None
+from vsim.records.provenance import describe
+from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
+from vsim.records.statistics import contenders
+from vsim.records.tables import DIGITS, ON_DEMAND, PERCENT, UNDECIDED
 
 # Where the sliders begin once they are moved, if neither the caller nor the comparison gives any.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -40,16 +41,8 @@ _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
 # Columns that have a place of their own on the page, or say nothing of the training.
 _NO_CURVES = (
     *("step", "examples", "tokens", "payload_bytes", "wire_bytes", "seconds", "validation_seconds", "memory_bytes"),
-    *(
-        "global_loss_se",
-        "global_formed",
-        "val_examples",
-        "val_total",
-        "node_loss_min",
-        "node_loss_max",
-        "clock_seconds",
-    ),
-    "compute_seconds",
+    *("global_loss_se", "global_formed", "val_examples", "val_total", "node_loss_min", "node_loss_max"),
+    *("clock_seconds", "compute_seconds"),
 )
 _LABELS = {
     **Y_LABELS,
@@ -62,7 +55,7 @@ _LABELS = {
 
 
 def content(
-    comparison: Comparison, network: AnyNetwork = None, compute: AnyCompute = None, cache: Cache | None = None
+    comparison: Runs, network: AnyNetwork = None, compute: AnyCompute = None, cache: Cache | None = None
 ) -> dict[str, Any]:
     """Return the content of the page of a comparison or sweep, as dicts, lists, numbers and text for JSON.
 
@@ -76,42 +69,33 @@ def content(
     """
     if not len(comparison):
         raise ValueError("the comparison has no run to report")
-    network = comparison.network if network is None else network
-    compute = comparison.compute if compute is None else compute
-    assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
-    on = Network.of(NETWORK if network is None else network, "server" if comparison._of_clients else "ring")
-    total = sum(len(comparison.runs(name)) for name in comparison)
-    most = _FEW if total <= _MANY_RUNS else _MANY
-    node = Compute.of(COMPUTE if compute is None else compute)
-    return _Page(comparison, on, node, assumed, most, Cache() if cache is None else cache).as_plain()
+    return _Page(comparison, network, compute, Cache() if cache is None else cache).as_plain()
 
 
 class _Page:
     """Collects the content of the page of one comparison; equal ledgers are priced once."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        network: Network,
-        compute: Compute,
-        assumed: list[str],
-        most: dict[str, int],
-        cache: Cache,
-    ) -> None:
-        self.comparison, self.network, self.compute, self.most = comparison, network, compute, most
-        self.assumed = assumed  # "network" or "compute", if it was not given
+    def __init__(self, comparison: Runs, network: AnyNetwork, compute: AnyCompute, cache: Cache) -> None:
+        self.comparison, self.cache = comparison, cache
+        network = comparison.network if network is None else network
+        compute = comparison.compute if compute is None else compute
+        self.assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
+        self.network = Network.of(
+            NETWORK if network is None else network, "server" if comparison.of_clients else "ring"
+        )
+        self.compute = Compute.of(COMPUTE if compute is None else compute)
+        self.most = _FEW if len(comparison.all_runs) <= _MANY_RUNS else _MANY
         self.ledgers: list[dict[str, Any]] = []
         self.places: dict[str, int] = {}  # digest of what a clock depends on → place in `ledgers`
-        self.cache = cache
-        self.priced_on = [network.as_plain(), compute.as_plain()]
+        self.priced_on = [self.network.as_plain(), self.compute.as_plain()]
         self.columns = self._columns()
 
     def _columns(self) -> list[str]:
         """The columns of `History` that have curves, the loss first."""
-        loss = self.comparison._loss_column
+        loss = self.comparison.loss_column
         if not self.most["others"]:
             return [loss]
-        histories = self.comparison._all_histories()
+        histories = self.comparison.all_histories
         known = dict.fromkeys(column for history in histories for column in history.columns)
         measured = [c for c in known if any(np.isfinite(history.column(c)).any() for history in histories)]
         return [loss, *(column for column in measured if column != loss and column not in _NO_CURVES)]
@@ -120,56 +104,52 @@ class _Page:
         comparison = self.comparison
         unpriced = copy.copy(comparison)
         unpriced.network = unpriced.compute = None
-        rows = dict(zip(comparison._ordered(), unpriced.rows(), strict=True))
-        (found, remarks), diverged, ties = comparison._ranking(), comparison._diverged(), comparison._ties()
-        losses, places = comparison._by_seed(comparison._loss), {name: i for i, name in enumerate(rows)}
-        ranked = contenders(losses)
-        shared = shared_seeds(losses[name] for name in ranked)
-        looks, finals = comparison._looks(), comparison._finals()
+        rows = dict(zip(comparison.order, summary.rows(unpriced), strict=True))
+        (found, remarks), diverged, ties = compare_finals(comparison), diverged_in(comparison), ties_in(comparison)
+        values, places = by_seed(comparison), {name: i for i, name in enumerate(rows)}
+        ranked, looks, compared = contenders(values), comparison.looks(), compared_runs(comparison)
         runs = []
         for name, row in rows.items():
-            own = comparison.runs(name)
+            own, ends = comparison.runs(name), loss_interval(comparison, compared[name])
             runs.append(
                 {
                     "name": name,
                     **_look(looks.by_name[name]),
                     "row": {key: _plain(value) for key, value in row.items()},
-                    "interval": ends
-                    if all(map(math.isfinite, ends := comparison._loss_interval(finals[name])))
-                    else None,
+                    "interval": ends if all(map(math.isfinite, ends)) else None,
                     "mark": "best" if name in found.best else "tied" if name in found.undecided else "",
                     "ranked": name in ranked,
                     "ties": sorted(places[other] for other in ties.get(name, ())),
                     "diverged": diverged.get(name, ""),
-                    "note": comparison._note(name),
-                    "labels": comparison._titles(name),
-                    "seeds": [self._seed(run, own) | {"begun": run.seed in losses[name]} for run in own],
-                    "compared": [i for i, run in enumerate(own) if run.seed in (shared or losses[name])]
-                    if name in ranked
-                    else [],
+                    "note": note(comparison, name),
+                    "labels": comparison.labels(name),
+                    "seeds": [self._seed(run, own) | {"begun": run.seed in values[name]} for run in own],
+                    "compared": [i for i, run in enumerate(own) if run in compared[name]],
                     "nodes": self._node_losses(own[0].history),
                     "timeline": self._timeline(own[0].history),
                 }
             )
         first = next(iter(rows.values()))
-        titles = list(comparison._titles(next(iter(rows))))
+        titles = list(comparison.labels(next(iter(rows))))
         table = [key for key in first if not key.endswith(" std") and key not in titles and key != "note"]
         seeds = max(len(run["seeds"]) for run in runs)
         return {
-            "title": comparison._title(),
-            "loss": comparison._loss_column,
+            "title": comparison.title,
+            "loss": comparison.loss_column,
             "columns": {column: _LABELS.get(column, column.replace("_", " ")) for column in self.columns},
             "titles": titles,
             "table": [key for key in table if key not in ON_DEMAND],
             "more": [key for key in table if key in ON_DEMAND],
-            "lossTitle": comparison._loss_title,
+            "lossTitle": comparison.loss_title,
+            "percent": PERCENT,
+            "digits": DIGITS,
             "undecided": UNDECIDED,
             "remarks": [
-                *comparison._budgeted(),
-                *comparison._tuning(),
+                *summary.budgeted(comparison),
+                *summary.tuning(comparison),
                 *remarks,
-                *comparison._unformed(),
-                *comparison._resized(),
+                *summary.unformed(comparison),
+                *summary.resized(comparison),
             ],
             "runs": runs,
             "ledgers": self.ledgers,
@@ -182,10 +162,10 @@ class _Page:
                 "text": repr(self.compute),
             },
             "nodes": comparison.num_nodes,
-            "clients": comparison._of_clients,
+            "clients": comparison.of_clients,
             "weights": comparison.allreduce_bytes,
             "quantiles": _quantiles(seeds, len(runs)),
-            "doubts": comparison._doubts(stays=False),
+            "doubts": doubts(comparison, stays=False),
             "varied": getattr(comparison, "varied", []),
             "values": self._values(),
             "key": {title: [{"text": text, **_look(look)} for text, look in own] for title, own in looks.key.items()},
@@ -194,26 +174,26 @@ class _Page:
 
     def _values(self) -> dict[str, list[str]]:
         """Setting of a sweep → the text of its values, in their order."""
-        points = getattr(self.comparison, "_points", {})
+        points = getattr(self.comparison, "points", {})
         varied = getattr(self.comparison, "varied", [])
         return {key: list(dict.fromkeys(point.labels[key] for point in points.values())) for key in varied}
 
     def _about(self) -> list[list[str]]:
         """What the runs are, as pairs of title and text."""
         comparison = self.comparison
-        histories = comparison._all_histories()
+        histories = comparison.all_histories
         found = [
             ["nodes", ", ".join(str(n) for n in sorted({history.num_nodes for history in histories}))],
             ["clients", ", ".join(str(n) for n in sorted({h.ledger.num_nodes for h in histories if h.is_of_cohorts}))],
             ["steps", ", ".join(f"{n:,}" for n in sorted({history.ledger.steps for history in histories}))],
             ["seeds", ", ".join(str(n) for n in sorted({r.seed for n in comparison for r in comparison.runs(n)}))],
             ["weights", f"{comparison.allreduce_bytes:,} bytes"],
-            ["validated on", ", ".join(comparison._sampled()) or histories[0].validated_on],
+            ["validated on", ", ".join(comparison.sampled) or histories[0].validated_on],
             ["executor", ", ".join(dict.fromkeys(history.executor for history in histories))],
             ["network", "none given" if "network" in self.assumed else repr(self.network)],
             ["compute", "none given" if "compute" in self.assumed else repr(self.compute)],
         ]
-        found.append(["provenance", str(comparison.describe())])
+        found.append(["provenance", str(describe(comparison))])
         settings = getattr(comparison, "settings", {})
         if len(settings) <= _MANY_RUNS:
             for name, own in settings.items():
@@ -221,11 +201,11 @@ class _Page:
         return [[title, text] for title, text in found if text]
 
     def _seed(self, run: ComparedRun, others: Sequence[ComparedRun]) -> dict[str, Any]:
-        history, loss = run.history, self.comparison._loss_column
-        steps, losses = _thinned(*_measured(history, loss), self.most["losses"])
+        history, loss = run.history, self.comparison.loss_column
+        steps, losses = _thinned(history, loss, self.most["losses"])
         formed = history.formed[np.searchsorted(history["step"], steps)] if loss == "global_loss" else np.ones(0, bool)
         curves = {
-            column: (steps, losses) if column == loss else _thinned(*_measured(history, column), self.most["others"])
+            column: (steps, losses) if column == loss else _thinned(history, column, self.most["others"])
             for column in self.columns
             if column in history.columns
         }
@@ -238,7 +218,7 @@ class _Page:
             "seed": run.seed,
             "sound": not run.failure or all(other.failure for other in others),
             "failed": run.failed,
-            "loss": _plain(self.comparison._loss(run)),
+            "loss": _plain(final_loss(self.comparison, run)),
             "se": _plain(history.last("global_loss_se")) if loss == "global_loss" else None,
             "note": run.note,
             "ledger": self._ledger(history, steps),
@@ -316,7 +296,7 @@ class _Page:
         shown = np.unique(np.linspace(0, losses.shape[1] - 1, min(_MOST_NODES, losses.shape[1])).astype(int))
         first = int(history.last("step")) - len(losses)
         blocks = [losses[start : start + every] for start in range(0, len(losses), every)]
-        means = [_mean(block) for block in blocks]
+        means = [mean_present(block) for block in blocks]
         ends = np.cumsum([len(block) for block in blocks]) + first
         return {
             "steps": [int(step) for step in ends],
@@ -375,24 +355,10 @@ def _bends(steps: Sequence[int], of_steps: Sequence[NDArray[np.float64]], sent: 
     return kept
 
 
-def _mean(block: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean over steps (steps, K) of what is known: (K,), NaN of a node that was never there."""
-    there = np.isfinite(block)
-    count = there.sum(0)
-    sums = np.where(there, block, 0).sum(0)
-    return np.divide(sums, count, out=np.full(len(sums), math.nan), where=count > 0)
-
-
-def _measured(history: History, column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _thinned(history: History, column: str, most: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return steps and values of at most about `most` measurements, evenly spaced, the first and the last included."""
     steps, values = history.measured("step", column)
-    return steps, values
-
-
-def _thinned(steps: Any, values: Any, most: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return at most about `most` of the measurements, evenly spaced, the first and the last among them."""
-    if len(steps) <= most:
-        return steps, values
-    kept = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
+    kept = np.unique(np.linspace(0, max(0, len(steps) - 1), min(most, len(steps))).round().astype(int))
     return steps[kept], values[kept]
 
 

@@ -36,15 +36,13 @@
   const duration = (v) => (!finite(v) ? "–" : v < 1 ? delay(v) : scaled(v, [[172800, ""], [3600, "h"], [60, "min"], [1, "s"]]));
   const took = (v) => (finite(v) && v >= 172800 ? `${digits(v / 86400)} days` : duration(v));
 
-  // As `vsim.records.tables` writes a cell.
-  const PERCENT = new Set(["accuracy", "utilization", "client accuracy", "client accuracy, 10th percentile", "client accuracy, worst"]);
-  const FOUR = new Set(["validation loss", "training loss", "client loss", "client loss, 90th percentile", "client loss, worst"]);
+  /** As `vsim.records.tables.cell`. */
   const cell = (key, value, sd) => {
     if (typeof value === "string") return value;
     if (!finite(value)) return "–";
-    const percent = PERCENT.has(key) || key.endsWith(" used"), times = key.startsWith("times less");
+    const percent = P.percent.includes(key), times = key.startsWith("times less");
     const large = key.includes("MB") && Math.abs(value) >= 1e6, v = percent ? 100 * value : large ? value / 1e6 : value;
-    let n = FOUR.has(key) ? 4 : key.endsWith("seconds") ? 1 : 2;
+    let n = key in P.digits ? P.digits[key] : 2;
     if (percent) n = 1;
     else if (times) n = v < 99.95 ? 1 : 0;
     else if (key.startsWith("hours") && v > 0 && v < 10) n = Math.min(20, 1 - Math.floor(Math.log10(v)));
@@ -100,7 +98,7 @@
   const lastStep = (seed) => P.ledgers[seed.ledger].steps[P.ledgers[seed.ledger].steps.length - 1];
   const sound = (run) => run.seeds.filter((seed) => seed.sound);
   /** The seeds that decide how a run compares with others: those of a run that can be the best, or else the sound ones. */
-  const compared = (run) => (run.ranked ? run.compared.map((i) => run.seeds[i]) : sound(run));
+  const compared = (run) => run.compared.map((i) => run.seeds[i]);
 
   /** The step of measurement i of the loss, and what its result costs: see `vsim.records.spent`. */
   const stepOf = (seed, i) => seed.curves[P.loss][0][i];
@@ -1181,6 +1179,8 @@
   new ResizeObserver(() => { if (Math.abs(document.body.clientWidth - width) > 2) { width = document.body.clientWidth; later(); } }).observe(document.body);
   dark.addEventListener("change", later);
   window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced,
+    // Rules that Python has, too: tests compare both.
+    rules: { cell, crossing, limits, within, ticks: (low, high, count, log) => scale(low, high, 0, 1, log).ticks(count) },
     /** The names of the first to the target on a network, and of all that cannot be told from it. */
     first: (bw, lat) => {
       const { found, spots } = racers();

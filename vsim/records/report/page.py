@@ -14,7 +14,9 @@ from pathlib import Path
 
 from vsim.arguments import a_path
 from vsim.records.cache import Cache
-from vsim.records.report.data import AnyCompute, AnyNetwork, Comparison, content
+from vsim.records.compared import Runs
+from vsim.records.report.data import content
+from vsim.records.spent import AnyCompute, AnyNetwork
 from vsim.version import __version__
 from vsim.writing import replacing
 
@@ -56,7 +58,7 @@ class Report:
 
 
 def report(
-    comparisons: Mapping[str, Comparison],
+    comparisons: Mapping[str, Runs],
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     title: str | None = None,
@@ -84,7 +86,7 @@ def served(title: str, every: float) -> Report:
 
 
 def data_of(
-    comparisons: Mapping[str, Comparison],
+    comparisons: Mapping[str, Runs],
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     cache: Cache | None = None,

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vsim.arguments import one_of
-from vsim.records.comparison import AnyCompute, AnyNetwork, ComparedRun, Comparison
+from vsim.records.compared import ComparedRun
+from vsim.records.comparison import Comparison
 from vsim.records.history import COLUMNS
-from vsim.records.plots import Y_LABELS, Cell, Looks, bands, heatmap, looks_by
+from vsim.records.losses import by_seed, candidates, diverged, final_loss, rank
+from vsim.records.plots import Cell, Looks, bands, heatmap, looks_by
+from vsim.records.spent import AnyCompute, AnyNetwork
 from vsim.records.statistics import shared_seeds
 
 if TYPE_CHECKING:
@@ -33,14 +36,21 @@ class Sweep(Comparison):
     """A `Comparison` of one strategy with different settings; see `vsim.sweep`. Its table is sorted, the best first.
 
     Attributes:
-        varied: the settings that vary, in their order.
+        varied: the settings that vary, in their order. points: name → `Point`.
     """
 
     def __init__(self, allreduce_bytes: int, points: Mapping[str, Point], strategy: str = "") -> None:
         super().__init__(allreduce_bytes)
         self.strategy = strategy
-        self._points = points
+        self.points = points
         self.varied = list(next(iter(points.values())).labels)
+
+    @classmethod
+    def of_points(cls, runs: Comparison, points: Mapping[str, Point], strategy: str) -> Sweep:
+        """Return the sweep of runs that were compared, priced as they are."""
+        sweep = cls(runs.allreduce_bytes, points, strategy)
+        vars(sweep).update(vars(runs))
+        return sweep
 
     @property
     def varied_options(self) -> list[str]:  # type: ignore[override]
@@ -51,23 +61,24 @@ class Sweep(Comparison):
         alike = isinstance(other, Sweep) and (other.strategy, other.varied) == (self.strategy, self.varied)
         if not (alike and isinstance(other, Sweep) and self._fixed == other._fixed):
             return super()._empty_with(other)
-        return Sweep(self.allreduce_bytes, {**self._points, **other._points}, self.strategy)
+        return Sweep(self.allreduce_bytes, {**self.points, **other.points}, self.strategy)
 
     @property
     def _fixed(self) -> dict[str, str]:
         """Setting → value, as text, for settings that do not vary."""
-        values = next(iter(self._points.values())).values
+        values = next(iter(self.points.values())).values
         return {name: str(_plain(value, str(value))) for name, value in values.items() if name not in self.varied}
 
-    def _renamed(self, names: Mapping[str, str]) -> Sweep:
-        other = super()._renamed(names)
-        other._points = {names.get(name, name): point for name, point in self._points.items()}
+    def renamed(self, names: Mapping[str, str]) -> Sweep:
+        """See `Comparison.renamed`."""
+        other = super().renamed(names)
+        other.points = {names.get(name, name): point for name, point in self.points.items()}
         return other
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """Name → settings of the run, including settings that do not vary."""
-        return {name: dict(self._points[name].values) for name in self}
+        return {name: dict(self.points[name].values) for name in self}
 
     def chosen(self) -> str:
         """Return the setting that `tune=` takes: the best or, of settings that are tied with it, the one in the middle.
@@ -75,9 +86,9 @@ class Sweep(Comparison):
         A setting is tied with the best if the mean difference of their losses over the seeds is within its standard
         error, so that with one seed only equal losses are. Of two in the middle, take the better one.
         """
-        best, losses = self.best(), self._by_seed(self._loss)
+        best, losses = self.best(), by_seed(self)
         tied = sorted(
-            (name for name in self._candidates() if _is_tied(losses[name], losses[best])),
+            (name for name in candidates(self) if _is_tied(losses[name], losses[best])),
             key=lambda name: statistics.fmean(losses[name].values()),
         )
         places = np.array([[self._place(name, key) for key in self.varied] for name in tied])
@@ -85,16 +96,16 @@ class Sweep(Comparison):
 
     def _place(self, name: str, key: str) -> int:
         """Return the place of a value among those that were tried: numbers by size, other values as they were given."""
-        tried = {point.labels[key]: point.values[key] for point in self._points.values()}
+        tried = {point.labels[key]: point.values[key] for point in self.points.values()}
         order = sorted(tried, key=tried.__getitem__) if are_numbers(tried.values()) else list(tried)
-        return order.index(self._points[name].labels[key])
+        return order.index(self.points[name].labels[key])
 
     def sends_most(self, name: str, setting: str) -> bool:
         """Return whether this value of a setting sends more than its other values do, the rest being equal."""
-        sent, own = {key: self[key].history.last("wire_bytes") for key in self}, self._points[name].values
+        sent, own = {key: self[key].history.last("wire_bytes") for key in self}, self.points[name].values
         others = [
             key
-            for key, point in self._points.items()
+            for key, point in self.points.items()
             if [what for what, value in point.values.items() if value is not own[what]] == [setting]
         ]
         ended = [key for key in others if self[key].ended]
@@ -118,10 +129,9 @@ class Sweep(Comparison):
             colour: the setting that colours stand for; default: the first. Dashes stand for the next setting, markers
                 for all others.
         """
-        looks = self._looks(None if colour is None else one_of("colour", colour, self.varied))
-        axis = self._x_axis(x, network, compute)
-        y = self._loss_column if y is None else y
-        return bands(self._drawn(), axis, y, ax, True, looks, self._diverged(), logy)
+        first = None if colour is None else one_of("colour", colour, self.varied)
+        axis, y = self._x_axis(x, network, compute), self.loss_column if y is None else y
+        return bands(self._drawn(), axis, y, ax, True, self.looks(first), diverged(self), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw the final loss, averaged over the seeds, over two settings, whose values are ordered categories.
@@ -143,19 +153,19 @@ class Sweep(Comparison):
         others = [name for name in self.varied if name not in (x, y)]
         for key in fixed:
             one_of("a setting to fix", key, others)
-        shown = [name for name in self._ordered() if all(self._is(name, key, value) for key, value in fixed.items())]
+        shown = [name for name in self.order if all(self._is(name, key, value) for key, value in fixed.items())]
         if not shown:
             raise ValueError(f"no run with {', '.join(f'{key}={value!r}' for key, value in fixed.items())}")
         cells: dict[tuple[str, str], Cell] = {}
         for name in shown:  # the best first
-            labels = self._points[name].labels
+            labels = self.points[name].labels
             cells.setdefault((labels[x], labels[y]), self._cell(name))
-        values = [list(dict.fromkeys(point.labels[key] for point in self._points.values())) for key in (x, y)]
+        values = [list(dict.fromkeys(point.labels[key] for point in self.points.values())) for key in (x, y)]
         x_values, y_values = ([v for v in own if any(v == at[i] for at in cells)] for i, own in enumerate(values))
         free = [key for key in others if key not in fixed]
         remark = [f"best of {', '.join(free)}"] if free else []
         remark += [f"{key} = {value}" for key, value in fixed.items()]
-        return heatmap(cells, (x, x_values), (y, y_values), Y_LABELS[self._loss_column], "; ".join(remark), ax)
+        return heatmap(cells, (x, x_values), (y, y_values), self.loss_title, "; ".join(remark), ax)
 
     def _cell(self, name: str) -> Cell:
         runs = self.runs(name)
@@ -164,54 +174,53 @@ class Sweep(Comparison):
             what = "diverged" if all(run.diverged_at is not None for run in failed) else "failed"
             return Cell(math.nan, what if len(failed) == len(runs) else f"{len(failed)} of {len(runs)}\n{what}")
         steps = {int(run.history.last("step")) for run in runs if not run.ended}
-        return Cell(statistics.fmean(map(self._loss, runs)), f"step {min(steps)}" if steps else "")
+        return Cell(statistics.fmean(final_loss(self, run) for run in runs), f"step {min(steps)}" if steps else "")
 
     def _is(self, name: str, key: str, value: Any) -> bool:
-        point = self._points[name]
+        point = self.points[name]
         own = point.values[key]
         return own is value or point.labels[key] == str(value) or (type(own) is not str and bool(own == value))
 
-    def _ordered(self) -> list[str]:
-        return sorted(self, key=self._rank)
+    @property
+    def order(self) -> list[str]:
+        """The names in the order of the table, the best first."""
+        return sorted(self, key=lambda name: rank(self, name))
 
-    def _titles(self, name: str) -> dict[str, Any]:
-        return dict(self._points[name].labels) or {"strategy": name}
+    def labels(self, name: str) -> dict[str, Any]:
+        """Return the settings of a row of the table as text."""
+        return dict(self.points[name].labels) or {"strategy": name}
 
     def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
         for titles, run in super()._titled_runs():
-            point = self._points[titles["strategy"]]
+            point = self.points[titles["strategy"]]
             own = {key: _plain(point.values[key], label) for key, label in point.labels.items()}
             # The rate of a setting is another column than the rate of a step.
             yield titles | {f"{key}_setting" if key in COLUMNS else key: value for key, value in own.items()}, run
 
-    def _looks(self, first: str | None = None) -> Looks:
+    def looks(self, first: str | None = None) -> Looks:
+        """Return the looks of the lines: colours stand for the setting `first`, by default the first that varies."""
         if not self.varied:
-            return super()._looks()
+            return super().looks()
         order = sorted(self.varied, key=lambda key: key != first)
-        return looks_by({name: point.labels for name, point in self._points.items()}, order, list(self))
+        return looks_by({name: point.labels for name, point in self.points.items()}, order, list(self))
 
-    def _pictures(self) -> dict[str, Figure]:
-        if len(self.varied) < 2:
-            return super()._pictures()
-        import matplotlib.pyplot as plt
+    def _pictures(self) -> dict[str, Figure | Axes]:
+        x, y, *_ = (*self.varied, None, None)
+        return super()._pictures() | ({f"loss over {x} and {y}": self.heatmap(x, y)} if x and y else {})
 
-        x, y, *_ = self.varied
-        figure = self.heatmap(x, y).get_figure(root=True)
-        assert figure is not None
-        plt.close(figure)  # or a notebook would show it once more
-        return super()._pictures() | {f"loss over {x} and {y}": figure}
-
-    def _title(self) -> str:
-        return f"{self.strategy}, {len(self)} settings; {super()._title()}"
+    @property
+    def title(self) -> str:
+        """The strategy and the number of settings, before nodes, size and seeds."""
+        return f"{self.strategy}, {len(self)} settings; {super().title}"
 
     _keys: tuple[str, ...] = ("allreduce_bytes", "runs", "strategy", "settings", "labels")
 
     def _as_plain(self) -> dict[str, Any]:
         settings = {
             name: {key: _plain(value, point.labels.get(key, str(value))) for key, value in point.values.items()}
-            for name, point in self._points.items()
+            for name, point in self.points.items()
         }
-        labels = {name: point.labels for name, point in self._points.items()}
+        labels = {name: point.labels for name, point in self.points.items()}
         return {**super()._as_plain(), "strategy": self.strategy, "settings": settings, "labels": labels}
 
     @classmethod

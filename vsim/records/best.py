@@ -1,0 +1,127 @@
+"""The strategy with the lowest loss, at the end or within a budget, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vsim.records.compared import ComparedRun, Runs
+from vsim.records.losses import by_seed, candidates, note, rank, sound
+from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
+from vsim.records.statistics import contenders, pairwise_p
+
+# The costs of a run's rows (T,) by kind of budget, each with the most that it may be.
+Costs = Mapping[ComparedRun, list[tuple[Floats, float]]]
+
+
+class Best(str):
+    """The name of the best strategy, as text that is displayed as a sentence on how sure the result is.
+
+    Attributes:
+        loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
+        runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
+        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, as the data chose the
+            two; NaN with fewer than two common seeds.
+        uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without one.
+    """
+
+    loss: float
+    within: str
+    runner_up: str
+    runner_up_loss: float
+    p: float
+    uses: Mapping[str, Use]
+
+    @property
+    def certain(self) -> bool | None:
+        """Whether seeds tell the two apart (p ≤ 0.05).
+
+        None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
+        more steps it might be the best.
+        """
+        ended = any(own.ended for name, own in self.uses.items() if name != self)
+        return None if math.isnan(self.p) or ended else self.p <= 0.05
+
+    def __repr__(self) -> str:
+        text = f"{self}: loss {self.loss:.4f}{f' within {self.within}' if self.within else ''}"
+        ended = unused(self.uses)
+        if self.runner_up:
+            text += f"; runner-up {self.runner_up}: {self.runner_up_loss:.4f} ({self._sure})"
+        return f"{text}; {ended}" if ended else text
+
+    @property
+    def _sure(self) -> str:
+        if math.isnan(self.p):
+            return "fewer than two common seeds, which cannot tell whether they differ"
+        if self.certain is None:
+            return "not decided, as runs ended before the budget"
+        told = "the difference is certain" if self.certain else "seeds do not tell them apart"
+        return f"{told}, p = {self.p:.2g}"
+
+
+def best(
+    comparison: Runs,
+    within: Mapping[str, Any] | None = None,
+    network: AnyNetwork = None,
+    compute: AnyCompute = None,
+) -> Best:
+    """Return the name of the strategy with the lowest loss, on average over the seeds.
+
+    The name is displayed as a sentence that names the runner-up, and says whether seeds tell the two apart. A
+    strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for runs
+    that are missing.
+
+    Args:
+        within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
+            the last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default:
+            the final loss; runs that were stopped early count only if none got to its end. If runs ended before a
+            budget was used up, the sentence says how many steps would use it up. Keys: "wire" and "payload" bytes
+            per node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples", "tokens".
+        network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
+
+    Raises:
+        ValueError: every strategy has a run that diverged or failed, or has no loss within the budget; or a budget
+            has another key.
+        TypeError: "time" or "cost" without network and compute, or network and compute without them.
+    """
+    if within is not None and (not isinstance(within, Mapping) or not within):
+        raise TypeError(f"within must be a dict such as {{'wire': '2 GB'}}, got {within!r}")
+    budgets = {of: amount(of, value) for of, value in (within or {}).items()}
+    priced = comparison.pricing_of(list(budgets), network, compute)
+    costs = {
+        run: [(comparison.spent(run, of, priced), most) for of, most in budgets.items()] for run in comparison.all_runs
+    }
+
+    def loss_within(run: ComparedRun) -> float:
+        """Return the last loss that was measured at a cost within the budgets; NaN if there is none."""
+        losses = run.history.column(comparison.loss_column)
+        kept = ~np.isnan(losses)
+        for own, most in costs[run]:
+            kept &= own <= most * (1 + 1e-12)
+        return float(losses[kept][-1]) if kept.any() else math.nan
+
+    values = by_seed(comparison, loss_within if within else None)
+    means = contenders(values if within else {name: values[name] for name in candidates(comparison)})
+    said = " and ".join(f"{value} ({of})" for of, value in (within or {}).items())
+    if not means and within:
+        raise ValueError(f"no strategy has a loss within {said} with all its seeds")
+    if not means:
+        names = sorted(comparison, key=lambda name: rank(comparison, name))
+        raise ValueError("no run got to its end" + "".join(f"; {one}: {note(comparison, one)}" for one in names[:1]))
+    first, *others = means
+    best = Best(first)
+    best.loss, best.within, best.uses = means[first], said, uses(comparison, costs) if within else {}
+    best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
+    if others:
+        best.runner_up, best.runner_up_loss = others[0], means[others[0]]
+        names = list(values)
+        best.p = float(pairwise_p(values)[names.index(first), names.index(others[0])])
+    return best
+
+
+def uses(runs: Runs, costs: Costs) -> dict[str, Use]:
+    """Return name → how much of their budgets the strategy's sound runs used."""
+    return {name: use([(run.history, costs[run]) for run in sound(runs.runs(name))]) for name in runs}

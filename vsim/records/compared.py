@@ -1,0 +1,269 @@
+"""What a comparison holds: runs by name, and the sizes, network and compute that price them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import Self
+
+from vsim.cluster.ledger import Ledger
+from vsim.network import Compute, Network
+from vsim.records.describe import BY_NAME, describe
+from vsim.records.history import History
+from vsim.records.plots import MANY, Y_LABELS, Looks, looks_of
+from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Priced, spent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Attributes of a run that files hold besides its history.
+_PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
+
+
+@dataclass(eq=False)
+class ComparedRun:
+    """One strategy's run.
+
+    Attributes:
+        model: the mean of the nodes' final models; None if the run did not end, or was read from a file.
+        failure: why the run did not end, or "".
+        seed: the seed of everything random in the run.
+        error: the error, if the run failed.
+        callbacks: the run's own copies of the given ones.
+        diverged_at: the first step with a loss or weights that are not finite; None if there was none.
+        stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
+        strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
+        measured_less: how many times fewer bytes than AllReduce's the run sent, if its bytes are another model's.
+    """
+
+    # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
+    remade: ClassVar[Callable[[str], Any]] = staticmethod(lambda call: None)
+
+    history: History
+    model: nn.Module | None = None
+    failure: str = ""
+    seed: int = 42
+    error: Exception | None = None
+    diverged_at: int | None = None
+    stopped_at: int | None = None
+    callbacks: Sequence[Any] = ()
+    strategy: Any = None
+    measured_less: float | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the run's communication."""
+        return self.history.ledger
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run reached its last step."""
+        return not self.failure and self.stopped_at is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run diverged or raised an error; interrupted runs and runs stopped by `halving` did not fail."""
+        return bool(self.failure) and not self.failure.startswith("interrupted")
+
+    @property
+    def note(self) -> str:
+        """Why the run did not reach its last step, or ""."""
+        return f"stopped after step {self.stopped_at}" if self.stopped_at is not None else self.failure
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return everything but the model and the error as dicts, lists, numbers and text, which JSON can hold."""
+        plain = {key: getattr(self, key) for key in _PLAIN}
+        less = {} if self.measured_less is None else {"measured_less": self.measured_less}
+        return {**plain, **less, "history": self.history.as_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ComparedRun:
+        """Make the run that `as_plain` was of."""
+        run = cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
+        run.measured_less = plain.get("measured_less")
+        run.remake_strategy()
+        return run
+
+    def remake_strategy(self) -> None:
+        """Make the strategy from the configuration, if all of it is vsim's own."""
+        about = self.history.config.get("strategy", {})
+        strategy = type(self).remade(about.get("call", ""))
+        if strategy is not None and describe(strategy).items() <= about.items():
+            self.strategy = strategy
+
+
+class Runs(Mapping[str, ComparedRun]):
+    """Runs by name, one for each seed, and how they are priced: all that the questions about a comparison read.
+
+    Attributes:
+        allreduce_bytes, network, compute, tuned, calls: see `vsim.Comparison`.
+        measured_bytes: the bytes of the trained model's weights, if bytes are those of a model of another size.
+        names: of all runs, of a selection too: the looks of lines follow from them.
+    """
+
+    def __init__(self, allreduce_bytes: int) -> None:
+        self.allreduce_bytes = allreduce_bytes
+        self.measured_bytes: int | None = None
+        self.network: Network | None = None
+        self.compute: Compute | None = None
+        self.tuned: dict[str, Any] = {}  # values are Sweeps, whose module imports this one
+        self.calls: list[str] = []
+        self.names: list[str] = []
+        self._runs: dict[str, list[ComparedRun]] = {}
+
+    def add(self, name: str, run: ComparedRun) -> None:
+        """Add a run of one seed."""
+        if name not in self._runs:
+            self.names.append(name)
+        self._runs.setdefault(name, []).append(run)
+
+    def holding(self, runs: Mapping[str, list[ComparedRun]], **changed: Any) -> Self:
+        """Return a copy that holds other runs; `changed`: attributes that differ."""
+        other = copy.copy(self)
+        vars(other).update(changed, _runs=dict(runs))
+        return other
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def runs(self, name: str) -> list[ComparedRun]:
+        """Return the runs of one strategy, one for each seed."""
+        if not isinstance(name, str) or name not in self._runs:
+            raise KeyError(f"no run {name!r}; there are {', '.join(self._runs)}")
+        return self._runs[name]
+
+    @property
+    def all_runs(self) -> list[ComparedRun]:
+        """The runs of all strategies."""
+        return [run for runs in self._runs.values() for run in runs]
+
+    @property
+    def all_histories(self) -> list[History]:
+        """The histories of all runs."""
+        return [run.history for run in self.all_runs]
+
+    @property
+    def histories(self) -> dict[str, list[History]]:
+        """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
+        return {name: [run.history for run in runs] for name, runs in self._runs.items()}
+
+    @property
+    def order(self) -> list[str]:
+        """The names in the order of the table."""
+        return list(self)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """K; None if runs have different numbers of nodes."""
+        numbers = {history.num_nodes for history in self.all_histories}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether cohorts of a larger population trained."""
+        return any(history.is_of_cohorts for history in self.all_histories)
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """What every run may use, as it was given to `compare`; empty without a budget."""
+        budgets = (history.config.get("budget") for history in self.all_histories)
+        return next((dict(own) for own in budgets if own and own != BY_NAME), {})
+
+    def has(self, column: str) -> bool:
+        """Return whether some run has measured a column."""
+        return any(not math.isnan(history.last(column)) for history in self.all_histories)
+
+    @property
+    def loss_column(self) -> str:
+        """The column of the loss that is compared: that of validation, or of training without validation."""
+        return "global_loss" if self.has("global_loss") else "train_loss"
+
+    @property
+    def loss_title(self) -> str:
+        """The title of `loss_column`."""
+        return Y_LABELS[self.loss_column]
+
+    @property
+    def sampled(self) -> list[str]:
+        """The numbers of validation examples, such as "2,048 of 50,000", where they are a part of all."""
+        return list(dict.fromkeys(h.validated_on for h in self.all_histories if " of " in h.validated_on))
+
+    @property
+    def title(self) -> str:
+        """Nodes, size of the model and number of seeds, as text."""
+        numbers = sorted({len(runs) for runs in self._runs.values()})
+        seeds = " or ".join(map(str, numbers))
+        spread = f"{seeds} seeds: mean ± standard deviation" if len(self) <= MANY else f"mean of {seeds} seeds"
+        repeated = f", {spread}" if max(numbers, default=1) > 1 else ""
+        size = size_text(self.allreduce_bytes)
+        if self.measured_bytes is not None:
+            size += f" (losses of {size_text(self.measured_bytes)})"
+        nodes = " or ".join(map(str, sorted({history.num_nodes for history in self.all_histories})))
+        who = f"{nodes} nodes"
+        if self.of_clients:
+            clients = sorted({history.ledger.num_nodes for history in self.all_histories})
+            who = f"cohorts of {nodes} of {' or '.join(f'{n:,}' for n in clients)} clients"
+        sampled = "".join(f", validated on {examples} examples" for examples in self.sampled)
+        return f"{who}, {size} of weights each{repeated}{sampled}"
+
+    def labels(self, name: str) -> dict[str, Any]:
+        """Return the first columns of a row of the table: title → text."""
+        chosen = {name: sweep.labels(sweep.chosen()) for name, sweep in self.tuned.items()}
+        settings = dict.fromkeys(key for own in chosen.values() for key in own)
+        return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
+
+    def looks(self, first: str | None = None) -> Looks:
+        """Return the looks of the lines, which follow from the names of all runs, so that a selection keeps them."""
+        looks = looks_of(self.names)
+        return Looks(looks.by_name) if len(self) <= MANY else looks
+
+    def spent(self, run: ComparedRun, of: str, priced: Priced = None) -> Floats:
+        """Return what the result of every row of a run has cost, see `vsim.records.spent.spent`."""
+        return spent(run.history, of, self.allreduce_bytes, priced)
+
+    def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
+        """Return the network and compute that hours follow from: the given ones, or else the comparison's.
+
+        None if there are none and they are not `needed`; a TypeError says what is missing.
+        """
+        network = self.network if network is None else network
+        compute = self.compute if compute is None else compute
+        if network is None and compute is None and not needed:
+            return None
+        return Network.of(network, "server" if self.of_clients else "ring"), Compute.of(compute)
+
+    def pricing_of(self, costs: Sequence[str], network: AnyNetwork, compute: AnyCompute) -> Priced:
+        """Return `pricing` for these kinds of cost; None if none of them is time or money."""
+        if {"time", "cost"}.intersection(costs):
+            return self.pricing(network, compute, needed=True)
+        if network is not None or compute is not None:
+            given = ", ".join(costs) or "the final loss"
+            raise TypeError(f"network and compute have no effect on {given}; time and cost follow from them")
+        return None
+
+
+def size_text(num_bytes: float) -> str:
+    """Return the size of a model as text.
+
+    >>> size_text(25_600), size_text(2.5e6), size_text(4e9)
+    ('25.6 kB', '2.50 MB', '4 GB')
+    """
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
+
+
+def brief_list(names: Sequence[str], most: int = 6) -> str:
+    """Return names as text, only the first of many.
+
+    >>> brief_list(["a", "b", "c"], 2)
+    'a, b and 1 others'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")

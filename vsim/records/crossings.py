@@ -1,0 +1,107 @@
+"""When runs reach a loss: the step of each seed, the runs that race to it, and those that never reach it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from vsim.arguments import a_text, real_number, true_or_false
+from vsim.records.compared import ComparedRun, Runs
+from vsim.records.losses import begun
+from vsim.records.plots import rounds
+from vsim.records.spent import until
+from vsim.records.statistics import NEVER, Crossing
+
+Racers = dict[str, list[tuple[ComparedRun, Crossing, float]]]
+
+
+def steps_to(
+    comparison: Runs, loss: float | None = None, of: str = "step", *, accuracy: float | None = None, stays: bool = False
+) -> dict[str, list[float]]:
+    """Return name → for each seed the first step with a validation loss of at most `loss`, NaN if there is none.
+
+    Between measurements the last value holds. Without validation, the training loss is used.
+
+    Args:
+        loss: the target. accuracy: the validation accuracy to reach instead, from 0 to 1; give one of the two.
+        of: another column of `History` to return at that step, such as "wire_bytes", or "round" of a run with
+            `participation`. Bytes are those until a node has the model: a mean that no node has costs one more
+            all-reduce.
+        stays: whether the loss counts as reached only where no later measurement is above it. Otherwise the first
+            measurement counts, which noise makes early: of two equal curves, the noisier one seems to be faster.
+    """
+    true_or_false("stays", stays)
+    if (loss is None) == (accuracy is None):
+        raise TypeError(f"steps_to takes one of loss= and accuracy=, got {loss!r:.100} and {accuracy!r:.100}")
+    target: Any = loss if accuracy is None else real_number("accuracy", accuracy, at_least=0, at_most=1)
+    if accuracy is not None and not comparison.has("global_accuracy"):
+        raise ValueError("accuracy=: the validation of these runs has none; give loss=")
+    if a_text("of", of) == "round" and not all(h.ledger.attendance for h in comparison.all_histories):
+        raise ValueError("of='round' needs participation=, which has rounds; of='step' is there for all runs")
+    ways = {f"{way}_bytes": way for way in ("wire", "payload")}
+
+    def value(run: ComparedRun) -> float:
+        at = crossing_of(comparison, run, target, stays, "global_accuracy" if accuracy is not None else None)
+        if of in ways:
+            return until(run.history, at, comparison.spent(run, ways[of]))
+        if of == "round" and not math.isnan(at.step):
+            return float(rounds(run.history)[np.searchsorted(run.history["step"], at.step)])
+        return run.history.at_step(at.step, "step" if of == "round" else of)
+
+    return {name: [value(run) for run in comparison.runs(name)] for name in comparison}
+
+
+def crossing_of(runs: Runs, run: ComparedRun, loss: float, stays: bool, of: str | None = None) -> Crossing:
+    """Return where a run reaches a loss, or another column's value; a run that failed does not stay there."""
+    at = run.history.crossing(loss, of or runs.loss_column, stays)
+    return NEVER if stays and run.failed else at
+
+
+def racers(runs: Runs, loss: float, stays: bool) -> Racers:
+    """Return name → for each seed the run, where it reaches the loss, and the first step at which it might.
+
+    Noise may hide that a run is at the loss already. With one seed, it might be there where its loss is within 1.96
+    standard errors. A run of several that ended before the loss might have reached it next; NaN for a run that failed.
+    Only if some strategy reaches the loss with all seeds, and without those that do with none.
+    """
+    found: Racers = {}
+    for name in runs:
+        own = begun(runs.runs(name))
+        at = [(run, crossing_of(runs, run, loss, stays)) for run in own]
+        found[name] = [(run, one, _might(runs, run, one, loss, stays, len(own) == 1)) for run, one in at]
+    reached = {name: [not math.isnan(at.step) for _, at, _ in own] for name, own in found.items()}
+    return {name: own for name, own in found.items() if any(reached[name])} if any(map(all, reached.values())) else {}
+
+
+def _might(runs: Runs, run: ComparedRun, at: Crossing, loss: float, stays: bool, alone: bool) -> float:
+    if math.isnan(at.step):
+        return math.nan if run.failed else run.history.last("step")
+    error = run.history.last("global_loss_se") if alone and runs.loss_column == "global_loss" else math.nan
+    return at.step if math.isnan(error) else crossing_of(runs, run, loss + 1.96 * error, stays).step
+
+
+def never(runs: Runs, loss: float, stays: bool = False) -> dict[str, str]:
+    """Return name → text for each strategy with a seed that does not reach the loss."""
+    said = {}
+    for name in runs:
+        own = [not math.isnan(crossing_of(runs, run, loss, stays).step) for run in begun(runs.runs(name))]
+        if not all(own):
+            said[name] = f"{sum(own)} of {len(own)} runs" if any(own) else "never"
+    return said
+
+
+def doubts(runs: Runs, stays: bool) -> list[str]:
+    """Return what to say of when a loss is reached: if one seed only, and noise."""
+    said = []
+    if all(len(runs.runs(name)) == 1 for name in runs):
+        errors = "ties by the standard errors of validation" if runs.has("global_loss_se") else "no intervals"
+        said.append(f"one seed: {errors}")
+    return [*said, *noise(runs, stays)]
+
+
+def noise(runs: Runs, stays: bool) -> list[str]:
+    """Return a note if losses of a sample may be reached early by noise."""
+    sampled = runs.sampled and not stays
+    return ["validated on a sample: noise lets a curve reach a loss early; see stays=True"] if sampled else []

@@ -1,0 +1,55 @@
+"""How strategies differ from one of them in any measured number, and whether seeds can tell."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from vsim.arguments import one_of
+from vsim.records.best import Best, best
+from vsim.records.compared import ComparedRun, Runs
+from vsim.records.losses import by_seed
+from vsim.records.statistics import Difference
+from vsim.records.statistics import differences as paired_differences
+from vsim.records.summary import on_clients
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def differences(comparison: Runs, to: str | None = None, of: str = "global_loss", level: float = 0.95) -> pd.DataFrame:
+    """Return how strategies differ from one of them in a column's last value, paired by seed.
+
+    Args:
+        to: the strategy to compare with, chosen before you saw the results; default: the best, which the results
+            choose. Any two might then have been compared, so that p is adjusted for all pairs of strategies. The
+            same holds for `to=comparison.best()`.
+        of: a column of `History`, whose last value is compared, or a column of the table on clients, such as
+            "client accuracy, worst tenth". A run that diverged or failed has no value.
+        level: the confidence level of all tests together, in (0, 1).
+
+    Returns:
+        A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
+        the mean of `to`, over the seeds with which both have a value. p: of the paired t-test, adjusted by Holm.
+        low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
+        excludes 0 exactly if p ≤ 1 - level. seeds_needed: the number of seeds that find such a difference at that
+        level with a chance of 80 %, infinite if there is none. With one seed there are no intervals and no p.
+
+    Raises:
+        ValueError: there is no such strategy or column.
+    """
+    import pandas as pd
+
+    to = best(comparison) if to is None else one_of("to", to, comparison)
+    columns = dict.fromkeys(column for history in comparison.all_histories for column in history.columns)
+    one_of("of", of, [*columns, *on_clients(comparison, comparison.all_runs[0])])
+
+    def last(run: ComparedRun) -> float:
+        return run.history.last(of) if of in run.history.columns else on_clients(comparison, run).get(of, math.nan)
+
+    rows = paired_differences(by_seed(comparison, last), to, level, chosen=isinstance(to, Best))
+    frame = pd.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
+    needed = [row["seeds_needed"] for row in rows]
+    if not all(map(math.isfinite, needed)):
+        frame["seeds_needed"] = pd.Series(needed, dtype=object)  # so that the others stay integers
+    return frame

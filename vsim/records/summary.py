@@ -1,0 +1,240 @@
+"""The results of a comparison as rows of numbers, and as a table with notes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vsim.arguments import true_or_false
+from vsim.cluster.traffic import traffic
+from vsim.records.compared import ComparedRun, Runs, brief_list, size_text
+from vsim.records.crossings import crossing_of, never, noise
+from vsim.records.history import TESTED
+from vsim.records.losses import begun, compare_finals, diverged, final_loss, measured_at, note, sound
+from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, forming_bytes, until
+from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, Marks, text_table
+
+_ALIKE = 0.02  # a difference in compression up to which no note names it
+
+
+def rows(
+    comparison: Runs,
+    loss: float | None = None,
+    network: AnyNetwork = None,
+    compute: AnyCompute = None,
+    *,
+    stays: bool = False,
+) -> list[dict[str, Any]]:
+    """Return one dict per strategy: the columns of the table as numbers.
+
+    Losses are the last measured losses of the global model on the validation data or, without validation, the mean
+    training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the
+    bytes that AllReduce sends on the wire in as many steps, divided by this strategy's bytes; NaN if nothing was
+    sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's,
+    and a network's collectives go through a server unless its text names another algorithm. With a
+    `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile, the mean of
+    the worst tenth and the worst client; without accuracies, "client loss" with the 90th percentile. With a
+    `test_dataset`, "test loss" and "test accuracy" are the final global model's. With several seeds, every
+    number is the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs
+    that began); if the runs differ, "<column> std" follows, the standard deviation of the sample. If strategies may
+    take different numbers of steps, "steps" has them. With a budget, "time used", "wire used" and so on are the
+    shares of it.
+
+    Args:
+        loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
+        network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
+            hours to `loss`; see `vsim.timeline`; default: the comparison's.
+        stays: see `steps_to`.
+    """
+    if true_or_false("stays", stays) and loss is None:
+        raise TypeError("stays=True has no effect without loss=")
+    priced, found = comparison.pricing(network, compute), []
+    lengths = {history.config.get("max_steps") for history in comparison.all_histories}
+    known = [column for column in ("global_accuracy", *TESTED) if comparison.has(column)]
+    known += ["steps"] if len(lengths) > 1 or comparison.budget else []
+    for name in comparison.order:
+        runs = comparison.runs(name)
+        numbers = {run: _numbers(comparison, run, known, loss, stays, priced) for run in runs}
+        row: dict[str, Any] = {**comparison.labels(name)}
+        for column in numbers[runs[0]]:
+            to_loss = loss is not None and column.endswith(f" to {loss:g}")
+            values = [numbers[run][column] for run in (begun(runs) if to_loss else sound(runs))]
+            row[column] = statistics.fmean(values)
+            if len(set(values)) > 1 and all(map(math.isfinite, values)):
+                row[f"{column} std"] = statistics.stdev(values)
+        if not all(run.ended for run in comparison.all_runs):
+            row["note"] = note(comparison, name)
+        found.append(row)
+    return found
+
+
+def _numbers(
+    runs: Runs, run: ComparedRun, known: Sequence[str], target: float | None, stays: bool, priced: Priced
+) -> dict[str, float]:
+    """Return the columns of the table for one run, in their order; `known`: of those that not every table has."""
+    history, ledger, validated = run.history, run.ledger, runs.loss_column == "global_loss"
+    steps, loss = int(history.last("step")) if len(history) else 0, final_loss(runs, run)
+    found = {runs.loss_title: loss, "perplexity": math.inf if loss >= 700 else math.exp(loss)}
+    if validated and "global_accuracy" in known:
+        found["accuracy"] = math.nan if math.isnan(loss) else history.last("global_accuracy")
+    for column in filter(known.__contains__, TESTED):
+        found[column.replace("_", " ")] = math.nan if run.diverged_at is not None else history.last(column)
+    found |= on_clients(runs, run)
+    if "steps" in known:
+        found["steps"] = steps
+    if runs.of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
+        sent = ledger.total_wire_bytes / ledger.num_nodes
+        found |= {"wire MB/client": sent / 1e6, "payload MB/client": float(ledger.node_payload_bytes.mean()) / 1e6}
+        found |= {"busiest client MB": ledger.wire_bytes / 1e6, "server MB": ledger.server_wire_bytes / 1e6}
+    else:
+        sent = history.last("wire_bytes")
+        found |= {"wire MB/node": sent / 1e6, "payload MB/node": history.last("payload_bytes") / 1e6}
+    found["times less than AllReduce"] = times_less(runs, run)
+    found["machine seconds"] = history.last("seconds")
+    if validated:
+        found["validation seconds"] = history.last("validation_seconds")
+    if target is not None:
+        at = crossing_of(runs, run, target, stays)
+        found[f"steps to {target:g}"] = at.step
+        found[f"wire MB to {target:g}"] = until(history, at, runs.spent(run, "wire")) / 1e6
+    used = {"wire": ledger.total_wire_bytes if runs.of_clients else sent, "examples": history.last("examples")}
+    if priced is not None:
+        timeline = history.time(*priced) if steps else None  # None: interrupted before the first step
+        found["hours"] = float(timeline.seconds[-1]) / 3600 if timeline else math.nan
+        found["utilization"] = timeline.utilization if timeline else math.nan
+        used |= {"time": 3600 * found["hours"], "cost": timeline.dollars if timeline else math.nan}
+        if priced[1].dollars_per_hour is not None:
+            found["dollars"] = used["cost"]
+        if target is not None:
+            found[f"hours to {target:g}"] = until(history, at, runs.spent(run, "time", priced)) / 3600
+    budget = {of: amount(of, most, "budget") for of, most in runs.budget.items() if of in used}
+    return found | {f"{of} used": used[of] / most for of, most in budget.items()}
+
+
+def times_less(runs: Runs, run: ComparedRun) -> float:
+    """Return how many times fewer bytes than AllReduce's a run sent in its steps; NaN if it sent nothing."""
+    of_one_step, steps = traffic("all_reduce", run.history.num_nodes), run.history.last("step")
+    if runs.of_clients:
+        sent, of_allreduce = run.ledger.total_wire_bytes, float(of_one_step.total)
+    else:
+        sent, of_allreduce = run.history.last("wire_bytes"), float(of_one_step.busiest)
+    return of_allreduce * (runs.allreduce_bytes * steps) / sent if sent else math.nan
+
+
+def on_clients(runs: Runs, run: ComparedRun) -> dict[str, float]:
+    """Return the columns on the performance of each client's model on its data; empty if no run measured it."""
+    measured, history = frozenset().union(*(one.measured_on_clients for one in runs.all_histories)), run.history
+    if "accuracies" in measured:
+        titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
+        values = values[~np.isnan(values)]  # without clients of whom no label counts
+    elif "losses" in measured:
+        titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
+    else:
+        return {}
+    if not len(values) or run.diverged_at is not None:
+        return dict.fromkeys(titles, math.nan)
+    ordered = sign * np.sort(sign * values)  # the worst client first
+    worst = ordered[: math.ceil(len(values) / 10)]
+    percentile = np.percentile(values, 10 if sign > 0 else 90)
+    return dict(zip(titles, map(float, (values.mean(), percentile, worst.mean(), ordered[0])), strict=True))
+
+
+def table(
+    comparison: Runs,
+    format: str = "simple",
+    *,
+    columns: Sequence[str] | None = None,
+    digits: int | Mapping[str, int] | None = None,
+    loss: float | None = None,
+    network: AnyNetwork = None,
+    compute: AnyCompute = None,
+    stays: bool = False,
+) -> str:
+    """Return the results as a text table.
+
+    Args:
+        format: one of tabulate's: "simple", "github", "html", "latex", "latex_booktabs", …
+        columns: the columns of `rows` to show, in this order.
+        digits: digits after the point, for all columns or by column.
+        loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
+        network, compute: add hours; see `rows`.
+        stays: see `steps_to`.
+
+    A † marks losses that do not differ significantly from the best: their p in `differences()` is above 0.05. Lines
+    below say if one seed allows no test, if seeds differ, and which strategies have runs without a result. A LaTeX
+    table is a float with a caption, the label tab:comparison and the notes below; the best is in bold, and numbers
+    are aligned at their points.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    order, title = comparison.order, comparison.loss_title
+    shown = rows(comparison, loss, network, compute, stays=stays)
+    without, at = diverged(comparison), measured_at(comparison)
+    missed = {} if loss is None else never(comparison, loss, stays)
+    for name, row in zip(order, shown, strict=True):
+        if name in without:
+            row[title] = without[name]
+        elif not any(run.ended for run in comparison.runs(name)) and not row["note"].endswith(f" step {at[name]}"):
+            row["note"] += f" (loss of step {at[name]})" if at[name] else " (no loss yet)"
+        if name in missed:
+            row |= {key: missed[name] for key in row if key.endswith(f" to {loss:g}")}
+        if comparison.sampled:
+            row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in comparison.histories[name]))
+    has_loss = columns is None or (isinstance(columns, list | tuple) and title in columns)
+    marks: Marks | None = None
+    if len(comparison) > 1 and has_loss:
+        found, remarks = compare_finals(comparison)
+        best, others = ({order.index(name) for name in names} for names in (found.best, found.undecided))
+        marks = Marks(title, best, others, remarks)
+    notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
+    notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
+    titles = list(comparison.labels(order[0])) if order else []
+    return text_table(shown, format, titles, columns, digits, marks, notes, comparison.title)
+
+
+# Notes below a table; each is a list of one text, or empty ------------------------------------------------------------
+
+
+def budgeted(runs: Runs) -> list[str]:
+    """Return a note on the budget."""
+    if not runs.budget:
+        return []
+    said = {of: own if isinstance(own, str) else f"{own:,.10g}" for of, own in runs.budget.items()}
+    size = f", priced for {float(runs.budget['at']):.4g} parameters" if "at" in said else ""
+    most = f", at most {said['max_steps']} steps" if "max_steps" in said else ""
+    found = " and ".join(f"{own} ({of})" for of, own in said.items() if of not in ("at", "max_steps"))
+    return [f"budget of each run: {found}{size}{most}"]
+
+
+def tuning(runs: Runs) -> list[str]:
+    """Return a note on the strategies that were tuned, with their numbers of settings."""
+    tuned = [f"{name} ({len(runs.tuned[name])} settings)" for name in runs if name in runs.tuned]
+    others = [name for name in runs if name not in runs.tuned]
+    return [f"tuned: {brief_list(tuned)}" + (f"; not tuned: {brief_list(others)}" if others else "")] if tuned else []
+
+
+def unformed(runs: Runs) -> list[str]:
+    """Return a note on final losses of models that no node has."""
+    own = {name: [run.history for run in sound(runs.runs(name))] for name in runs.order}
+    names = [n for n, has in own.items() if any(not h.formed.all() and h.last("global_formed") == 0 for h in has)]
+    if not names:
+        return []
+    size = size_text(max(forming_bytes(h, "wire", runs.allreduce_bytes) for name in names for h in own[name]))
+    each = "client" if runs.of_clients else "node"
+    how = f"the loss is of the mean of {each}s that differ; to form it takes {size}/{each} more"
+    return [f"{brief_list(names)}: {how}"]
+
+
+def resized(runs: Runs) -> list[str]:
+    """Return a note on strategies that compress otherwise at the size of `at` than where their losses are from."""
+    said = []
+    for name in runs.order:
+        measured, priced = runs[name].measured_less, times_less(runs, runs[name])
+        if measured is not None and abs(priced / measured - 1) > _ALIKE:  # False for NaN
+            said.append(f"{name} {measured:.3g}× as measured, {priced:.3g}× as priced")
+    return [f"losses are of another compression than bytes: {brief_list(said)}"] if said else []
