@@ -208,7 +208,7 @@ def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch)
 def test_a_table_names_the_runs_that_have_not_begun_and_the_time_left() -> None:
     terminal = io.StringIO()
     table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
-    table.update({"first": [recorded([3.0, 2.0])], "second": []}, {"first": 8, "second": 9}, caption="about 7 s left")
+    table.update({"first": [losses(3.0, 2.0)], "second": []}, {"first": 8, "second": 9}, caption="about 7 s left")
     table.close()
     assert "0 / 9" in terminal.getvalue() and "about 7 s left" in terminal.getvalue()
 
