@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from driven import Parameters, driven, driven_apart, normal, size, started
+from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -496,29 +497,29 @@ def test_on_the_command_line_and_in_sweeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "error", "said"),
     [
-        (lambda: FedAvgStrategy(average="medain"), "average must be one of 'mean', .*; did you mean 'median'"),
-        (lambda: FedAvgStrategy(average=3), "FedAvg: average must be an average such as .* or a function of .*, got 3"),  # type: ignore[arg-type]
-        (lambda: FedAvgStrategy(average="rda", island_size=2), r"FedAvg: average=rda.* they share none"),
-        (lambda: FedAvgStrategy(average=clip(1.0), island_size=2), r"FedAvg: average=.*clip.* they share none"),
-        (lambda: mean("example"), "by must be one of .* got 'example'; did you mean 'examples'"),
-        (lambda: DiLoCoStrategy(average=mean("tokens")), "counts by 'tokens', and here it may be one of"),
-        (lambda: median() | compress(TopK(0.1)), r"median\(\) \| compress.*arrives as its plain mean"),
-        (lambda: mean("examples") | compress(TopK(0.1)), "arrives as its plain mean"),
-        (lambda: mean() | median(), r"takes one of each: got mean.* and median"),
-        (lambda: clip(1.0) | clip(2.0), "takes one of each"),
-        (lambda: mean() | 3, "joined by |; got 3"),  # type: ignore[operator]
-        (lambda: AsyncDiLoCoStrategy(average=compress(TopK(0.1))), "messages arrive one by one"),
-        (lambda: trimmed_mean(0.6), "share must be > 0 and <= 0.5, got 0.6"),
-        (lambda: krum(-1), "faulty must be a whole number >= 0, got -1"),
-        (lambda: clip("mean"), "clip: norm must be one of 'median', got 'mean'"),
-        (lambda: clip(0), "clip: norm must be > 0, got 0"),
-        (lambda: started(FedAvgStrategy(average=krum(1)), Parameters((2,)), 4), "at least .* = 5 nodes, got 4"),
+        (lambda: FedAvgStrategy(average="medain"), ValueError, "average … medain … did you mean 'median'"),
+        (lambda: FedAvgStrategy(average=3), TypeError, "FedAvg … average … function … 3"),  # type: ignore[arg-type]
+        (lambda: FedAvgStrategy(average="rda", island_size=2), ValueError, "FedAvg … average=rda"),
+        (lambda: FedAvgStrategy(average=clip(1.0), island_size=2), ValueError, "FedAvg … clip"),
+        (lambda: mean("example"), ValueError, "by … did you mean 'examples'"),
+        (lambda: DiLoCoStrategy(average=mean("tokens")), ValueError, "'tokens'"),
+        (lambda: median() | compress(TopK(0.1)), TypeError, "median() | compress … plain mean"),
+        (lambda: mean("examples") | compress(TopK(0.1)), TypeError, "plain mean"),
+        (lambda: mean() | median(), TypeError, "one of each … median"),
+        (lambda: clip(1.0) | clip(2.0), TypeError, "one of each"),
+        (lambda: mean() | 3, TypeError, "| … 3"),  # type: ignore[operator]
+        (lambda: AsyncDiLoCoStrategy(average=compress(TopK(0.1))), ValueError, "one by one"),
+        (lambda: trimmed_mean(0.6), ValueError, "share … > 0 and <= 0.5 … 0.6"),
+        (lambda: krum(-1), ValueError, "faulty … >= 0 … -1"),
+        (lambda: clip("mean"), ValueError, "clip … norm … 'median' … 'mean'"),
+        (lambda: clip(0), ValueError, "clip … norm … > 0 … 0"),
+        (lambda: started(FedAvgStrategy(average=krum(1)), Parameters((2,)), 4), ValueError, "5 nodes … 4"),
     ],
 )
-def test_what_is_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_refused(make: Callable[[], object], error: type[Exception], said: str) -> None:
+    with refused(error, said):
         make()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from driven import Driven, Parameters, driven, driven_apart, normal, size, started
+from errors import refused
 from test_demo import tiles_of
 from torch import Tensor
 
@@ -719,35 +720,20 @@ def test_every_argument_changes_the_average(one: Compressor, other: Compressor) 
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "error", "said"),
     [
-        (lambda: TopK(0), ValueError, "fraction must be > 0 and <= 1|fraction must be <= 1 and > 0"),
-        (lambda: TopK(1.5), ValueError, "fraction must be"),
-        (lambda: TopK(0.1, "int16"), ValueError, "index_bytes must be one of"),
-        (lambda: RandomK(-0.1), ValueError, "fraction must be"),
-        (lambda: RandomK(0.1, 1), TypeError, "unbiased must be True or False"),  # type: ignore[arg-type]
-        (lambda: ScaledSign(0), ValueError, "block_size must be a whole number >= 1"),
-        (lambda: UniformQuantizer(1), ValueError, "bits must be a whole number from 2 to 16"),
-        (lambda: UniformQuantizer(17), ValueError, "bits must be"),
-        (lambda: QSGD(0), ValueError, "levels must be a whole number from 1 to 32767"),
-        (lambda: QSGD(7, 1.5), TypeError, "block_size must be"),  # type: ignore[arg-type]
-        (lambda: PowerSGD(0), ValueError, "rank must be a whole number >= 1"),
-        (lambda: DCTTopK(0), ValueError, "topk must be a whole number >= 1"),
-        (lambda: DCTTopK(1, 0), ValueError, "chunk must be a whole number >= 1"),
-        (lambda: TileTopK(0), ValueError, "topk must be a whole number >= 1"),
-        (lambda: TileTopK(quantizer=TopK()), TypeError, r"quantizer must be a quantizer such as Stat.*, got TopK\(\)$"),  # type: ignore[arg-type]
-        (lambda: StatisticalQuantizer(9), ValueError, "bits must be a whole number from 1 to 8"),
-        (lambda: StatisticalQuantizer(2, 0), ValueError, "block_size must be a whole number >= 1"),
-        (lambda: FP4(0), ValueError, "block_size must be"),
-        (lambda: FP4(two_stage=1), TypeError, "two_stage must be True or False, got 1"),  # type: ignore[arg-type]
-        (lambda: TileTopK(quantizer=FP4(two_stage=True)), ValueError, "two_stage has no effect on a quantizer of"),
-        (lambda: DCTTopK(1, 1, "int"), ValueError, "index_bytes must be one of"),
-        (lambda: compress("topk"), TypeError, "compressor must be a Compressor object, got 'topk'"),  # type: ignore[arg-type]
-        (lambda: compress(TopK(), 1.5), ValueError, "error_feedback must be"),
-        (lambda: compress(TopK(), "yes"), TypeError, "error_feedback must be a number"),  # type: ignore[arg-type]
-        (lambda: compress(TopK), TypeError, "compressor must be a Compressor object"),  # type: ignore[arg-type]
+        (lambda: TopK(1.5), ValueError, "fraction … 1.5"),
+        (lambda: TopK(0.1, "int16"), ValueError, "index_bytes … int16"),
+        (lambda: UniformQuantizer(17), ValueError, "bits … from 2 to 16 … 17"),
+        (lambda: StatisticalQuantizer(9), ValueError, "bits … from 1 to 8 … 9"),
+        (lambda: QSGD(0), ValueError, "levels … from 1 to 32767 … 0"),
+        (lambda: TileTopK(quantizer=TopK()), TypeError, "quantizer … TopK()"),  # type: ignore[arg-type]
+        (lambda: TileTopK(quantizer=FP4(two_stage=True)), ValueError, "two_stage"),
+        (lambda: compress("topk"), TypeError, "compressor … Compressor … topk"),  # type: ignore[arg-type]
+        (lambda: compress(TopK), TypeError, "compressor … Compressor"),  # type: ignore[arg-type]
+        (lambda: compress(TopK(), 1.5), ValueError, "error_feedback … 1.5"),
     ],
 )
-def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with refused(error, said):
         make()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import TASKS, Communication, Task, small_mlp, stacked_weights, train_separately, vectors
@@ -636,40 +637,32 @@ SELECTOR = RandomIndexSelector(0.1)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "said"),
     [
-        ({"p_sparta": 0.1, "index_selector": SELECTOR}, TypeError, r"p_sparta.*0\.1 and in index_selector=Random"),
-        ({"p_sparta": 0}, ValueError, "p_sparta must be > 0 and <= 1, got 0"),
-        ({"p_sparta": 1.1}, ValueError, "p_sparta must be > 0 and <= 1"),
-        ({"p_sparta": "0.1"}, TypeError, "p_sparta must be a number"),
-        ({"sparta_interval": 0}, ValueError, "sparta_interval must be a whole number >= 1, got 0"),
-        ({"async_delay": -1}, ValueError, "async_delay must be a whole number >= 0, got -1"),
-        ({"async_delay": 0.5}, TypeError, "async_delay must be a whole number"),
-        ({"quantization_bits": 0}, ValueError, "quantization_bits must be a whole number from 1 to 16, got 0"),
-        ({"quantization_bits": 32}, ValueError, "quantization_bits must be a whole number from 1 to 16"),
-        ({"compression_method": "top_k"}, ValueError, "'random', 'topk', got 'top_k'; did you mean 'topk'"),
-        ({"mask": "seeds"}, ValueError, "mask must be one of 'seed', 'broadcast', got 'seeds'"),
-        ({"index_selector": RandomIndexSelector}, TypeError, "index_selector must be an IndexSelector, such as Random"),
-        ({"index_selector": 0.1}, TypeError, r"index_selector must be an IndexSelector.*got 0\.1"),
         (
-            {"index_selector": SELECTOR, "compression_method": "topk"},
+            {"p_sparta": 0.1, "index_selector": SELECTOR},
             TypeError,
-            "compression_method='topk' the nodes nominate.*index_selector=Random.* has no effect",
+            "p_sparta … 0.1 … index_selector",
         ),
-        ({"mask": "broadcast", "compression_method": "topk"}, TypeError, "no mask to send.*mask='broadcast'"),
-        ({"p_spart": 0.1}, TypeError, "unknown argument 'p_spart'; did you mean 'p_sparta'"),
+        ({"p_sparta": 1.1}, ValueError, "p_sparta … > 0 and <= 1 … 1.1"),
+        ({"async_delay": -1}, ValueError, "async_delay … >= 0 … -1"),
+        ({"quantization_bits": 32}, ValueError, "quantization_bits … from 1 to 16 … 32"),
+        ({"compression_method": "top_k"}, ValueError, "'random', 'topk' … did you mean 'topk'"),
+        ({"mask": "seeds"}, ValueError, "mask … 'seed', 'broadcast' … seeds"),
+        ({"index_selector": RandomIndexSelector}, TypeError, "index_selector … IndexSelector"),
+        ({"index_selector": SELECTOR, "compression_method": "topk"}, TypeError, "compression_method='topk'"),
+        ({"mask": "broadcast", "compression_method": "topk"}, TypeError, "mask='broadcast'"),
+        ({"p_spart": 0.1}, TypeError, "p_spart … did you mean 'p_sparta'"),
     ],
 )
 @pytest.mark.parametrize("strategy", [SPARTAStrategy, SPARTADiLoCoStrategy])
-def test_errors(strategy: type[Strategy], options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_refused(strategy: type[Strategy], options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with refused(error, said):
         strategy(**options)
 
 
 def test_errors_of_the_module() -> None:
-    with pytest.raises(ValueError, match="sparsification_rate must be > 0 and <= 1, got 2"):
+    with refused(ValueError, "sparsification_rate … > 0 and <= 1 … 2"):
         SparseCommunicator(sparsification_rate=2)
-    with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
-        SparseCommunicator(every=0)
-    with pytest.raises(TypeError, match="index_selector must be an IndexSelector"):
+    with refused(TypeError, "index_selector … IndexSelector"):
         SparseCommunicator(0.1)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from driven import driven, driven_apart, normal
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -216,30 +217,25 @@ def test_real_processes_have_equal_bits(num_nodes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "kind", "said"),
     [
-        (
-            {"fragments": 7, "H": 8},
-            ValueError,
-            r"layers or modules, got 7; .*'embedding', 'head', 'blocks.0', 'blocks.1'",
-        ),
-        ({"fragments": 9, "H": 8}, ValueError, "fragments must be a whole number from 1 to 8, got 9"),
-        ({"H": 3}, ValueError, "H must be at least the number of fragments, 4, got 3"),
-        ({"fragments": [["embedding"], ["blocks"]]}, ValueError, "head is in none"),
-        ({"fragments": [["embedding", "head", "blocks"], ["blocks.1"]]}, ValueError, "blocks.1.weight is in 2"),
-        ({"fragments": [["embedding", "haed"]]}, ValueError, "'haed', the name of no parameter; there are"),
-        ({"fragments": ["embedding"]}, TypeError, "got 'embedding' in place of a list"),
-        ({"fragments": 2.0}, TypeError, "fragments must be"),
+        ({"fragments": 7, "H": 8}, ValueError, "layers … 7 … 'embedding', 'head', 'blocks.0', 'blocks.1'"),
+        ({"fragments": 9, "H": 8}, ValueError, "fragments … from 1 to 8 … 9"),
+        ({"H": 3}, ValueError, "H … fragments … 4 … 3"),
+        ({"fragments": [["embedding"], ["blocks"]]}, ValueError, "head"),
+        ({"fragments": [["embedding", "head", "blocks"], ["blocks.1"]]}, ValueError, "blocks.1.weight … 2"),
+        ({"fragments": [["embedding", "haed"]]}, ValueError, "haed"),
+        ({"fragments": ["embedding"]}, TypeError, "embedding … list"),
+        ({"fragments": 2.0}, TypeError, "fragments"),
         ({"pattern": "stride"}, ValueError, "did you mean 'strided'"),
-        ({"H": 4, "delay": 4}, ValueError, "delay must be below H"),
-        ({"mixing": 1.5}, ValueError, "mixing must be >= 0 and <= 1, got 1.5"),
-        ({"outer_step": "send"}, TypeError, "outer_step='send' has no effect without delay"),
-        ({"outer_step": "late", "delay": 1}, ValueError, "outer_step must be one of 'due', 'send'"),
+        ({"H": 4, "delay": 4}, ValueError, "delay … H"),
+        ({"outer_step": "send"}, TypeError, "outer_step='send' … delay"),
+        ({"outer_step": "late", "delay": 1}, ValueError, "outer_step … 'due', 'send'"),
     ],
     ids=str,
 )
-def test_what_is_not_possible(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
+def test_refused(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with refused(kind, said):
         driven(StreamingDiLoCoStrategy(**{"H": 6, **arguments}), Layered(), normal(1, 2, 15, dtype=torch.float64))
 
 
