@@ -244,6 +244,20 @@ def test_a_search_that_is_killed_continues(
             tune(**options)
 
 
+def test_a_search_that_prunes_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"trials": 4, "together": 4, "pruner": Odd(), "val_interval": 2, "max_steps": 7}
+    whole = tune(**options)
+    options |= {"save_dir": tmp_path, "checkpoint_interval": 3}
+    for count in (10, 12):  # before and after the rung that prunes, of 4 runs a step
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            tune(**options, **killed_at("step", count, patch))
+    search = tune(**options)
+    assert_equally_told(search.study, whole.study)
+    for one, other in zip(search.study.trials, whole.study.trials, strict=True):
+        assert one.intermediate_values == pytest.approx(other.intermediate_values, rel=1e-5)
+    assert [run.stopped_at for run in search.values()].count(4) == 2
+
+
 SCRIPT = """
 import os, signal, sys
 import test_search as t
@@ -358,6 +372,19 @@ def test_mistakes_are_named_before_training(options: dict[str, Any], error: type
 
     with pytest.raises(error, match=message):
         tune(**options, callbacks=[refuse])
+
+
+@pytest.mark.slow
+def test_it_trains_in_processes() -> None:
+    processes: dict[str, Any] = {"backend": "process", "num_processes": 2}
+    assert_equally_told(tune(trials=2, **processes).study, tune(trials=2).study)
+
+
+def test_it_does_not_search_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=r"under torchrun .*num_processes="):
+        tune(trials=2, backend="process")
 
 
 def test_it_needs_validation_data_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from vsim.compare import call_text, checked_seeds, compare, train_entries
 from vsim.data.batches import Data
 from vsim.extras import extra
 from vsim.network import Compute, Network
+from vsim.process import under_torchrun
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.fronts import COSTS
@@ -103,6 +104,11 @@ def tune(
         Network.of(options.get("network"))
         if Compute.of(options.get("compute")).dollars_per_hour is None and "cost" in objectives:
             raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
+    if options.get("backend") == "process" and under_torchrun():
+        raise ValueError(
+            "vsim.tune asks for trials in one process, and under torchrun every process would ask for its own: start "
+            'it without torchrun, with backend="process" and num_processes='
+        )
     if val_dataset is None:
         raise ValueError("tune() chooses by validation loss and needs a validation dataset")
     seed = checked_seeds(seeds, dict(options))[0]
