@@ -471,7 +471,7 @@ def attendances(draw: Callable[..., Any]) -> Configuration:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, **STABLE)
+@settings(max_examples=150, **STABLE)
 @given(attendances())
 def test_who_takes_part_is_the_same_in_a_run_that_was_cut_in_two_and_node_by_node(c: Configuration) -> None:
     with tempfile.TemporaryDirectory() as folder:
