@@ -183,6 +183,10 @@ def test_table_figure_and_file(ladder: Ladder, tmp_path: Path) -> None:
     read = vsim.load_ladder(tmp_path / "ladder.json")
     assert repr(read) == repr(ladder) and read.to_pandas().equals(frame)
     assert repr(read.order(1e4)) == repr(ladder.order(1e4)) == repr(order(frame, 1e4))
+    ladder.save(tmp_path / "brief.json", whole=False)
+    brief = vsim.load_ladder(tmp_path / "brief.json")
+    assert repr(brief) == repr(ladder) and repr(brief.order(1e4)) == repr(ladder.order(1e4))
+    assert (tmp_path / "brief.json").stat().st_size < (tmp_path / "ladder.json").stat().st_size
     for broken in ({}, {"sizes": [1], "parameters": [2], "comparisons": [{}]}, {"sizes": [1], "parameters": [2]}):
         (tmp_path / "broken.json").write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=r"broken\.json"):
@@ -271,7 +275,9 @@ def synthetic(ladder: Ladder, gap: float, noise: float = 0.001) -> Decision:
     steps = dict.fromkeys(STRATEGIES, 10)
     limits = {"time": "1 h"}
     network, compute = vsim.Network("1 Gbit/s"), Compute(0.1)
-    return decided(ladder.largest, frame, 2000, 4, network, compute, limits, steps, "10 steps", None, ladder._looks())
+    return decided(
+        ladder.largest, frame, 2000, 4, network, compute, limits, steps, "10 steps", False, None, {}, ladder._looks()
+    )
 
 
 def test_what_is_sure_is_decided_and_what_to_train_next_decides(ladder: Ladder) -> None:
@@ -295,6 +301,9 @@ def test_a_strategy_without_a_price_is_named(ladder: Ladder, monkeypatch: pytest
     monkeypatch.setattr(ladder.largest["FedAvg"], "strategy", None)
     with pytest.raises(TypeError, match="FedAvg was read from a file"):
         ladder.decide(**TARGET, compute=0.1, within={"time": "1 h"})
+    own = {"FedAvg": STRATEGIES["AllReduce"]}
+    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "1 h"}, strategies=own)
+    assert decision.costs["FedAvg"] == decision.costs["AllReduce"]
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -330,6 +339,7 @@ def test_what_is_refused_before_training(given: dict[str, Any], kind: type[Excep
         ({"within": {"cost": 3}}, ValueError, "cost.*dollars_per_hour"),
         ({"parameters": 0}, ValueError, "parameters .*0"),
         ({"tokens_per_step": 100}, TypeError, "tokens_per_step.*max_steps"),
+        ({"strategies": {"fedavg": None}}, ValueError, "strategies.*FedAvg.*fedavg"),
         ({"max_steps": 0}, ValueError, "max_steps.*0"),
         ({"network": None}, TypeError, "network"),
         ({"compute": None}, TypeError, "compute"),

@@ -75,6 +75,9 @@ def ladder(
         raise ValueError(f"sizes must be at least two different numbers, got {chosen}")
     seeds = [options.get("seed", 42)] if options.get("seeds") is None else a_list("seeds", options["seeds"])
     first = whole_number("seeds", seeds[0], at_least=0)
+    num_nodes = whole_number("num_nodes", num_nodes)
+    if tokens_per_parameter is not None:
+        real_number("tokens_per_parameter", tokens_per_parameter, above=0)
     parameters = {size: _parameters(_made(model, size, first)) for size in chosen}
     if len(set(parameters.values())) < len(chosen):
         raise ValueError(f"models of different sizes must differ in parameters, got {parameters}")
@@ -82,8 +85,7 @@ def ladder(
         if max_steps is not None or budget is not None or "num_epochs" in options:
             what = "max_steps" if max_steps is not None else "budget" if budget is not None else "num_epochs"
             raise TypeError(f"tokens_per_parameter and {what} both decide the steps; give one of them")
-        each = _TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
-        tokens_per_parameter = real_number("tokens_per_parameter", each, above=0)
+        tokens_per_parameter = _TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
     elif "num_epochs" in options and max_steps is not None:
         raise TypeError("num_epochs has no effect with max_steps")
     ascending = sorted(chosen, key=parameters.__getitem__)
@@ -157,6 +159,7 @@ class _Counted:
             defaults = option_defaults()
             names = ("batch_size", "shuffle", "dataloader_kwargs")
             batch_size, shuffle, kwargs = (options.get(name, defaults[name]) for name in names)
+            whole_number("batch_size", batch_size)
             batches = Batches(datasets, num_nodes, batch_size, shuffle, seed, kwargs)
             examples, tokens = sizes_of(next(batches.from_step()))
         self.tokens, self._order = tokens // examples, batches.order

@@ -226,14 +226,17 @@ def decided(
     within: Mapping[str, Any],
     steps: Mapping[str, int],
     training: str,
+    is_tuned: bool,
     bytes_per_parameter: int | None,
+    strategies: Mapping[str, Any],
     looks: Looks,
 ) -> Decision:
     """Return which strategy to train a large model with; see `Ladder.decide`.
 
     Args:
         largest: the comparison whose strategies are priced. losses: of all sizes, see `order`. to: parameters.
-        steps: name → steps at the target. training: text on these. looks: of the strategies.
+        steps: name → steps at the target. training: text on these. is_tuned: whether settings were.
+        strategies: name → strategy, instead of the run's. looks: of the strategies.
     """
     if not isinstance(within, Mapping) or not within:
         raise TypeError(f"within must be a dict such as {{'time': '10 h'}}, got {given(within)}")
@@ -247,9 +250,12 @@ def decided(
     costs: dict[str, Priced] = {}
     seconds: dict[str, Floats] = {}
     for name in largest:
-        strategy, seed = largest[name].strategy, largest[name].seed
+        strategy, seed = strategies.get(name, largest[name].strategy), largest[name].seed
         if not hasattr(strategy, "dry_run"):
-            raise TypeError(f"{name} was read from a file that does not hold its strategy, and has no price")
+            raise TypeError(
+                f"{name} was read from a file that does not hold its strategy: give strategies={{{name!r}: …}}, got "
+                f"{strategy!r:.100}"
+            )
         try:
             with naming(name), naming_layers(bare):
                 ledger = strategy.dry_run(bare, num_nodes, steps[name], seed, compute.totals(num_nodes))
@@ -271,7 +277,7 @@ def decided(
     chart = BudgetMap(math.nan, BANDWIDTHS, LATENCIES, {}, {}, looks, f"ahead within {limits}", cells=cells)
     sizes = f"{len(found.sizes)} sizes from {in_short(found.sizes[0])} to {in_short(found.sizes[-1])}"
     small = largest[next(iter(largest))].history.num_nodes
-    tuned = "tuned at the largest size" if largest.tuned else "those of the ladder, not tuned at each size"
+    tuned = "tuned at the largest size" if is_tuned else "those of the ladder, not tuned at each size"
     assumptions = [
         f"Every run trains {training}; a node computes {compute.node_seconds.mean():.3g} s a step on {network!r}, "
         "without failures.",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vsim.arguments import real_number, whole_number
+from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
 from vsim.figures.style import literal, styled
 from vsim.network import Compute, Network
 from vsim.records.comparison import Comparison
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-_KEYS = ("sizes", "parameters", "comparisons")
+_KEYS = ("sizes", "parameters", "comparisons", "tuned")
 # Tokens of all nodes in a step of a large model, where nothing else says how many: 2^20.
 _TOKENS_PER_STEP = 1_048_576
 
@@ -37,6 +37,7 @@ class Ladder:
         comparisons: size → Comparison, by ascending parameters. parameters: size → trainable parameters.
         tokens_per_parameter: that every run trained on; None if `max_steps` or a budget decided.
         tokens_per_example: 0 if examples hold no token ids: an example then counts as a token.
+        tuned: size → strategy → the setting that `tune=` found there, as text; empty without it.
     """
 
     def __init__(
@@ -45,11 +46,18 @@ class Ladder:
         parameters: Mapping[int, int],
         tokens_per_parameter: float | None = None,
         tokens_per_example: int = 0,
+        tuned: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         ascending = sorted(comparisons, key=parameters.__getitem__)
         self.comparisons = {size: comparisons[size] for size in ascending}
         self.parameters = {size: parameters[size] for size in ascending}
         self.tokens_per_parameter, self.tokens_per_example = tokens_per_parameter, tokens_per_example
+        if tuned is None:
+            tuned = {
+                size: {name: str(sweep.chosen()) for name, sweep in own.tuned.items()}
+                for size, own in self.comparisons.items()
+            }
+        self.tuned = {size: dict(tuned[size]) for size in ascending if tuned.get(size)}
 
     @property
     def largest(self) -> Comparison:
@@ -78,7 +86,7 @@ class Ladder:
         left = {size: own for size, own in self.comparisons.items() if size not in sizes}
         if not left:
             raise ValueError(f"nothing is left without {', '.join(map(str, sizes))}")
-        return Ladder(left, self.parameters, self.tokens_per_parameter, self.tokens_per_example)
+        return Ladder(left, self.parameters, self.tokens_per_parameter, self.tokens_per_example, self.tuned)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per size, strategy and seed: size, parameters, strategy, seed, steps, loss and wire_bytes.
@@ -127,6 +135,7 @@ class Ladder:
         max_steps: int | None = None,
         tokens_per_step: float | None = None,
         bytes_per_parameter: int | None = None,
+        strategies: Mapping[str, Any] | None = None,
     ) -> Decision:
         """Return which strategy to train a large model with: what each costs there, and in which order they come.
 
@@ -141,11 +150,16 @@ class Ladder:
                 the largest size.
             tokens_per_step: of all nodes (examples, if these hold no token ids); default: 2²⁰ = 1,048,576.
             bytes_per_parameter: see `vsim.price`.
+            strategies: name → strategy, for strategies of your own in a ladder that was read from a file.
 
         Raises:
             TypeError, ValueError: an argument is out of range, or has no effect; a strategy has no price.
         """
         to = real_number("parameters", parameters, at_least=1)
+        if not isinstance(strategies, Mapping | None):
+            raise TypeError(f"strategies must be a dict of name → strategy, got {given(strategies)}")
+        for name in strategies or {}:
+            one_of("strategies: a name", name, self.names)
         steps, said = self._steps_at(to, max_steps, tokens_per_step)
         return decided(
             self.largest,
@@ -157,7 +171,9 @@ class Ladder:
             within,
             steps,
             said,
+            list(self.comparisons)[-1] in self.tuned,
             bytes_per_parameter,
+            strategies or {},
             self._looks(),
         )
 
@@ -216,7 +232,7 @@ class Ladder:
         trained = (
             "" if self.tokens_per_parameter is None else f"{self.tokens_per_parameter:g} {self.unit} a parameter, "
         )
-        tuned = ", each tuned at its size" if all(own.tuned for own in self.comparisons.values()) else ""
+        tuned = ", each tuned at its size" if len(self.tuned) == len(self.comparisons) else ""
         number = " or ".join(map(str, seeds))
         return (
             f"sizes {sizes}; {trained}{number} {'seed' if seeds == [1] else 'seeds'}, "
@@ -267,17 +283,26 @@ class Ladder:
     def _looks(self) -> Looks:
         return Looks(looks_of(self.names).by_name)
 
-    def save(self, path: str | Path) -> None:
-        """Write everything but the models to a file, for `vsim.load_ladder`."""
+    def save(self, path: str | Path, *, whole: bool = True) -> None:
+        """Write everything but the models to a file, for `vsim.load_ladder`.
+
+        Args:
+            whole: False: without the runs of tuning, and of each record the first and the last row alone. Orders and
+                decisions remain the same, and the file is small.
+        """
+        comparisons = [own._as_plain() for own in self.comparisons.values()]
+        if not true_or_false("whole", whole):
+            for comparison in comparisons:
+                comparison.pop("tuned", None)
+                for run in comparison["runs"]:
+                    history = run["history"]
+                    history["columns"] = {name: _ends(own) for name, own in history["columns"].items()}
+                    history["node_losses"] = history["node_losses"][-1:]
+        about = {"tokens_per_parameter": self.tokens_per_parameter, "tokens_per_example": self.tokens_per_example}
+        sizes, tuned = list(self.comparisons), [self.tuned.get(size, {}) for size in self.comparisons]
+        parameters = list(self.parameters.values())
         write_json(
-            path,
-            {
-                "sizes": list(self.comparisons),
-                "parameters": list(self.parameters.values()),
-                "tokens_per_parameter": self.tokens_per_parameter,
-                "tokens_per_example": self.tokens_per_example,
-                "comparisons": [own._as_plain() for own in self.comparisons.values()],
-            },
+            path, {"sizes": sizes, "parameters": parameters, "comparisons": comparisons, "tuned": tuned, **about}
         )
 
     @classmethod
@@ -297,6 +322,7 @@ class Ladder:
                 dict(zip(sizes, parameters, strict=True)),
                 None if each is None else real_number("tokens_per_parameter", each, above=0),
                 whole_number("tokens_per_example", content.get("tokens_per_example", 0), at_least=0),
+                dict(zip(sizes, map(dict, content["tuned"]), strict=True)),
             )
 
     def _repr_html_(self) -> str:
@@ -311,6 +337,11 @@ class Ladder:
 
     def __repr__(self) -> str:
         return f"Ladder of {len(self.names)} strategies\n{self.table()}"
+
+
+def _ends(rows: list[Any]) -> list[Any]:
+    """Return the first and the last row."""
+    return rows if len(rows) < 2 else [rows[0], rows[-1]]
 
 
 def _losses(comparison: Comparison) -> dict[str, dict[int, float]]:
