@@ -1,12 +1,11 @@
-"""Comparisons made by hand, and errors that must name what they are about."""
+"""Comparisons made by hand, and lists of calls that must be refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
+from errors import refused
 
 from vsim import ComparedRun, Comparison, Event, History
 
@@ -60,20 +59,11 @@ def of_finals(**finals: Iterable[float]) -> Comparison:
     )
 
 
-@contextmanager
-def refused(kind: type[Exception] | tuple[type[Exception], ...], *words: object) -> Iterator[None]:
-    """An error of that kind is raised, and names all of these: the argument, the value, what is allowed."""
-    with pytest.raises(kind) as caught:
-        yield
-    missing = [word for word in map(str, words) if word not in str(caught.value)]
-    assert not missing, f"{missing} not named in: {caught.value}"
-
-
 Refusals = Sequence[tuple[Callable[[], Any], type[Exception], Sequence[object]]]
 
 
 def check_refusals(cases: Refusals) -> None:
-    """Every call raises an error that names its words; see `refused`."""
+    """Every call raises an error that names its words; see `errors.refused`."""
     for call, kind, words in cases:
         with refused(kind, *words):
             call()

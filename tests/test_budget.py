@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from made import refused
 from separate import small_cnn, small_mlp, vectors
 from test_ensemble import Killed, alone, assert_is_its_own_fit, assert_same, killed_at
 from torch import nn

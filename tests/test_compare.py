@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compared import STEPS, K, compared, three_strategies
-from made import refused
+from errors import refused
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -14,9 +14,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from compared import STEPS, compared, three_strategies
+from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from made import check_refusals, refused, run, texts
+from made import check_refusals, run, texts
 from made import comparison as made
 from matplotlib.figure import Figure
 

@@ -8,9 +8,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from errors import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made import check_refusals, refused, run, texts
+from made import check_refusals, run, texts
 from made import comparison as made
 
 import vsim

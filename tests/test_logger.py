@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from made import refused
 from separate import small_gpt, small_mlp, tokens, vectors
 from test_torchrun import free_port, torchrun
 from torch import nn
@@ -556,7 +556,7 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"run_name": "../up"}, ValueError, ["run_name", "folder", "'../up'"]),
         ({"run_name": "/root"}, ValueError, ["run_name", "folder", "'/root'"]),
         ({"run_name": ""}, ValueError, ["run_name", "folder", "''"]),
-        ({"wandb_project": 3}, TypeError, ["project", "text", "3"]),
+        ({"wandb_project": 3}, TypeError, ["wandb_project", "text", "3"]),
         ({"run_name": "x", "log_interval": 0}, ValueError, ["log_interval", ">= 1", "0"]),
         ({"log_interval": 5}, ValueError, ["log_interval", "no effect", "logger"]),
         ({"run_name": "x", "log_x_axis": "example"}, ValueError, ["log_x_axis", "did you mean 'examples'"]),
@@ -574,7 +574,7 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     absent: list[tuple[str, Any]] = [("wandb", lambda: WandbLogger("p")), ("wandb", lambda: fit(wandb_project="p"))]
     for name, make in [*absent, ("tensorboard", TensorBoardLogger)]:
-        with refused(ImportError, f"Logger needs {name}", f'pip install "vsim[{name}]"'):
+        with refused(ImportError, name, f'pip install "vsim[{name}]"'):
             make()
     assert not Path("logs").exists()
 

@@ -13,9 +13,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import check_refusals, refused, run
+from made import check_refusals, run
 
 import vsim
 from vsim import ComparedRun, History, Sweep

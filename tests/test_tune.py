@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from made import refused, run
+from errors import refused
+from made import run
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from compared import compared
-from made import check_refusals, refused, run
+from errors import refused
+from made import check_refusals, run
 from made import comparison as made
 from matplotlib.text import Text
 
