@@ -39,6 +39,13 @@ EXPECTED: dict[str, list[str]] = {
         r"<td>alone +</td><td>– ",
         r"1 \+0 · 2⁻²³ +</td><td>\d\.\d{4} ",
     ],
+    "decide": [
+        PICTURE,
+        r"5 of 6 pairs came out",
+        r"extrapolated: not decided for 1\.3B parameters|extrapolated: .* for 1\.3B parameters",
+        r"too few for a probability, which takes 20",
+        r"AllReduce +\d",
+    ],
     "demo": [TABLE, PICTURE, r"of the entries", r"sign, top-k of tiles, lr = .*×"],
     "first_comparison": [TABLE, PICTURE, r"FedAvg, H = 10 .*10\.0×", r"SPARTA, p = 0\.5 % .*(19|20)\d"],
     "diloco_scaling": [
