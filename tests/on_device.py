@@ -40,8 +40,8 @@ from vsim.strategy import (
     ScaffoldStrategy,
     SimpleReduceStrategy,
     Strategy,
-    edit,
 )
+from vsim.strategy.average import Edit
 
 profiles = pytest.mark.parametrize("profile", ["cuda", "mps"])
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
@@ -113,7 +113,7 @@ def reads_vectors(strategy: Strategy) -> bool:
     """Whether an average of it looks which vectors are finite, as robust rules and clip("median") do."""
     averages = [vars(part).get("average") for part in (strategy, *strategy.communication_modules)]
     own = [average for average in averages if isinstance(average, Average)]
-    by_rule = any(average.rule.needs_rows and not isinstance(average.rule, edit) for average in own)
+    by_rule = any(average.rule.needs_rows and not isinstance(average.rule, Edit) for average in own)
     return by_rule or any(average.limit is not None and average.limit.norm == "median" for average in own)
 
 

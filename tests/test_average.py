@@ -44,7 +44,7 @@ from vsim.strategy import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.average import average_of
+from vsim.strategy.average import RDA, TIES, Krum, average_of
 
 Rows = NDArray[np.float64]
 
@@ -188,15 +188,15 @@ def test_krum_is_a_row_with_the_least_score(rows: Rows, faulty: int) -> None:
 @settings(max_examples=30)
 @given(data=st.data())
 def test_the_order_of_the_nodes_is_nothing(merger: Rule, data: st.DataObject) -> None:
-    least = 2 * merger.faulty + 3 if isinstance(merger, krum) else 1
+    least = 2 * merger.faulty + 3 if isinstance(merger, Krum) else 1
     rows = data.draw(stacked(st.tuples(st.integers(least, 8), st.integers(1, 5))))
-    if isinstance(merger, ties):
+    if isinstance(merger, TIES):
         rows = rows + np.arange(rows.size).reshape(rows.shape) / 4096
     other = rows[data.draw(st.permutations(range(len(rows))))]
-    if isinstance(merger, krum):
+    if isinstance(merger, Krum):
         own = sorted(scores(rows, merger.faulty))
         assume(len(own) < 2 or own[1] > own[0] * (1 + 1e-5))  # else the first in order
-    if isinstance(merger, rda):
+    if isinstance(merger, RDA):
         assume(well_defined(rows))
     assert_close(merged(merger, other), merged(merger, rows), rows, 1e-3)
 
@@ -205,8 +205,8 @@ def test_the_order_of_the_nodes_is_nothing(merger: Rule, data: st.DataObject) ->
 @settings(max_examples=30)
 @given(row=stacked(st.tuples(st.just(1), st.integers(1, 5))), n=st.integers(1, 7))
 def test_equal_vectors_give_the_vector(merger: Rule, row: Rows, n: int) -> None:
-    n += 2 * merger.faulty + 2 if isinstance(merger, krum) else 0
-    row = row[:, :1] if isinstance(merger, ties) else row  # of which small entries are lost
+    n += 2 * merger.faulty + 2 if isinstance(merger, Krum) else 0
+    row = row[:, :1] if isinstance(merger, TIES) else row  # of which small entries are lost
     assert_close(merged(merger, row.repeat(n, axis=0)), row[0], row)
 
 
@@ -214,7 +214,7 @@ def test_equal_vectors_give_the_vector(merger: Rule, row: Rows, n: int) -> None:
 @settings(max_examples=30)
 @given(rows=vectors)
 def test_no_entry_is_beyond_those_of_all_nodes(merger: Rule, rows: Rows) -> None:
-    rows = rows.repeat(5, axis=0) if isinstance(merger, krum) else rows
+    rows = rows.repeat(5, axis=0) if isinstance(merger, Krum) else rows
     result, slack = merged(merger, rows), 1e-6 * np.abs(rows).max()
     assert (rows.min(0) - slack <= result).all() and (result <= rows.max(0) + slack).all()
 
@@ -240,7 +240,7 @@ def test_a_row_that_is_not_finite_loses(merger: Rule, value: float) -> None:
     result = merger(rows)
     assert result.isfinite().all() and 0 <= float(result[0]) <= 6
     assert torch.equal(merger(rows), result)
-    if not isinstance(merger, krum):
+    if not isinstance(merger, Krum):
         assert torch.equal(result, merger(rows[[0, 2, 3, 5, 6]]))
 
 
@@ -249,7 +249,7 @@ def test_a_row_that_is_not_finite_loses(merger: Rule, value: float) -> None:
 @given(rows=vectors, data=st.data())
 def test_weights_are_so_many_equal_nodes(merger: Rule, rows: Rows, data: st.DataObject) -> None:
     counts = np.array(data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows))))
-    assume(not isinstance(merger, rda) or well_defined(rows.repeat(counts, axis=0)))
+    assume(not isinstance(merger, RDA) or well_defined(rows.repeat(counts, axis=0)))
     weighted = merged(merger, rows, counts / counts.sum())
     assert_close(weighted, merged(merger, rows.repeat(counts, axis=0)), rows, 1e-3)
 
@@ -444,7 +444,7 @@ def test_embeddings_take_the_mean() -> None:
 @pytest.mark.parametrize("num_nodes", [2, 3, 5])
 @pytest.mark.parametrize("merger", ALL, ids=repr)
 def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule, num_nodes: int) -> None:
-    if isinstance(merger, krum):
+    if isinstance(merger, Krum):
         num_nodes += 2 * merger.faulty + 1  # so that 2 become the fewest that it takes
     model = Parameters((5, 3), (7,), (), (4, 2, 3))
     gradients = normal(3, num_nodes, size(model))
@@ -454,7 +454,7 @@ def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule, num_nodes: in
         SimpleReduceStrategy(**both),
         StreamingDiLoCoStrategy(H=2, fragments=parts, delay=1, **both),
     ]
-    if not merger.of_moves and not isinstance(merger, krum):  # which islands of two are too small for
+    if not merger.of_moves and not isinstance(merger, Krum):  # which islands of two are too small for
         strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, average=merger))
     for strategy in strategies:
         together = driven(strategy, model, gradients, deterministic=True)

@@ -93,7 +93,7 @@ def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> A
     if brief and not hasattr(value, "__dict__"):
         return _plain(str(value))
     cls = value.cls if isinstance(value, OptimSpec) else type(value)
-    known = {"class": cls.__qualname__ if brief else _name(cls)}
+    known = {"class": vars(cls).get("made_by", cls.__qualname__) if brief else _name(cls)}
     if isinstance(value, OptimSpec | Network | Compute):
         own = value.arguments if isinstance(value, OptimSpec) else value.as_plain()
         return known | {name: describe(item, depth, seen) for name, item in own.items()}

@@ -8,7 +8,9 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import Average, AverageLike, edit, positive, tensor_norms, weighted_by_tensor
+from vsim.strategy.average import Average, AverageLike, edit
+from vsim.strategy.average.base import positive
+from vsim.strategy.average.merging import Edit, tensor_norms, weighted_by_tensor
 from vsim.strategy.base import Algorithm, Optim
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
@@ -63,7 +65,7 @@ class EDiTCommunicator(OuterStep):
         outer_max_norm: float | None = 10.0,
     ) -> None:
         super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
-        if len(self.average.parts) > 1 or not isinstance(self.average.rule, edit):
+        if len(self.average.parts) > 1 or not isinstance(self.average.rule, Edit):
             raise TypeError(
                 f"EDiT: average must be edit(temperature), got {average!r}; DiLoCoStrategy takes the others"
             )
@@ -84,7 +86,7 @@ class EDiTCommunicator(OuterStep):
     def sync(self, cluster: Cluster) -> None:
         phi, delta = self.outer_weights, self.outer_gradient
         moves, rule = phi - cluster.weights, self.average.rule  # (R, P)
-        assert isinstance(rule, edit)
+        assert isinstance(rule, Edit)
         norms = self.gate(tensor_norms(moves, cluster))  # (R, L), infinite where a node is left out
         for view, own in zip(cluster.replicas.views(moves).values(), norms.T, strict=True):
             view.masked_fill_(own.isinf().view(-1, *[1] * (view.dim() - 1)), 0)

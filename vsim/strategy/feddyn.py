@@ -8,11 +8,12 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.outer import SharedWeights
 from vsim.strategy.scaffold import share_of_joining
 
 
-class DynamicRegularizer(CommunicationModule):
+class DynamicRegularizer(SharedWeights):
     """Make the clients' minima agree by a linear and a quadratic term in each loss, which every H-th step moves.
 
         θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
@@ -33,7 +34,6 @@ class DynamicRegularizer(CommunicationModule):
     Deviations from the paper: H counts steps, not epochs.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
     correction: Tensor  # h, the mean of the h_k of all clients, shared (P,)
     corrections: Tensor  # h_k, stacked (R, P), a row for each client
 
@@ -42,8 +42,8 @@ class DynamicRegularizer(CommunicationModule):
         self.alpha = real_number("alpha", alpha, above=0)
 
     def setup(self, cluster: Cluster) -> None:
-        phi = cluster.weights[0].clone()
-        self.keep_shared(outer_weights=phi, correction=torch.zeros_like(phi))
+        super().setup(cluster)
+        self.keep_shared(correction=torch.zeros_like(self.outer_weights))
         self.keep_client(corrections=torch.zeros_like(cluster.weights))
 
     def attend(self, cluster: Cluster) -> None:
@@ -61,9 +61,6 @@ class DynamicRegularizer(CommunicationModule):
         self.correction.sub_(mean - self.outer_weights, alpha=self.alpha * share)
         self.outer_weights.copy_(mean - self.correction / self.alpha)
         cluster.weights.copy_(self.outer_weights)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class FedDynStrategy(Algorithm, of=DynamicRegularizer):

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of, mean
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, interval
 
 
-class NormalizedAverage(CommunicationModule):
+class NormalizedAverage(SharedWeights):
     """Average each client's move per step, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
@@ -29,7 +30,6 @@ class NormalizedAverage(CommunicationModule):
     and proximal terms the paper has other divisors.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
     steps: Tensor  # τ_k, of the round so far, stacked (R, 1)
 
     def __init__(self, *, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
@@ -37,9 +37,8 @@ class NormalizedAverage(CommunicationModule):
         self.average = average_of(average, "FedNova")
 
     def setup(self, cluster: Cluster) -> None:
-        self.keep_shared(outer_weights=cluster.weights[0].clone())
+        super().setup(cluster)
         self.keep_client(steps=torch.zeros_like(cluster.weights[:, :1]))
-        self.average.setup(cluster)
 
     def communicate(self, cluster: Cluster) -> None:
         taken = torch.ones_like(self.steps)
@@ -61,9 +60,6 @@ class NormalizedAverage(CommunicationModule):
         self.outer_weights.add_(steps * moved)
         cluster.weights.copy_(self.outer_weights)
         self.steps.zero_()
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class FedNovaStrategy(Algorithm, of=NormalizedAverage):

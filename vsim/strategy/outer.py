@@ -20,7 +20,20 @@ from vsim.strategy.when import When, interval
 NESTEROV = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-class OuterStep(CommunicationModule):
+class SharedWeights(CommunicationModule):
+    """Shared weights φ, which are the global model. Base of modules."""
+
+    outer_weights: Tensor  # φ, shared (P,)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+        self.average.setup(cluster)
+
+    def global_weights(self, cluster: Cluster) -> Tensor:
+        return self.outer_weights
+
+
+class OuterStep(SharedWeights):
     """Shared weights φ, and an outer optimizer that steps them by a gradient Δ. Base of modules.
 
     A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and gives φ to the nodes.
@@ -31,7 +44,6 @@ class OuterStep(CommunicationModule):
 
     default_optim: ClassVar[OptimSpec] = NESTEROV
 
-    outer_weights: Tensor  # φ, shared (P,)
     outer_gradient: Tensor  # Δ, shared (P,)
     outer_optim: Optimizer
     derived = ("outer_gradient",)
@@ -54,9 +66,6 @@ class OuterStep(CommunicationModule):
         optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
         self.keep_shared(outer_weights=phi, outer_optim=optim)
         self.average.setup(cluster)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluating(self.outer_optim, self.outer_weights)

@@ -11,8 +11,8 @@ from vsim import strategy
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.strategy.base import Algorithm
 
-# What a call may name: vsim's own classes.
-_OWN = {name: own for name in strategy.__all__ if isinstance(own := getattr(strategy, name), type)}
+# What a call may name: vsim's own classes, and the functions of averages.
+_OWN = {name: own for name in strategy.__all__ if callable(own := getattr(strategy, name))}
 _LONGEST = 10_000  # characters
 
 

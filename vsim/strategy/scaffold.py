@@ -8,7 +8,8 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.outer import SharedWeights
 
 
 def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
@@ -26,7 +27,7 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
     own[joins[:, 0]] = missing / (cluster.population - len(cluster.active) + len(joining))
 
 
-class ControlVariates(CommunicationModule):
+class ControlVariates(SharedWeights):
     """Correct gradients by control variates, which every H-th step moves.
 
         θ_k ← θ_k − lr · (g_k − c_k + c)
@@ -54,7 +55,6 @@ class ControlVariates(CommunicationModule):
     first step of a warm-up, the control variates stay.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
     variate: Tensor  # c, shared (P,)
     variates: Tensor  # c_k, stacked (R, P), a row for each client
     rates: Tensor  # the sum of the learning rates of each node's steps of the round so far, stacked (R, 1)
@@ -76,8 +76,8 @@ class ControlVariates(CommunicationModule):
             )
 
     def setup(self, cluster: Cluster) -> None:
-        weights = cluster.weights[0].clone()
-        self.keep_shared(outer_weights=weights, variate=torch.zeros_like(weights))
+        super().setup(cluster)
+        self.keep_shared(variate=torch.zeros_like(self.outer_weights))
         self.keep_client(variates=torch.zeros_like(cluster.weights), rates=torch.zeros_like(cluster.weights[:, :1]))
 
     def attend(self, cluster: Cluster) -> None:
@@ -109,9 +109,6 @@ class ControlVariates(CommunicationModule):
         self.outer_weights.lerp_(mean, self.outer_lr)
         cluster.weights.copy_(self.outer_weights)
         self.rates.zero_()
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class ScaffoldStrategy(Algorithm, of=ControlVariates):

@@ -8,11 +8,12 @@ from torch import Tensor
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, interval
 
 
-class SlowMomentum(CommunicationModule):
+class SlowMomentum(SharedWeights):
     """Step shared weights φ with a slow momentum u, after every H-th step.
 
         θ_k ← inner optimizer(θ_k, g_k)
@@ -34,7 +35,6 @@ class SlowMomentum(CommunicationModule):
     learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
     momentum: Tensor  # u, shared (P,)
 
     def __init__(
@@ -46,9 +46,8 @@ class SlowMomentum(CommunicationModule):
         self.average = average_of(average, "SlowMo")
 
     def setup(self, cluster: Cluster) -> None:
-        weights = cluster.weights[0].clone()
-        self.keep_shared(outer_weights=weights, momentum=torch.zeros_like(weights))
-        self.average.setup(cluster)
+        super().setup(cluster)
+        self.keep_shared(momentum=torch.zeros_like(self.outer_weights))
 
     def sync(self, cluster: Cluster) -> None:
         delta = self.average.of_distances(self.outer_weights, cluster.weights, cluster, "weights")
@@ -58,9 +57,6 @@ class SlowMomentum(CommunicationModule):
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))
         cluster.weights.copy_(self.outer_weights)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class SlowMoStrategy(Algorithm, of=SlowMomentum):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import Average, compress
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
+from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, interval
 
 
-class SparseLoCoCommunicator(CommunicationModule):
+class SparseLoCoCommunicator(SharedWeights):
     """DiLoCo that sends the largest entries of every tile, with few bits each.
 
         θ_k ← inner optimizer(θ_k, g_k)
@@ -41,8 +40,6 @@ class SparseLoCoCommunicator(CommunicationModule):
     Deviation from the authors' code: a table of values for every 1024 of them, not for every tensor.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
-
     def __init__(
         self,
         *,
@@ -59,18 +56,11 @@ class SparseLoCoCommunicator(CommunicationModule):
         self.average = Average(compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback))
         self.outer_lr = real_number("outer_lr", outer_lr, above=0)
 
-    def setup(self, cluster: Cluster) -> None:
-        self.keep_shared(outer_weights=cluster.weights[0].clone())
-        self.average.setup(cluster)
-
     def sync(self, cluster: Cluster) -> None:
         phi = self.outer_weights
         mean = self.average(phi - cluster.weights, cluster, "outer gradient")  # mean_k q_k, shared (P,)
         phi.sub_(mean, alpha=self.outer_lr)
         cluster.weights.copy_(phi)
-
-    def global_weights(self, cluster: Cluster) -> Tensor:
-        return self.outer_weights
 
 
 class SparseLoCoStrategy(Algorithm, of=SparseLoCoCommunicator):

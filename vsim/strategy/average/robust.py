@@ -1,0 +1,137 @@
+"""Rules that stand nodes which send anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from vsim_kernels import sort_rows
+
+from vsim.arguments import real_number, whole_number
+from vsim.cluster import Cluster
+from vsim.cluster.reductions import reduce_rows
+from vsim.cluster.state import Stateful
+from vsim.strategy.average.base import Rule, finite_rows, norms_of, positive
+from vsim.strategy.selectors import round_up
+
+
+@dataclass(frozen=True, repr=False)
+class TrimmedMean(Rule):
+    """The mean of every entry without its ⌈share·n⌉ smallest and largest values; one or two in the middle remain.
+
+    Vectors that are not finite are left out first.
+
+    Args:
+        share: in (0, 0.5].
+
+    Source: Yin et al. 2018 [arXiv:1803.01498].
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        real_number("share", self.share, above=0, at_most=0.5)
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        rows = finite_rows(rows)
+        cut = min(round_up(self.share * len(rows)), (len(rows) - 1) // 2)
+        return torch.stack(sort_rows(rows)[cut : len(rows) - cut]).mean(0)
+
+
+@dataclass(frozen=True, repr=False)
+class Median(TrimmedMean):
+    """The median of every entry, over the finite vectors; of an even number, the mean of the two in the middle."""
+
+    share: float = field(default=0.5, init=False, repr=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Krum(Rule):
+    """The vector whose n − faulty − 2 nearest others have the least sum of squared distances; ties go to the first.
+
+    A vector that is not finite is never chosen.
+
+    Args:
+        faulty: f, the nodes that may send anything; a run needs n ≥ 2·f + 3 nodes.
+
+    Source: Blanchard et al. 2017 [arXiv:1703.02757].
+    """
+
+    faulty: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "faulty", whole_number("faulty", self.faulty, at_least=0))
+
+    def check(self, num_nodes: int) -> None:
+        if num_nodes < 2 * self.faulty + 3:
+            raise ValueError(
+                f"krum(faulty={self.faulty}) needs at least 2·faulty + 3 = {2 * self.faulty + 3} nodes, got {num_nodes}"
+            )
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        self.check(len(rows))
+        near, rows = len(rows) - self.faulty - 2, finite_rows(rows)
+        flat = rows.reshape(len(rows), -1)
+        squares = torch.stack([torch.linalg.vector_norm(flat - row, dim=1) ** 2 for row in flat])  # (n, n)
+        nearest = squares.sort(dim=1).values[:, 1 : 1 + near]  # a row itself is first
+        return rows.index_select(0, nearest.sum(1).argmin(0, keepdim=True))[0]
+
+
+@dataclass(frozen=True, repr=False)
+class GeometricMedian(Rule):
+    """The vector with the least sum of distances from all vectors, by Weiszfeld's rounds from their mean:
+
+        v ← Σ_k β_k v_k / Σ_k β_k,  β_k = 1 / max(10⁻⁶, ‖v − v_k‖)
+
+    Vectors that are not finite are left out first.
+
+    Args:
+        rounds: at least 1.
+
+    Source: RFA [Pillutla et al. 2019, arXiv:1912.13445], with the mean of nodes that count alike.
+    """
+
+    rounds: int = 8
+
+    def __post_init__(self) -> None:
+        whole_number("rounds", self.rounds)
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        flat = finite_rows(rows).reshape(-1, rows[0].numel())
+        center = flat.mean(0)
+        for _ in range(self.rounds):
+            near = 1 / torch.linalg.vector_norm(flat - center, dim=1).clamp(min=1e-6)
+            center = reduce_rows(flat, "mean", near / near.sum())
+        return center.view(rows.shape[1:])
+
+
+class CenteredClip(Stateful, Rule):
+    """Move from the last average v by clipped distances:  v ← v + 1/n Σ_k (v_k − v) min(1, radius / ‖v_k − v‖)
+
+    At first v = 0. Vectors that are not finite are left out.
+
+    Args:
+        radius: above 0. rounds: of this rule in one average, at least 1.
+
+    Source: Karimireddy et al. 2021 [arXiv:2012.10333], whose nodes send momentum.
+    """
+
+    of_moves = True
+    center: Tensor  # v, shared (P,)
+
+    def __init__(self, radius: float, rounds: int = 1) -> None:
+        self.radius, self.rounds = real_number("radius", radius, above=0), whole_number("rounds", rounds)
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(center=torch.zeros_like(cluster.weights[0]))
+
+    def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        rows = finite_rows(rows)
+        for _ in range(self.rounds):
+            away = rows - self.center
+            self.center = self.center + (away * (self.radius / positive(norms_of(away))).clamp(max=1.0)).mean(0)
+        return self.center.clone()
+
+    def __repr__(self) -> str:
+        return f"centered_clip(radius={self.radius:g}, rounds={self.rounds})"
