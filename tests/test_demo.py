@@ -20,7 +20,7 @@ from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.private_torch import TorchDispatchMode
-from vsim.strategy import CommunicateOptimizeStrategy, DCTTopK, DeMoStrategy, GradientAverage, OptimSpec, compress
+from vsim.strategy import CommunicateOptimizeStrategy, DCTTopK, DeMoStrategy, GradientAverage, compress
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
@@ -288,12 +288,6 @@ def test_nodes_stay_equal_to_the_bit_while_their_momentum_differs() -> None:
     assert not torch.isclose(delta[0], delta[1]).all()
 
 
-def test_it_learns_digits() -> None:
-    trainer = fitted(DeMoStrategy(lr=2e-3), num_nodes=4, max_steps=150)
-    assert trainer.history.last("global_accuracy") > 0.9
-    assert trainer.history.last("global_loss") < 0.4
-
-
 def test_nodes_that_are_held_apart_do_the_same() -> None:
     model = Parameters((128, 192), (20, 30), (100,), (8, 3, 3, 3))
     gradients = normal(4, 3, size(model))
@@ -322,13 +316,6 @@ def test_a_scatter_serves_all_nodes_and_all_shapes_of_tiles() -> None:
     with Scatters() as scatters:
         run.step(normal(3, size(model)))
     assert scatters.count == 1 + 1  # and one that counts the senders
-
-
-def test_a_strategy_can_be_used_again() -> None:
-    strategy = DeMoStrategy(lr=1e-3)
-    first, second = fitted(strategy), fitted(strategy)
-    assert torch.equal(first.strategy.cluster.weights, second.strategy.cluster.weights)
-    assert not hasattr(strategy.momentum, "residual")
 
 
 def test_the_communication_composes_with_any_optimizer() -> None:
@@ -395,54 +382,6 @@ def test_no_warning_where_tiles_are_large() -> None:
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"compression_decay": 0.5},
-        {"compression_topk": 8},
-        {"compression_chunk": 16},
-        {"weight_decay": 0.1},
-        {"index_bytes": "packed"},
-        {"lr": 0.02},
-        {"max_norm": 1.0},
-        {"lr_scheduler": "cosine"},
-        {"warmup_steps": 2},
-        {"lr_scheduler": torch.optim.lr_scheduler.StepLR, "lr_scheduler_kwargs": {"step_size": 1}},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_every_argument_changes_weights_or_bytes(changed: dict[str, Any]) -> None:
-    model = Parameters((32, 48), (100,))
-    gradients = normal(4, 2, size(model)) * torch.tensor([1.0, 3.0, 0.1, 2.0])[:, None, None]
-    usual = driven(DeMoStrategy(**{"lr": 0.01}), model, gradients)
-    other = driven(DeMoStrategy(**{"lr": 0.01, **changed}), model, gradients)
-    if "index_bytes" in changed:
-        assert other.ledger.payload_bytes < usual.ledger.payload_bytes
-    else:
-        assert (other.cluster.weights - usual.cluster.weights).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"optim_spec": "adam"}, TypeError, "inner_optim has no effect"),
-        ({"inner_optim": OptimSpec("sgd", lr=0.1)}, TypeError, "inner_optim has no effect"),
-        ({"compresion_topk": 3}, TypeError, "did you mean 'compression_topk'"),
-        ({"compression_decay": 1.1}, ValueError, "compression_decay must be >= 0 and <= 1"),
-        ({"compression_decay": True}, TypeError, "compression_decay must be a number"),
-        ({"compression_topk": 0}, ValueError, "compression_topk must be a whole number >= 1"),
-        ({"compression_chunk": 2.5}, TypeError, "compression_chunk must be a whole number"),
-        ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
-        ({"index_bytes": "int32"}, ValueError, "index_bytes must be one of 'int64', 'packed'"),
-        ({"lr": 0.1, "inner_lr": 0.1}, TypeError, "two spellings"),
-        ({"max_steps": 5}, TypeError, "no effect without lr_scheduler"),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DeMoStrategy(**options)
 
 
 def fitted(strategy: Any, num_nodes: int = 2, max_steps: int = 8) -> Trainer:

@@ -141,10 +141,7 @@ def test_what_a_module_measures_is_a_column() -> None:
         run("lr")
 
 
-def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("H", 0), ("clip", 0), ("noise_multiplier", -1), ("delta", 0), ("clip", math.inf)):
-        with pytest.raises(ValueError, match=name):
-            DPFedAvgStrategy(**{name: value})  # type: ignore[arg-type]
+def test_without_the_accountant_there_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     DPFedAvgStrategy(noise_multiplier=0)
     with pytest.raises(ImportError, match=r'DPFedAvgStrategy needs dp-accounting: pip install "vsim\[privacy\]"'):

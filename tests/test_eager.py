@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, driven_apart, normal
+from driven import Parameters, driven, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -69,16 +69,6 @@ def test_eager_with_one_node_is_diloco(deterministic: bool) -> None:
     )
     # d(t−1) + (d(t) − d(t−1)) is rounded twice.
     torch.testing.assert_close(eager.cluster.weights, diloco.cluster.weights, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_nodes_held_apart_have_equal_bits(eager: bool) -> None:
-    model, gradients = Parameters((5, 3), (5,)), normal(9, 3, 20)
-    strategy = EagerDiLoCoStrategy(OptimSpec("adamw", lr=0.01), outer_optim="adam", H=2, eager=eager)
-    together = driven(strategy, model, gradients, deterministic=True)
-    for node, run in enumerate(driven_apart(strategy, model, gradients)):
-        assert torch.equal(run.cluster.weights[0], together.cluster.weights[node])
-        assert list(run.ledger) == list(together.ledger)
 
 
 def test_an_outer_optimizer_that_mixes_is_refused() -> None:

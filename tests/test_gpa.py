@@ -72,9 +72,3 @@ def test_what_is_evaluated_is_the_average() -> None:
     with torch.no_grad():
         loss = model(common.examples(16, seed=9).tensors).item()
     assert trainer.history.last("global_loss") == pytest.approx(loss) != trainer.history.last("average_loss")
-
-
-def test_arguments_are_checked() -> None:
-    for name, value in (("mu_x", 1), ("mu_x", -0.1), ("mu_y", 1.1)):
-        with pytest.raises(ValueError, match=name):
-            GPAStrategy(**{name: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from vsim.strategy import (
     QSR,
     DiLoCoStrategy,
     FedAvgStrategy,
-    GroupAverage,
     HierarchicalStrategy,
     SimpleReduceStrategy,
     When,
@@ -125,14 +123,3 @@ def test_inner_levels_use_the_links_inside_a_region() -> None:
 def test_levels_that_do_not_fit_are_refused(levels: Any, options: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         run(HierarchicalStrategy(levels, **options, **PLAIN))
-
-
-@pytest.mark.parametrize(("size", "H", "told"), [(1, 2, "size"), (2, 0, "H"), (2.5, 1, "size"), (2, QSR(0.1), "H")])
-def test_a_group_average_checks_its_arguments(size: Any, H: Any, told: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=told):
-        GroupAverage(size, H=H)
-
-
-def test_one_object_serves_many_runs() -> None:
-    strategy = HierarchicalStrategy({2: 1, 4: 3}, **PLAIN)
-    assert torch.equal(weights(run(strategy)), weights(run(copy.deepcopy(strategy))))

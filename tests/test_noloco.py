@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, driven_apart, normal
+from driven import Parameters, driven, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -84,16 +84,3 @@ def test_pairs_pay_for_both_messages_and_wait_for_one(num_nodes: int) -> None:
     assert [(e.step, e.due, {*e.groups}) for e in run.ledger] == sent
     paid = [6 * 4 * sum(k in {src for src, _ in pairs} for _, _, pairs in sent) for k in range(num_nodes)]
     assert run.ledger.node_payload_bytes.tolist() == paid
-
-
-def test_nodes_held_apart_have_the_same_bits() -> None:
-    model, gradients = Parameters((7, 3), (5,)), normal(6, 3, 26)
-    together = driven(NoLoCoStrategy(SGD, H=2), model, gradients, deterministic=True).cluster.weights
-    for row, run in zip(together, driven_apart(NoLoCoStrategy(SGD, H=2), model, gradients), strict=True):
-        assert torch.equal(row, run.cluster.weights[0])
-
-
-def test_arguments_are_checked() -> None:
-    for name, value in (("H", 0), ("alpha", -0.1), ("beta", 0), ("gamma", -1)):
-        with pytest.raises(ValueError, match=name):
-            NoLoCoStrategy(**{name: value})

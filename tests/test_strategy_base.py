@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -348,27 +347,6 @@ def test_the_global_model_is_that_of_the_first_module_that_has_one() -> None:
 
 
 # Runs leave no state
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DiLoCoStrategy(H=2, inner_optim=OptimSpec("adamw", lr=0.01), lr_scheduler="cosine", warmup_steps=2),
-        lambda: FedAvgStrategy(H=2, island_size=2, inner_optim=SPEC, max_norm=0.5),
-        lambda: SimpleReduceStrategy(inner_optim="adafactor", lr=0.01),
-        lambda: OwnOptimizer(inner_optim=SPEC),
-    ],
-    ids=["diloco", "fedavg", "adafactor", "own"],
-)
-def test_a_strategy_can_be_used_again(make: Callable[[], Strategy]) -> None:
-    strategy = make()
-    before = pickle.dumps(strategy)
-    first = trained(strategy)
-    assert pickle.dumps(strategy) == before
-    assert torch.equal(first, trained(strategy))
-    assert torch.equal(first, trained(make()))
-    trained(strategy, TASKS[1])  # another model in between
-    assert torch.equal(first, trained(strategy))
 
 
 def test_the_runs_own_copy_can_start_another_run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import driven, driven_apart, normal
+from driven import driven, normal
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,17 +171,6 @@ def test_the_reading_of_the_delay_changes_the_global_model_only() -> None:
     )
     assert torch.equal(due.cluster.weights, send.cluster.weights)
     assert not torch.equal(due.strategy.global_weights(), send.strategy.global_weights())
-
-
-@pytest.mark.parametrize("average", ["mean", compress(TopK(0.5))], ids=["as it is", "top-k"])
-def test_nodes_held_apart_have_equal_bits(average: Any) -> None:
-    strategy = StreamingDiLoCoStrategy(H=4, fragments=3, delay=1, mixing=0.3, average=average)
-    gradients = normal(10, 3, 15)
-    model = Layered().float()
-    together = driven(strategy, model, gradients, deterministic=True)
-    for node, run in enumerate(driven_apart(strategy, model, gradients)):
-        assert torch.equal(run.cluster.weights[0], together.cluster.weights[node])
-        assert list(run.ledger) == list(together.ledger)
 
 
 def test_a_compressor_sees_a_fragment_as_if_it_were_the_model() -> None:
