@@ -224,7 +224,7 @@ def calls(folder: Path) -> list[Call]:
         Call("compare", vsim.compare, {**problem, **train, **times, "strategies": strategies}),
         Call("sweep", vsim.sweep, {**problem, **train, "strategy": DiLoCoStrategy, "settings": settings}, shared),
         Call("ladder", vsim.ladder, {**rungs, "max_steps": 2}, shared | {"tokens_per_parameter"}),
-        Call("ladder, tokens", vsim.ladder, {**rungs, "tokens_per_parameter": 1.0}, shared),
+        Call("ladder, tokens", vsim.ladder, {**rungs, "tokens_per_parameter": 1.0}, shared | {"budget"}),
         Call("load_ladder", vsim.load_ladder, {"path": folder / "ladder.json"}),
         Call("Ladder.decide", climbed.decide, {**target, **times, "parameters": 1e6, "max_steps": 2}),
         Call("Ladder.order", climbed.order, {"to": 1e6}),

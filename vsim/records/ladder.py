@@ -81,7 +81,7 @@ class Ladder:
             ValueError: there is no such size, or no other.
         """
         for size in sizes:
-            if size not in self.comparisons:
+            if whole_number("sizes", size) not in self.comparisons:
                 raise ValueError(f"sizes must be of {', '.join(map(str, self.comparisons))}, got {size!r:.100}")
         left = {size: own for size, own in self.comparisons.items() if size not in sizes}
         if not left:
