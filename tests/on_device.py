@@ -1,46 +1,38 @@
-"""Runs on a device that is not the CPU have its numbers, and the host hardly ever waits; test_device.py runs this."""
+"""On a device the host hardly ever waits, launches do not grow with the nodes, and errors are the CPU's.
+
+test_device.py runs this on the pretended one. What runs compute there is in any_device.py, for real devices too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pretend import DEVICE, OTHER, Device, accelerator, is_there, launches, on_cpu, reads
+from errors import refused, warned
+from pretend import DEVICE, OTHER, Device, accelerator, launches, reads
+from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_bad_input import MISFITS
-from test_strategies_common import STEPS, Row, every_row, examples, model, uneven
+from test_strategies_common import STEPS, Row, every_row, model, uneven
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
-from vsim_kernels import alignment, codebooks
+from torch.utils.data import TensorDataset
 
-import vsim
-from vsim import Callback, Compute, Network, Sample, Schedule, Trainer, load_checkpoint
+from vsim import Callback, Sample, Schedule, Trainer
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.cluster.replicas import Replicas
-from vsim.engine import CompiledExecutor, LoopExecutor, VmapExecutor, batched
+from vsim.engine import CompiledExecutor, VmapExecutor
 from vsim.engine.executor import Settings
 from vsim.engine.machine import devices_of_nodes, moved
-from vsim.engine.objective import Objective
-from vsim.models import CNN, GPT, MLP
+from vsim.models import MLP
 from vsim.process.options import backend_for
-from vsim.records.history import OF_THE_MACHINE
-from vsim.strategy import (
-    AsyncDiLoCoStrategy,
-    Average,
-    DecoupledDiLoCoStrategy,
-    DiLoCoStrategy,
-    FedAvgStrategy,
-    ScaffoldStrategy,
-    SimpleReduceStrategy,
-    Strategy,
-)
+from vsim.strategy import Average, DiLoCoStrategy, HierarchicalStrategy, ScaffoldStrategy, Strategy
 from vsim.strategy.average import Edit
 
 profiles = pytest.mark.parametrize("profile", ["cuda", "mps"])
@@ -53,60 +45,51 @@ def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsim.training.callbacks._values", lambda run: {})
 
 
-class Noting(Callback):
-    """Notes how often the host had read from the device after each step, and had waited for a copy to it."""
+class Counted(Callback):
+    """Notes after each step how often the host had read from the device and waited for a copy to it, and launches."""
 
     def __init__(self) -> None:
-        self.counts: list[int] = []
+        self.reads: list[int] = []
         self.uploads: list[int] = []
+        self.launches: list[Counter[str]] = []
 
     def on_step(self, run: Any) -> None:
-        self.counts.append(reads())
+        self.reads.append(reads())
         self.uploads.append(Device.uploads)
+        self.launches.append(Device.launches.copy())
+
+    def of_steps(self, noted: list[Any]) -> list[Any]:
+        """Of each step but the first and the last, which do more."""
+        return [after - before for before, after in pairwise(noted)][:-1]
 
 
-def run(strategy: Strategy, device: Any = None, num_nodes: int = 4, module: Any = None, **options: Any) -> Trainer:
-    trainer = Trainer(model() if module is None else module, uneven, examples(40, seed=9), device=device)
-    options = {"max_steps": STEPS, "batch_size": 8, "val_interval": None, "executor": "vmap", **options}
-    trainer.fit(strategy=strategy, num_nodes=num_nodes, progress=False, **options)
-    return trainer
+def counted(
+    strategy: Strategy,
+    profile: str = "cuda",
+    num_nodes: int = 4,
+    module: Any = None,
+    data: Any = uneven,
+    **options: Any,
+) -> Counted:
+    counts, device = Counted(), OTHER if profile == "cuda" else DEVICE  # the current device is the first
+    defaults = {"max_steps": STEPS, "batch_size": 8, "val_interval": None, "executor": "vmap", "progress": False}
+    options = {**defaults, "callbacks": [counts], **options}
+    val = data(9, 1, False) if callable(data) else data
+    with accelerator(profile):
+        trainer = Trainer(model() if module is None else module, data, val, device=device)
+        trainer.fit(strategy=strategy, num_nodes=num_nodes, **options)
+        assert trainer.strategy is not None and trainer.strategy.cluster.weights.device == device
+        assert not Device.unrepeatable and "went to the loop" not in trainer.history.executor_reason
+    return counts
 
 
-def bits(trainer: Trainer) -> tuple[Any, ...]:
-    assert trainer.strategy is not None
-    weights = trainer.strategy.cluster.weights
-    values = on_cpu(weights) if is_there(weights) else weights
-    history = trainer.history
-    rows = [history[name].tobytes() for name in history.columns if name not in OF_THE_MACHINE]
-    return values.numpy().tobytes(), rows, history.node_losses.tobytes(), list(trainer.ledger)
+def read(*given: Any, **options: Any) -> list[int]:
+    counts = counted(*given, **options)
+    return counts.of_steps(counts.reads)
 
 
 def diloco() -> Strategy:
     return DiLoCoStrategy(H=3, lr=1e-2)
-
-
-@contextmanager
-def forms_of_accelerators() -> Iterator[None]:
-    """Compute on the CPU as on an accelerator: vectorized if deterministic, too; `test_lowering.py` tests the forms."""
-    with (
-        mock.patch.object(batched, "favors_loops", return_value=False),
-        mock.patch.object(alignment, "matters", return_value=False),
-        mock.patch.object(codebooks, "_adds_in_order", return_value=False),
-    ):
-        yield
-
-
-def on_both(make: Any, profile: str = "cuda", noting: Noting | None = None, **options: Any) -> list[int]:
-    """Count the reads from the device in each step but the first and last, of a run bitwise equal to the CPU's."""
-    with forms_of_accelerators():
-        here = bits(run(make(), "cpu", **options))
-    noting, device = noting or Noting(), OTHER if profile == "cuda" else DEVICE  # the current device is the first
-    with accelerator(profile):
-        there = run(make(), device, callbacks=[noting], **options)
-        assert there.strategy is not None and there.strategy.cluster.weights.device == device
-        assert not Device.unrepeatable
-    assert bits(there) == here
-    return np.diff(noting.counts)[:-1].tolist()  # type: ignore[no-any-return]
 
 
 def reads_vectors(strategy: Strategy) -> bool:
@@ -123,221 +106,147 @@ COPIES = {"SPARTA, random": 1, "random-k": 1, "DP-FedAvg": 1, "FedNova": 2, "Dit
 COPIES |= dict.fromkeys(("FedAvg in islands", "FedAvg, median", "NoLoCo"), 4)
 COPIES |= dict.fromkeys(("Gossip", "Gossip, one peer", "Gradient tracking"), 3)
 MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU if the device cannot
-
-
-@profiles
-@every_row
-def test_every_strategy_reads_losses_once_a_step(row: Row, profile: str) -> None:
-    noting, matrices = Noting(), MATRICES.get(row.name, 0) if profile == "mps" else 0
-    reads = set(on_both(row.make, profile, noting))
-    few = reads_vectors(row.make()) and min(reads) >= 1 and max(reads) <= 3
-    assert reads == {1 + matrices} or few, reads
-    # A batch of two tensors. CUDA gets them, and numbers of rows, from pinned memory without a wait.
-    uploads = set(np.diff(noting.uploads)[:-1])
-    assert uploads == {2 + matrices} or max(uploads) <= 2 + COPIES.get(row.name, 0), uploads
-
-
-@profiles
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"executor": "loop"},
-        {"executor": "auto"},
-        {"executor": "auto", "deterministic": True},
-        {"minibatch_size": 4},
-        {"chunk_size": 2},
-    ],
-    ids=str,
-)
-def test_executors(options: dict[str, Any], profile: str) -> None:
-    assert set(on_both(diloco, profile, **options)) == {1}
-
-
-@profiles
-def test_validation(profile: str) -> None:
-    metric = {"two": lambda module, batch: 2 * module(batch)}
-    reads = on_both(diloco, profile, val_interval=2, correlation_interval=3, metrics=metric)
-    assert max(reads) <= 16  # a number for each, not for each batch or parameter
-
-
-@profiles
-def test_runs_that_train_together(profile: str, tmp_path: Path) -> None:
-    def compare(device: Any, **more: Any) -> vsim.Comparison:
-        strategies = {"DiLoCo": diloco(), "AllReduce": SimpleReduceStrategy(lr=1e-2), "FedAvg": FedAvgStrategy(H=2)}
-        kept = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 8, "seeds": [0, 1], "progress": False}
-        data = uneven, examples(40, seed=9)
-        return vsim.compare(model(), *data, strategies=strategies, device=device, **kept, **more)
-
-    with forms_of_accelerators():
-        here = compare("cpu")
-    with accelerator(profile):
-        there, saved = compare(DEVICE), compare(DEVICE, together=False, save_dir=tmp_path)
-    for comparison in (there, saved):
-        for name in here:
-            for one, other in zip(comparison.runs(name), here.runs(name), strict=True):
-                np.testing.assert_allclose(one.history.node_losses, other.history.node_losses, rtol=1e-5)
-
-
-def images(rank: int, num_nodes: int, train: bool) -> TensorDataset:
-    stream = torch.Generator().manual_seed(rank)
-    return TensorDataset(torch.randn(24, 1, 8, 8, generator=stream), torch.randint(0, 10, (24,), generator=stream))
-
-
-def texts(rank: int, num_nodes: int, train: bool) -> TensorDataset:
-    tokens = torch.randint(0, 11, (24, 9), generator=torch.Generator().manual_seed(rank))
-    return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def gpt(**more: Any) -> GPT:
-    return GPT(11, block_size=8, layers=2, width=16, heads=2, seed=3, **more)
-
-
-MODELS: dict[str, tuple[Any, Any]] = {
-    "MLP, dropout": (lambda: MLP(hidden=(16,), dropout=0.3, seed=3), uneven),
-    "CNN": (lambda: CNN(channels=(4, 8), seed=3), images),
-    "CNN, batch norm": (lambda: CNN(channels=(4, 8), batch_norm=True, dropout=0.1, seed=3), images),
-    "GPT": (gpt, texts),
-    "GPT, dropout": (lambda: gpt(dropout=0.2), texts),
+# More nodes are more islands, each of which reduces by itself.
+OF_ISLANDS = {"copy_", "index", "mean", "_index_put_impl_", "index_put_"}
+OF_MEDIANS = {"cat", "ne", "sum", "eq", "abs", "mul", "_local_scalar_dense", "sort"}
+GROW = {
+    "FedAvg, median": OF_ISLANDS | OF_MEDIANS,
+    **dict.fromkeys(["FedAvg in islands", "hierarchical", "modules in order", "sparse, islands, outer"], OF_ISLANDS),
+    "QSGD": {"uniform_"},  # every node rounds by its own stream
 }
 
 
 @profiles
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"executor": "vmap"},
-        {"executor": "loop"},
-        {"deterministic": True, "executor": "auto"},
-        {"minibatch_size": 4},
-        {"autocast": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_reads_losses_once_a_step(name: str, options: dict[str, Any], profile: str) -> None:
-    make, data = MODELS[name]
+@every_row
+def test_a_strategy_reads_losses_once_a_step(row: Row, profile: str) -> None:
+    counts, matrices = counted(row.make(), profile), MATRICES.get(row.name, 0) if profile == "mps" else 0
+    found = set(counts.of_steps(counts.reads))
+    few = reads_vectors(row.make()) and min(found) >= 1 and max(found) <= 3
+    assert found == {1 + matrices} or few, found
+    # A batch of two tensors. CUDA gets them, and numbers of rows, from pinned memory without a wait.
+    uploads = set(counts.of_steps(counts.uploads))
+    assert uploads == {2 + matrices} or max(uploads) <= 2 + COPIES.get(row.name, 0), uploads
 
-    def fit(device: Any, **more: Any) -> Trainer:
-        trainer = Trainer(make(), data, data(9, 1, False), device=device)
-        kept = {"max_steps": 6, "batch_size": 8, "val_interval": None, "executor": "vmap", "progress": False}
-        trainer.fit(strategy=DiLoCoStrategy(H=3, lr=1e-3), num_nodes=4, **{**kept, **options, **more})
-        return trainer
 
-    with forms_of_accelerators():
-        here, noting = fit("cpu").history, Noting()
-    device = OTHER if profile == "cuda" else DEVICE
-    with accelerator(profile):
-        there = fit(device, callbacks=[noting])
-        assert there.strategy is not None and there.strategy.cluster.weights.device == device
-        tied = dict(there.strategy.cluster.replicas.module.named_parameters(remove_duplicate=False))
-        assert name[:3] != "GPT" or tied["lm_head.weight"] is tied["tokens.weight"]
-    assert set(np.diff(noting.counts)[:-1]) == {1}
-    rtol = 1e-2 if "autocast" in options else 2e-5  # products of another order
-    np.testing.assert_allclose(there.history.node_losses, here.node_losses, rtol=rtol)
-    if name != "CNN, batch norm":  # whose biases before a norm have gradients of nothing but rounding
-        np.testing.assert_allclose(there.history["global_loss"][-1], here["global_loss"][-1], rtol=rtol)
+# The CNN has BatchNorm.
+TASKS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
+    "MLP": (small_mlp, vectors),
+    "CNN": (small_cnn, images),
+    "GPT": (small_gpt, tokens),
+}
+every_task = pytest.mark.parametrize("task", TASKS)
+WAYS = [
+    {"executor": "vmap"},
+    {"executor": "loop"},
+    {"deterministic": True, "executor": "auto"},
+    {"minibatch_size": 4},
+    {"chunk_size": 2},
+    {"autocast": True},
+]
+
+
+@profiles
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@every_task
+def test_a_model_reads_losses_once_a_step(task: str, options: dict[str, Any], profile: str) -> None:
+    make, data = TASKS[task]
+    assert set(read(diloco(), profile, module=make(0.2), data=data(96), **options)) == {1}
 
 
 @profiles
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor", "lbfgs", "muon", "sparseadam"}))
-def test_optimizers(name: str, profile: str) -> None:
-    def fit(device: Any, **more: Any) -> Trainer:
-        return run(DiLoCoStrategy(inner_optim=name, H=3), device, **more)
-
-    here, noting = fit("cpu").history.node_losses, Noting()
-    with accelerator(profile):
-        there = fit(DEVICE, callbacks=[noting]).history.node_losses
-    np.testing.assert_allclose(there, here, rtol=1e-4)  # separate operations round otherwise than fused ones
+def test_optimizers_read_nothing(name: str, profile: str) -> None:
     # torch's own ASGD reads the number of its step, and its Rprop writes to what three masks select.
     more = {("asgd", "cuda"): 1, ("asgd", "mps"): 1, ("rprop", "mps"): 3}.get((name, profile), 0)
-    assert set(np.diff(noting.counts)[:-1]) == {1 + more}
+    assert set(read(DiLoCoStrategy(inner_optim=name, H=3), profile)) == {1 + more}
 
 
 @profiles
-def test_a_model_is_explained(profile: str) -> None:
-    with accelerator(profile):
-        found = Trainer(gpt(), texts, device=DEVICE).explain(strategy=diloco(), num_nodes=4, batch_size=8)
-    assert found.executor == "vmap" and found.reason.startswith("proved on nodes 0 and 3: losses ")
+def test_validation_and_clients_read_few_numbers(profile: str) -> None:
+    metric = {"two": lambda module, batch: 2 * module(batch)}
+    more = read(diloco(), profile, val_interval=2, correlation_interval=3, metrics=metric)
+    assert max(more) <= 16  # a number for each, not for each batch or parameter
+    for plan in (Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(4, of=9, rounds=3)):
+        assert set(read(diloco(), profile, participation=plan)) == {1}
+    own = read(ScaffoldStrategy(H=2, lr=0.1), profile, participation=Sample(4, of=9, rounds=2))
+    assert own == [1, 1 + 2, 1, 1 + 2]  # of two tensors each client has its own
 
 
-@profiles
-@pytest.mark.parametrize("executor", ["vmap", "loop"])
-def test_errors_of_a_model_are_those_of_the_cpu(executor: str, profile: str) -> None:
-    def fit(device: Any) -> None:
-        trainer = Trainer(MLP(in_features=63, hidden=(), seed=0).layers, uneven, loss_fn=F.cross_entropy, device=device)
-        trainer.fit(strategy=diloco(), num_nodes=4, max_steps=2, batch_size=8, executor=executor, progress=False)
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as here:
-        fit("cpu")
-    with accelerator(profile), pytest.raises(RuntimeError) as there:
-        fit(DEVICE)
-    assert str(there.value) == str(here.value)
+# Launches -------------------------------------------------------------------------------------------------------------
 
 
-@profiles
-@pytest.mark.parametrize("kind", ["whole", "part", "two"])
-def test_datasets_on_the_device(kind: str, profile: str) -> None:
-    def fit(device: Any) -> Trainer:
-        def placed(data: TensorDataset) -> TensorDataset:
-            return TensorDataset(*[t.to(device) for t in data.tensors])
+def launched(strategy: Strategy, num_nodes: int, task: str, dropout: float = 0.0, **options: Any) -> list[Any]:
+    make, data = TASKS[task]
+    options = {"module": make(dropout), "data": data(8 * num_nodes), "batch_size": 4, **options}
+    counts = counted(strategy, "cuda", num_nodes, **options)
+    return counts.of_steps(counts.launches)
 
-        def data(rank: int, num_nodes: int, train: bool) -> Any:
-            own = placed(uneven(rank, num_nodes, train))
-            return {"whole": own, "part": Subset(own, range(3, 20)), "two": ConcatDataset([own, own])}[kind]
 
-        trainer = Trainer(model(), data, placed(examples(40, seed=9)), device=device)
-        trainer.fit(strategy=diloco(), num_nodes=4, max_steps=STEPS, batch_size=8, executor="vmap", progress=False)
-        return trainer
+def growth(few: list[Counter[str]], many: list[Counter[str]]) -> set[str]:
+    """Return the operations that are launched more often for more nodes."""
+    return {name for one, other in zip(few, many, strict=True) for name in other - one}
 
-    with forms_of_accelerators():
-        here = bits(fit("cpu"))
-    with accelerator(profile):
-        assert bits(fit(DEVICE)) == here
+
+def made(row: Row, num_nodes: int) -> Strategy:
+    if row.name == "hierarchical":  # the largest level is all nodes
+        return HierarchicalStrategy(levels={2: 1, num_nodes: 3})
+    strategy: Strategy = row.make()
+    return strategy
+
+
+@every_row
+def test_launches_do_not_grow_with_the_nodes(row: Row) -> None:
+    few, many = (launched(made(row, num_nodes), num_nodes, "GPT") for num_nodes in (4, 16))
+    if row.name in GROW:
+        assert growth(few, many) and growth(few, many) <= GROW[row.name]
+    else:
+        assert not growth(few, many) and min(step.total() for step in few) > 0
+
+
+@every_task
+def test_launches_of_a_model_do_not_grow_with_the_nodes(task: str) -> None:
+    for options in ({}, {"autocast": True}):
+        few, many = (launched(diloco(), k, task, **options) for k in (4, 16))
+        assert few == many
+    few, many = (launched(diloco(), k, task, dropout=0.2) for k in (4, 16))
+    assert growth(few, many) == {"native_dropout"}  # masks are drawn node by node
 
 
 @pytest.mark.parametrize(
-    "plan", [Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(4, of=9, rounds=3)], ids=lambda plan: type(plan).__name__
-)
-@profiles
-def test_participation(plan: Any, profile: str) -> None:
-    assert set(on_both(diloco, profile, participation=plan)) == {1}
+    ("task", "most"), [("MLP", 37), ("CNN", 71), ("GPT", 193)]
+)  # measured, so that none is added unseen
+def test_a_step_takes_so_many_launches(task: str, most: int) -> None:
+    assert max(step.total() for step in launched(DiLoCoStrategy(H=10, lr=1e-2), 16, task)) <= most
 
 
-@profiles
-def test_state_of_clients_is_read_once_a_round(profile: str) -> None:
-    reads = on_both(lambda: ScaffoldStrategy(H=2, lr=0.1), profile, participation=Sample(4, of=9, rounds=2))
-    assert reads == [1, 1 + 2, 1, 1 + 2]  # of two tensors each client has its own
+class Reading(nn.Module):
+    """A model whose Python reads values of its tensors, equal on all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        out = self.layer(batch[0])
+        if out.isfinite().all() and int((batch[1] >= 0).sum()) == len(batch[1]):
+            return nn.functional.cross_entropy(out, batch[1])
+        return out.sum()
 
 
-@pytest.mark.parametrize("cls", [AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy])
-@profiles
-def test_asynchronous(cls: Any, profile: str) -> None:
-    apart = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), Network("1 Mbit/s", "20 ms")
-    on_both(lambda: cls(H=4, lr=1e-2), profile, compute=apart[0], network=apart[1])
+def test_values_of_all_nodes_are_read_at_once() -> None:
+    for num_nodes in (4, 16):
+        found = read(diloco(), num_nodes=num_nodes, module=Reading(), data=vectors(8 * num_nodes), batch_size=4)
+        assert set(found) == {3}  # two values, and the losses
 
 
-@profiles
-def test_resume_and_fork(profile: str, tmp_path: Path) -> None:
-    with forms_of_accelerators():
-        whole = run(diloco(), "cpu", max_steps=8)
-    with accelerator(profile):
-        run(diloco(), DEVICE, max_steps=5, save_dir=tmp_path)
-        (saved,) = tmp_path.glob("**/*.safetensors")
-        resumed = run(diloco(), DEVICE, max_steps=8, resume=saved)
-    weights, _, losses, events = bits(resumed)  # the columns have the validation at step 5, too
-    assert (weights, losses, events) == (bits(whole)[0], *bits(whole)[2:])
-    with accelerator(profile):
-        forked = run(FedAvgStrategy(H=2), DEVICE, num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())
-    with forms_of_accelerators():
-        theirs = run(FedAvgStrategy(H=2), "cpu", num_nodes=3, max_steps=8, resume=load_checkpoint(saved).fork())
-    assert bits(forked) == bits(theirs)
+# Where things are -----------------------------------------------------------------------------------------------------
 
 
 def test_processes_take_a_gpu_each_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert devices_of_nodes(None, None, 2) == gpus and backend_for(gpus, 2) == "nccl"
-    with pytest.warns(UserWarning, match=r"3 processes train on the CPU, as there are 2 GPUs.*cuda:1"):
+    with warned("3 processes", "CPU", "2 GPUs"):
         assert devices_of_nodes(None, None, 3) == [torch.device("cpu")]
     assert backend_for(gpus, 3) == backend_for([torch.device("cpu")], 1) == "gloo"
 
@@ -365,20 +274,12 @@ def test_tables_that_mps_cannot_look_up_in() -> None:
 
     assert at_once(2**20, 2**6, chunk_size=31) == 31
     for too_many in (32, 64):
-        with pytest.raises(ValueError, match=f"chunk_size={too_many} nodes .* at most chunk_size=31"):
+        with refused(ValueError, f"chunk_size={too_many}", "at most chunk_size=31"):
             at_once(2**20, 2**6, chunk_size=too_many)
     assert at_once(2**20, 2**6, chunk_size=64, device="cuda") == 64
     assert at_once(2**20, 2**11 - 1, num_nodes=2) == 1
-    with pytest.raises(ValueError, match=r"table.weight has 2147483648 entries.*device='cpu'"):
+    with refused(ValueError, "table.weight", 2147483648, "device='cpu'"):
         at_once(2**20, 2**11)
-
-
-def test_no_weights_are_copied_for_their_place_in_memory() -> None:
-    with accelerator() as device:
-        replicas = Replicas.of(MLP(in_features=3, hidden=(5,), num_classes=3, seed=0), 3, device)
-        streams = [torch.Generator(device) for _ in range(3)]
-        for executor in (VmapExecutor, LoopExecutor):
-            assert executor(replicas, Objective(replicas.module), streams)._moved == []
 
 
 class Lookup(nn.Module):
@@ -412,15 +313,15 @@ def test_an_index_out_of_range_is_the_error_of_the_cpu(profile: str, odd: str, o
         more = {"val_interval": None, "num_nodes": 4, "max_steps": 6, "batch_size": 4, "progress": False}
         trainer.fit(strategy=diloco(), **more, **options)
 
+    def said(caught: Any) -> str:
+        return re.sub(r" on node \d", "", str(caught.value)).partition(" given")[0]
+
     for data in ([lookups(odd)], [lookups(), lookups(odd)]):
         with pytest.raises(IndexError) as here:
             fit("cpu", *data)
         with accelerator(profile), pytest.raises(IndexError) as there:
             fit(DEVICE, *data)
-        assert (
-            re.sub(r" on node \d", "", str(there.value)).partition(" given")[0]
-            == str(here.value).partition(" given")[0]
-        )
+        assert said(here) == said(there)
     with accelerator(profile) as device:  # which still works
         assert torch.ones(2, device=device).sum().item() == 2
         fit(DEVICE, lookups(), lookups())
@@ -570,8 +471,7 @@ def test_what_cuda_compiles_has_safe_options_and_is_proved_when_it_is_replayed(
     monkeypatch.setattr(CompiledExecutor, "captures", True)
     monkeypatch.setattr(CompiledExecutor, "prove", noted)
     wrong = share_of_the_graph != 1.0
-    warned = pytest.warns(UserWarning, match="'vmap'.*losses.*differ") if wrong else nullcontext()
-    with accelerator("cuda"), warned:
+    with accelerator("cuda"), warned("'vmap'", "losses", "differ") if wrong else nullcontext():
         draws = MLP(8, (16,), 4, dropout=0.5, seed=0)
         data = TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
         trainer = Trainer(draws, data, device=OTHER)

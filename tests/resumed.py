@@ -96,9 +96,10 @@ class Keeper:
                 (self.kept / path.name).write_bytes(path.read_bytes())
 
 
-def saved_at_every_step(strategy: Strategy, folder: Path, **options: Any) -> Callable[[int], Path]:
+def saved_at_every_step(
+    strategy: Strategy, folder: Path, trainer: Trainer | None = None, **options: Any
+) -> Callable[[int], Path]:
     """Train and save after every step; return step → file."""
-    trainer = trainer_of()
     keeper = Keeper(folder / "run", folder / "all")
     fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, callbacks=[keeper], **options)
     keeper(None)  # type: ignore[arg-type]  # the last step's

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused, warned
 from ranks import Ranks
 from resumed import (
     ADAMW,
@@ -29,7 +30,6 @@ from resumed import (
 )
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_process_exactness import BY_NAME, ROWS, Row, nodes_of
-from test_strategies_common import QUARTER, TABLE
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, StepLR
 from torch.utils.data import Dataset
@@ -48,86 +48,26 @@ from vsim.strategy import (
     GradientAverage,
     OptimSpec,
     SimpleReduceStrategy,
-    SPARTAStrategy,
     Strategy,
 )
 from vsim.training.resume import captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 STEPS = 14
-QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
 
 
 def scheduled(row: Row, **more: Any) -> Strategy:
     return row.make(**SCHEDULE, **more)
 
 
-def check_every_step(row: Row, folder: Path, steps: range, **options: Any) -> None:
-    straight = fit(scheduled(row), **options)
-    at = saved_at_every_step(scheduled(row), folder, **options)
+def check_resumed(
+    make: Callable[[], Strategy], folder: Path, steps: Iterable[int], trainer: Any = trainer_of, **options: Any
+) -> None:
+    """A run that is cut at a step and resumed is the run that was not cut."""
+    straight = fit(make(), trainer(), **options)
+    at = saved_at_every_step(make(), folder, trainer(), **options)
     for step in steps:
-        assert_same_run(fit(scheduled(row), resume=at(step), **options), straight)
-
-
-@pytest.mark.parametrize(("name", "deterministic"), list(zip(QUICK, (False, True, False), strict=True)))
-def test_resume_at_some_steps(name: str, deterministic: bool, tmp_path: Path) -> None:
-    check_every_step(BY_NAME[name], tmp_path, range(1, STEPS + 1, 6), deterministic=deterministic)
-
-
-def some_nodes(row: Row, i: int) -> dict[str, Any]:
-    """A third of the rows each with all nodes, with some of them at every step, and with nodes that leave and join."""
-    nodes = nodes_of(row)
-    if i % 3 == 0 or row.name in ("per-node code", "point to point"):  # whose own code names nodes
-        return {}
-    plan = Schedule({0: range(nodes), 4: [1, nodes - 1], 9: range(nodes)})
-    return {"participation": Dropout(0.3) if i % 3 == 1 else plan}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_resume_with_every_strategy(row: Row, tmp_path: Path) -> None:
-    """The rows resume at different steps, and many are exact, so that all are covered together.
-
-    Where nodes come and go, a resumed run lays its rows out anew, which vmap does not compute to the same bit.
-    """
-    i = ROWS.index(row)
-    steps, own = range(1 + i % 4, STEPS + 1, 4), some_nodes(row, i)
-    check_every_step(row, tmp_path, steps, deterministic=bool(own or i // 4 % 2), num_nodes=nodes_of(row), **own)
-
-
-def test_the_table_is_covered() -> None:
-    assert {row.name for row in TABLE} <= {row.name for row in ROWS}
-    assert set(QUICK) <= set(BY_NAME)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optim_spec": "adam", "lr_scheduler": OneCycleLR, "lr_scheduler_kwargs": {"max_lr": 0.1, "total_steps": 30}},
-        {"optim_spec": OptimSpec("adafactor", lr=0.01), "warmup_steps": 12},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"optim_spec": OptimSpec("adamw", amsgrad=True)},
-                {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}},
-                {"lr_scheduler": CosineAnnealingWarmRestarts, "lr_scheduler_kwargs": {"T_0": 3}},
-                {"optim_spec": OptimSpec("nadam", lr=0.01)},
-                {"optim_spec": OptimSpec("asgd", lr=0.01)},
-                {"optim_spec": OptimSpec("rprop", lr=0.01)},
-            )
-        ),
-    ],
-    ids=repr,
-)
-def test_optimizers_and_schedules(options: dict[str, Any], tmp_path: Path) -> None:
-    strategy = DiLoCoStrategy(H=4, outer_optim="adam", **options)
-    straight = fit(strategy)
-    at = saved_at_every_step(strategy, tmp_path)
-    for step in (1, 10):
-        assert_same_run(fit(strategy, resume=at(step)), straight)
-
-
-# Data ----------------------------------------------------------------------------------------------------------------
+        assert_same_run(fit(make(), trainer(), resume=at(step), **options), straight)
 
 
 class Augmented(Dataset[Any]):
@@ -148,61 +88,67 @@ def uneven(count: int = 29, seed: int = 0) -> Any:
     return lambda rank, num_nodes, train: vectors(10 + 7 * rank, seed)
 
 
-@pytest.mark.parametrize("data", [Augmented, uneven], ids=lambda data: data.__name__)
-def test_data(data: Any, tmp_path: Path) -> None:
-    strategy = SPARTAStrategy(**QUARTER, async_delay=2, optim_spec=ADAMW)
-
-    def trainer() -> Trainer:
-        return trainer_of(lambda: small_mlp(0.2), data)
-
-    straight = fit(strategy, trainer(), deterministic=True)
-    for step in (2, 7):
-        fit(strategy, trainer(), max_steps=step, save_dir=tmp_path / str(step), deterministic=True)
-        resumed = fit(strategy, trainer(), resume=tmp_path / str(step), deterministic=True)
-        # Where it ended it was measured, which the straight run was not.
-        assert torch.equal(weights(resumed), weights(straight))
-        np.testing.assert_array_equal(resumed.history.node_losses, straight.history.node_losses)
+def diloco(**options: Any) -> Callable[[], Strategy]:
+    return lambda: DiLoCoStrategy(**{"H": 4, "outer_optim": "adam", **options})
 
 
-def test_tied_weights_and_several_epochs(tmp_path: Path) -> None:
-    def trainer() -> Trainer:
-        return trainer_of(small_gpt, tokens)
-
-    strategy = FedAvgStrategy(H=3, optim_spec=ADAMW)
-    options: dict[str, Any] = {"max_steps": None, "num_epochs": 3, "executor": "vmap"}
-    straight = fit(strategy, trainer(), **options)
-    fit(strategy, trainer(), save_dir=tmp_path, checkpoint_interval=4, **options)
-    resumed = fit(strategy, trainer(), resume=checkpoints_in(tmp_path)[0], **options)
-    assert load_checkpoint(checkpoints_in(tmp_path)[0]).step == 8
-    assert_same_run(resumed, straight)
+def of(name: str) -> Callable[[], Strategy]:
+    return lambda: scheduled(BY_NAME[name])
 
 
-class Counting(nn.Module):
-    """A model that counts, and says so."""
+MUON = OptimSpec("muon", lr=0.02, rest=OptimSpec("adamw", lr=3e-3))
+EXACT: dict[str, Any] = {"deterministic": True}
+ONE_CYCLE = {"lr_scheduler": OneCycleLR, "lr_scheduler_kwargs": {"max_lr": 0.1, "total_steps": 30}}
+STEPPED = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}}
+RESTARTED = {"lr_scheduler": CosineAnnealingWarmRestarts, "lr_scheduler_kwargs": {"T_0": 3}}
+EPOCHS: dict[str, Any] = {"max_steps": None, "num_epochs": 3, "executor": "vmap"}
+# Strategy, model and data, options.
+CUT: dict[str, tuple[Callable[[], Strategy], Any, dict[str, Any]]] = {
+    "SPARTA, delayed": (of("SPARTA, delayed, 4 bits"), trainer_of, {}),
+    "islands": (of("sparse, islands, outer"), trainer_of, EXACT),
+    "DeMo": (of("DeMo"), trainer_of, {}),
+    "one cycle": (diloco(optim_spec="adam", **ONE_CYCLE), trainer_of, {}),
+    "adafactor": (diloco(optim_spec=OptimSpec("adafactor", lr=0.01), warmup_steps=12), trainer_of, {}),
+    "augmentation": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), Augmented), EXACT),
+    "uneven data": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), uneven), EXACT),
+    "tied weights": (diloco(optim_spec=ADAMW), lambda: trainer_of(small_gpt, tokens), EPOCHS),
+    "a row of all": (lambda: SimpleReduceStrategy(optim_spec=MUON), lambda: trainer_of(small_gpt, tokens), {}),
+    "of every kind": (lambda: Eccentric(optim_spec="sgd", lr=0.01), trainer_of, {}),
+}
+SLOWLY_CUT = {
+    "amsgrad": diloco(optim_spec=OptimSpec("adamw", amsgrad=True)),
+    "steps": diloco(**STEPPED),
+    "restarts": diloco(**RESTARTED),
+    **{name: diloco(optim_spec=OptimSpec(name, lr=0.01)) for name in ("nadam", "asgd", "rprop")},
+}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small_mlp()
-        self.calls = 0
 
-    def forward(self, batch: Any) -> Tensor:
-        self.calls += self.training
-        return self.inner(batch) * (1 + 0.01 * self.calls)
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.calls = int(state)
+@pytest.mark.parametrize("name", [*CUT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY_CUT)])
+def test_a_run_that_is_cut_is_the_same_run(name: str, tmp_path: Path) -> None:
+    make, trainer, options = CUT[name] if name in CUT else (SLOWLY_CUT[name], trainer_of, {})
+    check_resumed(make, tmp_path, (2, 7) if options is EPOCHS else (2, 13), trainer, **options)
 
 
-def test_the_extra_state_of_a_model(tmp_path: Path) -> None:
-    strategy = FedAvgStrategy(H=3)
-    options = {"executor": "loop", "val_interval": None}
-    straight = fit(strategy, trainer_of(Counting, vectors), **options)
-    fit(strategy, trainer_of(Counting, vectors), save_dir=tmp_path, checkpoint_interval=13, **options)
-    resumed = fit(strategy, trainer_of(Counting, vectors), resume=checkpoints_in(tmp_path)[0], **options)
-    assert_same_run(resumed, straight)
+def some_nodes(row: Row, i: int) -> dict[str, Any]:
+    """A third of the rows each with all nodes, with some of them at every step, and with nodes that leave and join."""
+    nodes = nodes_of(row)
+    if i % 3 == 0 or row.name in ("per-node code", "point to point"):  # whose own code names nodes
+        return {}
+    plan = Schedule({0: range(nodes), 4: [1, nodes - 1], 9: range(nodes)})
+    return {"participation": Dropout(0.3) if i % 3 == 1 else plan}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_run_of_every_strategy_that_is_cut_is_the_same_run(row: Row, tmp_path: Path) -> None:
+    """The rows resume at different steps, and many are exact, so that all are covered together.
+
+    Where nodes come and go, a resumed run lays its rows out anew, which vmap does not compute to the same bit.
+    """
+    i = ROWS.index(row)
+    steps, own = range(1 + i % 4, STEPS + 1, 4), some_nodes(row, i)
+    exact = bool(own or i // 4 % 2)
+    check_resumed(lambda: scheduled(row), tmp_path, steps, deterministic=exact, num_nodes=nodes_of(row), **own)
 
 
 # Strategies of a user's own ------------------------------------------------------------------------------------------
@@ -250,14 +196,6 @@ class Eccentric(Strategy):
         self.cluster.weights.add_(self.average, alpha=0.01).add_(float(self.own_optim.param_groups[0]["params"][0][0]))
 
 
-def test_a_strategy_with_state_of_every_kind(tmp_path: Path) -> None:
-    strategy = Eccentric(optim_spec="sgd", lr=0.01)
-    straight = fit(strategy)
-    at = saved_at_every_step(strategy, tmp_path)
-    for step in (4, 13):
-        assert_same_run(fit(strategy, resume=at(step)), straight)
-
-
 class Growing(CommunicationModule):
     """Changes an attribute that it does not declare, from a step on; and nothing else depends on it."""
 
@@ -269,23 +207,17 @@ class Growing(CommunicationModule):
             self.value = self.value + 1
 
 
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        (0, r"write self\.keep_shared\(value=…\)"),
-        (torch.zeros(2), r"write self\.keep_shared\(value=…\)"),
-        (torch.zeros(3, 2), r"write self\.keep_stacked\(value=…\)"),
-        (np.zeros(2), r"write self\.keep_shared\(value=…\)"),
-    ],
-    ids=repr,
-)
+UNDECLARED = {"shared": (0, torch.zeros(2), np.zeros(2)), "stacked": (torch.zeros(3, 2),)}
+
+
+@pytest.mark.parametrize(("kind", "value"), [(kind, value) for kind, each in UNDECLARED.items() for value in each])
 @pytest.mark.parametrize("options", [{"save_dir": True}, {"participation": Dropout(0.01)}], ids=str)
 def test_state_that_is_not_declared_is_an_error_after_the_first_step(
-    value: Any, line: str, options: dict[str, Any], tmp_path: Path
+    kind: str, value: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     options = {**options, "save_dir": tmp_path} if "save_dir" in options else options
     trainer = trainer_of()
-    with pytest.raises(CheckpointError, match=rf"Growing\.value changed since the setup and is not declared.*{line}"):
+    with refused(CheckpointError, "Growing.value", f"self.keep_{kind}(value=…)"):
         fit(CommunicateOptimizeStrategy([Growing(value)]), trainer, **options)
     assert len(trainer.history) == 2  # step 0 and the first
 
@@ -294,11 +226,11 @@ def test_state_that_is_not_declared_is_an_error_after_the_first_step(
 def test_state_that_changes_later_is_a_warning_and_the_run_is_kept(tmp_path: Path) -> None:
     strategy = CommunicateOptimizeStrategy([GradientAverage(), Growing(0, step=3)])
     trainer = trainer_of()
-    with pytest.warns(UserWarning, match=r"step 14 could not be saved, and training continues: Growing\.value changed"):
+    with warned("step 14 could not be saved", "Growing.value"):
         kept = fit(strategy, trainer, save_dir=tmp_path, checkpoint_interval=2)
     assert_same_run(kept, fit(strategy))
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002.safetensors"]
-    with pytest.raises(CheckpointError, match=r"Growing\.value changed"):
+    with refused(CheckpointError, "Growing.value"):
         fit(strategy, trainer, max_steps=20, resume=True)
 
 
@@ -311,12 +243,9 @@ def test_state_that_cannot_be_saved_is_said_before_training(value: Any, tmp_path
             self.keep_shared(value=value)
 
     steps: list[int] = []
-    with pytest.raises(CheckpointError, match=rf"Odd\.value is a {type(value).__name__}, which cannot be saved"):
-        fit(
-            CommunicateOptimizeStrategy([Odd()]),
-            save_dir=tmp_path,
-            train_loss_hook=lambda step, loss: steps.append(step),
-        )
+    odd = CommunicateOptimizeStrategy([Odd()])
+    with refused(CheckpointError, f"Odd.value is a {type(value).__name__}"):
+        fit(odd, save_dir=tmp_path, train_loss_hook=lambda step, loss: steps.append(step))
     assert not steps
 
 
@@ -338,22 +267,17 @@ def test_save_dir_alone_is_a_checkpoint_at_the_end(tmp_path: Path) -> None:
     straight = fit(FedAvgStrategy(H=2), save_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000014.safetensors"]
     assert_same_run(fit(FedAvgStrategy(H=2), resume=True, save_dir=tmp_path), straight)  # nothing is left to do
-
-
-def test_latest_checkpoint_starts_or_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for steps in (5, 9, 12):
+    for steps in (5, 9):  # starts, or continues
         fit(FedAvgStrategy(H=2), max_steps=steps, save_dir=folder, resume=vsim.latest_checkpoint(folder))
-    assert load_checkpoint(folder).step == 12
+    assert load_checkpoint(folder).step == 9
 
 
 def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     fit(FedAvgStrategy(H=2), max_steps=5, save_dir=tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"holds the checkpoints of a run, up to step-00000005\.safetensors; give"
-    ):
+    with refused(CheckpointError, "holds the checkpoints of a run", "step-00000005.safetensors"):
         fit(FedAvgStrategy(H=2), max_steps=5, save_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of a run"):
+    with refused(CheckpointError, "holds the checkpoints of a run"):
         fit(FedAvgStrategy(H=2), max_steps=9, save_dir=tmp_path, resume=load_checkpoint(tmp_path).fork())
 
 
@@ -368,11 +292,9 @@ def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:
     finals = zip(model.state_dict().values(), trainer.final.state_dict().values(), strict=True)  # type: ignore[attr-defined]
     assert all(torch.equal(a, b) for a, b in finals)
     assert torch.equal(torch.cat([p.detach().flatten() for p in own.parameters()]), weights(trainer)[1])
-    with pytest.raises(
-        CheckpointError, match=r"of another model: parameter layers.0.weight was absent and is \[\[16, 12\]"
-    ):
+    with refused(CheckpointError, "another model", "layers.0.weight", "[16, 12]"):
         checkpoint.model(small_mlp())
-    with pytest.raises(ValueError, match="node must be a whole number from 0 to 2, got 3"):
+    with refused(ValueError, "node", "from 0 to 2", 3):
         checkpoint.model(small_cnn(), node=3)
     again = tmp_path / "again.safetensors"
     checkpoint.save(again)
@@ -389,43 +311,37 @@ def at_seven(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return load_checkpoint(folder)
 
 
-def other_dropout() -> nn.Module:
-    return small_cnn(dropout=0.1)
+ANOTHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"num_nodes": 4}, ("num_nodes was 3 and is 4",)),
+    ({"batch_size": 6}, ("batch_size was 4 and is 6",)),
+    ({"minibatch_size": None}, ("minibatch_size was 2 and is absent",)),
+    ({"seed": 1}, ("seed was 42 and is 1",)),
+    ({"shuffle": False}, ("shuffle was True and is False",)),
+    ({"deterministic": True}, ("deterministic was False and is True",)),
+    ({"dataloader_kwargs": {"drop_last": True}}, ("drop_last was False and is True",)),
+    ({"strategy": FedAvgStrategy(H=3)}, ("strategy was vsim.", "DiLoCoStrategy and is vsim.", "FedAvgStrategy")),
+    (
+        {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
+        ("step 7", "communication_modules[0].H was 3 and is 4", "resume=load_checkpoint(", ".fork()"),
+    ),
+    ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, ("spec.lr was 0.01 and is 0.02",)),
+    ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, ("optim_spec was", "AdamW and is", "SGD")),
+    (
+        {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},
+        ("train_dataset[0].examples was 29 and is 28",),
+    ),
+    ({"trainer": trainer_of(lambda: small_cnn(dropout=0.1))}, ("module.dropout was", "p=0.3", "and is", "p=0.1")),
+    ({"trainer": trainer_of(small_mlp, vectors)}, ("parameter", "'torch.float32'] and is absent")),
+    ({"max_steps": 6}, ("step 7", "max_steps=6")),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_nodes": 4}, "num_nodes was 3 and is 4"),
-        ({"batch_size": 6}, "batch_size was 4 and is 6"),
-        ({"minibatch_size": None}, "minibatch_size was 2 and is absent"),
-        ({"seed": 1}, "seed was 42 and is 1"),
-        ({"shuffle": False}, "shuffle was True and is False"),
-        ({"deterministic": True}, "deterministic was False and is True"),
-        ({"dataloader_kwargs": {"drop_last": True}}, "drop_last was False and is True"),
-        ({"strategy": FedAvgStrategy(H=3)}, r"strategy was vsim\..*DiLoCoStrategy and is vsim\..*FedAvgStrategy"),
-        (
-            {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
-            r"step 7 is of another run: strategy\.communication_modules\[0\]\.H was 3 and is 4\. To start .* "
-            r"fork: resume=load_checkpoint\('.*step-00000007\.safetensors'\)\.fork\(\)",
-        ),
-        ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, r"spec\.lr was 0\.01 and is 0\.02"),
-        ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, r"optim_spec was .*AdamW and is .*SGD"),
-        (
-            {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},
-            r"train_dataset\[0\]\.examples was 29 and is 28",
-        ),
-        ({"trainer": trainer_of(other_dropout)}, r"module\.dropout was .*Dropout.*p=0\.3.* and is .*p=0\.1"),
-        ({"trainer": trainer_of(small_mlp, vectors)}, r"parameter .* was \[\[.*\], 'torch\.float32'\] and is absent"),
-        ({"max_steps": 6}, "the checkpoint is at step 7, and max_steps=6 is not beyond it; give a larger max_steps"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
+@pytest.mark.parametrize(("options", "parts"), ANOTHER, ids=lambda x: str(x)[:40])
 def test_another_run_is_an_error_that_names_what_differs(
-    options: dict[str, Any], message: str, at_seven: Checkpoint
+    options: dict[str, Any], parts: tuple[str, ...], at_seven: Checkpoint
 ) -> None:
     options = {"strategy": DiLoCoStrategy(H=3, optim_spec=ADAMW), **options}
-    with pytest.raises(CheckpointError, match=message):
+    with refused(CheckpointError, *parts):
         fit(resume=at_seven, **options)
 
 
@@ -441,9 +357,7 @@ def test_a_schedule_that_would_change_is_an_error(tmp_path: Path) -> None:
         return FedAvgStrategy(H=2, lr_scheduler="cosine", **more)
 
     first = fit(strategy(), max_steps=8, save_dir=tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"schedule was over 8 steps and is over 12 .*max_steps=8 given to the stra"
-    ):
+    with refused(CheckpointError, "over 8 steps", "over 12", "max_steps=8"):
         fit(strategy(), max_steps=12, resume=tmp_path)
     longer = fit(strategy(max_steps=8), max_steps=12, resume=tmp_path)
     assert longer.history["lr"][-1] == pytest.approx(0.1 * 1e-3)
@@ -486,22 +400,15 @@ def test_a_fork_into_another_strategy_starts_it_from_the_mean(at_seven: Checkpoi
 def test_a_fork_with_another_number_of_nodes_starts_from_the_mean(at_seven: Checkpoint) -> None:
     still = OptimSpec("sgd", lr=0.0)
     hooked: list[int] = []
-    trainer = fit(
-        Strategy(optim_spec=still),
-        resume=at_seven.fork(),
-        num_nodes=5,
-        max_steps=8,
-        seed=3,
-        batch_size=2,
-        progress=True,
-        train_loss_hook=lambda step, loss: hooked.append(step),
-    )
+    other: dict[str, Any] = {"num_nodes": 5, "max_steps": 8, "seed": 3, "batch_size": 2, "progress": True}
+    hook = {"train_loss_hook": lambda step, loss: hooked.append(step)}
+    trainer = fit(Strategy(optim_spec=still), resume=at_seven.fork(), **other, **hook)
     assert hooked == [8]
     assert torch.equal(weights(trainer), at_seven.mean_weights().expand(5, -1))
     assert trainer.history.node_losses.shape == (1, 5)
-    with pytest.raises(CheckpointError, match="step 7, and max_steps=7 is not beyond it"):
+    with refused(CheckpointError, "step 7", "max_steps=7"):
         fit(Strategy(), resume=at_seven.fork(), max_steps=7)
-    with pytest.raises(CheckpointError, match="the checkpoint is of another model: parameter"):
+    with refused(CheckpointError, "another model", "parameter"):
         fit(Strategy(), trainer_of(small_mlp, vectors), resume=at_seven.fork())
 
 
@@ -519,22 +426,13 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
             return self.inner(batch)
 
     trainer = Trainer(Keeping(), images())
-    fit(Strategy(), trainer, num_nodes=5, batch_size=2, minibatch_size=None, max_steps=2, seed=3, executor="loop")
+    run: dict[str, Any] = {"batch_size": 2, "minibatch_size": None, "seed": 3, "executor": "loop"}
+    fit(Strategy(), trainer, num_nodes=5, max_steps=2, **run)
     forked = captured(trainer._last).fork()  # type: ignore[arg-type]
     forked.step = 7
     while not orders.empty():
         orders.get()
-    fit(
-        Strategy(),
-        trainer,
-        resume=forked,
-        num_nodes=4,
-        batch_size=2,
-        minibatch_size=None,
-        max_steps=8,
-        seed=3,
-        executor="loop",
-    )
+    fit(Strategy(), trainer, resume=forked, num_nodes=4, max_steps=8, **run)
     # 8 examples a node in batches of 2 are 4 steps an epoch: 0-based step 7 is the last of epoch 1.
     expected = images().tensors[0][epoch_indices(29, 4, True, 3, 1)[:, 6:8]]
     seen = [orders.get() for _ in range(orders.qsize())]  # the first call is tried before it counts
@@ -562,7 +460,7 @@ def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(
     assert torch.equal(weights(anew), weights(kept)) == (name == "sgd")  # which keeps nothing
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw"])
+@pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(name: str, tmp_path: Path) -> None:
     matrices = Trainer(nn.Linear(12, 5, bias=False), vectors(), loss_fn=nn.functional.cross_entropy)
     fit(SimpleReduceStrategy(optim_spec=OptimSpec(name, lr=1e-2)), matrices, max_steps=4, save_dir=tmp_path)
@@ -644,43 +542,31 @@ def test_a_fork_moves_between_processes_and_simulator_too(tmp_path: Path) -> Non
     assert half.strategy is None and load_checkpoint(tmp_path).held == [1] * 3
 
 
-@pytest.mark.slow
-def test_processes_say_what_differs(at_seven: Checkpoint) -> None:
-    with pytest.raises(CheckpointError, match=r"deterministic was False and is True; strategy\.comm.*H was 3 and is 5"):
-        fit(DiLoCoStrategy(H=5, optim_spec=ADAMW), resume=at_seven, **PROCESSES)
-
-
 def test_errors_are_shipped() -> None:
     error = pickle.loads(pickle.dumps(CheckpointError("torn")))
     assert type(error) is CheckpointError and str(error) == "torn" and isinstance(error, ValueError)
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------
+WRONG: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = [
+    ({"checkpoint_interval": 5}, ValueError, ("checkpoint_interval", "save_dir")),
+    ({"checkpoint_interval": 0, "save_dir": "x"}, ValueError, ("checkpoint_interval", ">= 1", 0)),
+    ({"save_dir": __file__}, CheckpointError, ("save_dir", "test_checkpoint.py", "folder")),
+    ({"save_dir": f"{__file__}/sub"}, CheckpointError, ("save_dir", "Not a directory")),
+    ({"save_dir": "/proc/vsim"}, CheckpointError, ("save_dir", "'/proc/vsim'")),
+    ({"resume": 3}, TypeError, ("resume", "path", 3)),
+    ({"resume": True}, CheckpointError, ("this trainer's last run",)),
+    ({"resume": "no/such"}, CheckpointError, ("no/such",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"checkpoint_interval": 5}, ValueError, "checkpoint_interval has no effect without save_dir"),
-        ({"checkpoint_interval": 0, "save_dir": "x"}, ValueError, "checkpoint_interval must be .* >= 1, got 0"),
-        ({"save_dir": 3}, TypeError, "save_dir must be a path, got 3"),
-        ({"save_dir": __file__}, CheckpointError, "save_dir '.*test_checkpoint.py' is not a folder"),
-        ({"save_dir": f"{__file__}/sub"}, CheckpointError, "cannot be written to: .*Not a directory"),
-        ({"save_dir": "/proc/vsim"}, CheckpointError, "save_dir '/proc/vsim' cannot be written to"),
-        ({"resume": 3}, TypeError, "resume, unless True or a Checkpoint, must be a path, got 3"),
-        ({"resume": True}, CheckpointError, "resumes this trainer's last run, and there is none in memory"),
-        ({"resume": "no/such"}, CheckpointError, "there is no checkpoint at no/such"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-def test_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("options", "kind", "parts"), WRONG, ids=lambda x: str(x)[:40])
+def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], parts: tuple[Any, ...]) -> None:
+    with refused(kind, *parts):
         fit(Strategy(), **options)
-    assert OPTIONS["max_steps"] == STEPS
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").touch()
     assert vsim.latest_checkpoint(tmp_path) is None and vsim.latest_checkpoint(tmp_path / "absent") is None
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in the folder"):
+    with refused(CheckpointError, "no checkpoint in the folder"):
         fit(Strategy(), resume=True, save_dir=tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused, warned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resumed import ADAMW, assert_same_run, fit, trainer_of
@@ -29,7 +30,7 @@ from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy
 from vsim.training.resume import captured
 
-QUICK = ["SPARTA, delayed, 4 bits", "sparse, islands, outer", "DeMo"]
+QUICK = ["SPARTA, delayed, 4 bits"]
 NAME = "step-00000007.safetensors"
 
 
@@ -56,46 +57,6 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def in_the_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def foreign(path: Path) -> None:
-    save_file({"weight": torch.ones(3)}, path)
-
-
-def pickled(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Trap(path.parent / "sprung")))
-
-
-def torch_saved(path: Path) -> None:
-    torch.save({"trap": Trap(path.parent / "sprung")}, path)
-
-
-def text(path: Path) -> None:
-    path.write_text("not a checkpoint at all")
-
-
-def from_the_future(path: Path) -> None:
-    rewritten(path, lambda text: text.replace(f'"format": {FORMAT}', '"format": 99'), valid=True)
-
-
-def swapped(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"step": 7', '"step": 8'), valid=False)
-
-
-def senseless(path: Path) -> None:
-    rewritten(path, lambda text: text.replace('"settings": {', '"apart": {'), valid=True)
-
-
 def rewritten(path: Path, change: Callable[[str], str], valid: bool) -> None:
     """Change the text; with the checksum that it then needs, or without."""
     with safe_open(path, "pt") as file:
@@ -106,40 +67,54 @@ def rewritten(path: Path, change: Callable[[str], str], valid: bool) -> None:
     save_file(tensors, path, {"vsim": changed, "sha256": digest})
 
 
-MALFORMED = [
-    (truncated, "is not a checkpoint of vsim, or is torn: "),
-    (in_the_header, "is not a checkpoint of vsim, or is torn: "),
-    (emptied, "is empty"),
-    (foreign, "is a safetensors file, but not a checkpoint of vsim"),
-    (pickled, "is not a checkpoint of vsim, or is torn: "),
-    (torch_saved, "is not a checkpoint of vsim, or is torn: "),
-    (text, "is not a checkpoint of vsim, or is torn: "),
-    (from_the_future, f"has format 99, and this version of vsim reads {FORMAT}"),
-    (swapped, "is damaged: its contents do not have their checksum"),
-    (senseless, "does not hold what a checkpoint of vsim holds"),
-]
+def shortened(path: Path, to: float) -> None:
+    contents = path.read_bytes()
+    path.write_bytes(contents[: int(to * len(contents))])
 
 
-@pytest.mark.parametrize(("spoil", "message"), MALFORMED, ids=lambda x: getattr(x, "__name__", None))
-def test_a_malformed_file_is_an_error_and_the_one_before_is_used(
-    spoil: Callable[[Path], None], message: str, run: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
+def with_text(old: str, new: str, valid: bool = True) -> Callable[[Path], None]:
+    return lambda path: rewritten(path, lambda text: text.replace(old, new), valid)
+
+
+TORN = "is not a checkpoint of vsim, or is torn"
+MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda path: shortened(path, 0.5), TORN),
+    "in the header": (lambda path: path.write_bytes(path.read_bytes()[:100]), TORN),
+    "empty": (lambda path: shortened(path, 0), "is empty"),
+    "foreign": (lambda path: save_file({"weight": torch.ones(3)}, path), "not a checkpoint of vsim"),
+    "pickled": (lambda path: path.write_bytes(pickle.dumps(Trap(path.parent / "sprung"))), TORN),
+    "torch": (lambda path: torch.save({"trap": Trap(path.parent / "sprung")}, path), TORN),
+    "text": (lambda path: path.write_text("not a checkpoint at all"), TORN),
+    "from the future": (
+        with_text(f'"format": {FORMAT}', '"format": 99'),
+        "has format 99",
+    ),
+    "swapped": (with_text('"step": 7', '"step": 8', valid=False), "checksum"),
+    "senseless": (with_text('"settings": {', '"apart": {'), "does not hold what a checkpoint of vsim holds"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_file_is_an_error_and_the_one_before_is_used(kind: str, run: Path, tmp_path: Path) -> None:
+    folder, (spoil, message) = tmp_path / "run", MALFORMED[kind]
     shutil.copytree(run, folder)
     spoil(folder / NAME)
-    with pytest.raises(CheckpointError, match=rf"{NAME}.*{message}"):
+    with refused(CheckpointError, NAME, message):
         load_checkpoint(folder / NAME)
-    with pytest.warns(UserWarning, match=rf"{NAME}.*{message}.*; using step-00000005\.safetensors instead"):
-        resumed = fit(strategy(), save_dir=folder, resume=True, max_steps=9)
-    assert_same_run(resumed, fit(strategy(), max_steps=9))
+    with warned(NAME, message, "using step-00000005.safetensors"):
+        assert load_checkpoint(folder).step == 5
+    if kind == "truncated":
+        with warned(NAME, message, "using step-00000005.safetensors"):
+            resumed = fit(strategy(), save_dir=folder, resume=True, max_steps=9)
+        assert_same_run(resumed, fit(strategy(), max_steps=9))
     assert not (folder / "sprung").exists()
 
 
 def test_a_folder_where_nothing_can_be_used(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     for path in checkpoints_in(tmp_path / "run"):
-        truncated(path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in the folder .*run can be used: .*torn.*; .*torn"):
+        shortened(path, 0.5)
+    with refused(CheckpointError, "no checkpoint in the folder", "step-00000005", NAME, "torn"):
         fit(strategy(), save_dir=tmp_path / "run", resume=True)
 
 
@@ -151,7 +126,7 @@ FORGED = [
     ('"columns": {"step"', '"columns": {"more"', "'step'"),
     ('"columns": {"step": {"sha256": "', '"columns": {"step": {"sha256": "elsewhere', "elsewhere"),
     ('"dtype": "float64"', '"dtype": "load"', "view"),
-    ('"dtype": "float64", "shape": [', '"dtype": "float64", "shape": [9, ', "shape '.9, "),
+    ('"dtype": "float64", "shape": [', '"dtype": "float64", "shape": [9, ', "shape '[9, "),
     ('"kinds": [[', '"kinds": [[7, ', "is not iterable"),
     ('"kinds": [', '"kinds": [], "none": [', "list index out of range"),
 ]
@@ -162,7 +137,7 @@ def test_a_file_that_was_written_by_hand(old: str, new: str, message: str, run: 
     path = tmp_path / NAME
     shutil.copy(run / NAME, path)
     rewritten(path, lambda text: text.replace(old, new, 1), valid=True)
-    with pytest.raises(CheckpointError, match=f"{NAME} does not hold what a checkpoint of vsim holds: .*{message}"):
+    with refused(CheckpointError, NAME, "does not hold what a checkpoint of vsim holds", message):
         load_checkpoint(path)
 
 
@@ -186,7 +161,7 @@ def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_pat
         fit(strategy(), resume=path, max_steps=9)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_flipped_bit_is_noticed(data: st.DataObject, run: Path, tmp_path: Path) -> None:
     contents = bytearray((run / NAME).read_bytes())
@@ -241,11 +216,9 @@ def test_what_is_equal_is_written_once(run: Path, tmp_path: Path) -> None:
 def test_a_file_under_the_name_of_another_step_is_not_used(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, folder := tmp_path / "run")
     (folder / NAME).rename(folder / "step-00000009.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"step-00000009\.safetensors holds step 7, which is not that of its name"
-    ):
+    with refused(CheckpointError, "step-00000009.safetensors", "holds step 7"):
         load_checkpoint(folder, step=9)
-    with pytest.warns(UserWarning, match=r"holds step 7.*; using step-00000005\.safetensors instead"):
+    with warned("holds step 7", "using step-00000005.safetensors"):
         assert load_checkpoint(folder).step == 5
     shutil.copy(run / NAME, tmp_path / "best.safetensors")
     assert load_checkpoint(tmp_path / "best.safetensors").step == 7
@@ -260,24 +233,17 @@ def test_the_state_of_a_generator_is_checked(name: str, at: int) -> None:
     write(generator, state)
     where, key = (state["state"], "pos") if name == "MT19937" else (state, "buffer_pos")
     where[key] = at
-    with pytest.raises(ValueError, match=rf"pos of {name} must be from 0 to \d+, got {at}"):
+    with refused(ValueError, f"pos of {name}", "from 0 to", at):
         write(generator, state)
 
 
 def test_the_checkpoint_of_a_step_is_found_in_a_folder(run: Path) -> None:
     assert load_checkpoint(run, step=5).step == 5
     for step, error in (("a", TypeError), (-1, ValueError), (True, TypeError)):
-        with pytest.raises(error, match=rf"step must be .*, got {step!r}"):
+        with refused(error, "step", step):
             load_checkpoint(run, step=step)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 in the folder .*; there are: 5, 7"):
+    with refused(CheckpointError, "step 6", "5, 7"):
         load_checkpoint(run, step=6)
-
-
-def test_the_ledger_has_the_numbers_that_it_had(run: Path) -> None:
-    trainer = fit(strategy(), max_steps=7)
-    events = list(load_checkpoint(run).ledger)
-    assert events == list(trainer.ledger) != []
-    assert [list(map(type, event)) for event in events] == [list(map(type, event)) for event in trainer.ledger]
 
 
 def state_of(row: Row) -> str:

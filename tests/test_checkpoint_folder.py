@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from errors import refused, warned
 from resumed import PROCESSES, assert_same_run, fit, trainer_of
 from separate import small_mlp, vectors
 
@@ -47,8 +48,7 @@ def test_a_folder_is_one_process_own_until_it_dies(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         for train in (lambda: fit(Strategy(), save_dir=tmp_path), lambda: compared(save_dir=tmp_path)):
-            message = rf"save_dir '{tmp_path}' is in use: another run, in process {other.pid}\s*, saves there; wait"
-            with pytest.raises(CheckpointError, match=message):
+            with refused(CheckpointError, f"save_dir '{tmp_path}'", "in use", f"process {other.pid}"):
                 train()
         other.kill()
     fit(Strategy(), max_steps=2, save_dir=tmp_path)
@@ -92,7 +92,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(link: Any, t
     target.write_text("mine")
     (tmp_path / "run").mkdir()
     link(target, tmp_path / "run" / ".lock")
-    with pytest.raises(CheckpointError, match=r"save_dir '.*run' cannot be written to"):
+    with refused(CheckpointError, "save_dir", str(tmp_path / "run")):
         fit(Strategy(), max_steps=2, save_dir=tmp_path / "run")
     assert target.read_text() == "mine"
 
@@ -149,12 +149,14 @@ def test_what_killed_runs_left_half_written_is_removed_when_a_comparison_resumes
 @pytest.mark.parametrize("name", ["a" * 300, "race.json", "Race.json"])
 def test_names_that_cannot_be_folders_are_told_before_training(name: str, tmp_path: Path) -> None:
     steps: list[int] = []
-    with pytest.raises(CheckpointError, match=f"'{name}' cannot be saved to a folder: "):
+    with refused(CheckpointError, f"'{name}'", "folder"):
         compared(strategies={name: FedAvgStrategy()}, save_dir=tmp_path, train_loss_hook=lambda *_: steps.append(1))
     (tmp_path / "b").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="'b' cannot be saved to a folder: "):
+    with refused(CheckpointError, "'b'", "folder"):
         compared(strategies={"b": FedAvgStrategy()}, save_dir=tmp_path, train_loss_hook=lambda *_: steps.append(1))
     assert not steps
+    with refused(ValueError, "two of them are the same"):  # on a disk that knows no case
+        compared(strategies={"a": FedAvgStrategy(), "A": FedAvgStrategy()}, save_dir=tmp_path / "c")
 
 
 def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_pat
     damaged.write_bytes(damaged.read_bytes()[:1000])
     steps: list[tuple[str, int]] = []
     callback = [lambda run: steps.append((run.spec.label, run.done))]
-    with pytest.warns(UserWarning, match=r"step-00000004\.safetensors is .* torn.*; using step-00000002\.safetensors"):
+    with warned("step-00000004.safetensors", "torn", "using step-00000002.safetensors"):
         resumed = compared(save_dir=tmp_path, resume="auto", max_steps=8, callbacks=callback)
     for name, run in straight.items():
         assert (run.history.node_losses == resumed[name].history.node_losses).all()
@@ -172,7 +174,7 @@ def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_pat
     assert steps[:2] == alone and sorted(steps[2:]) == sorted(together)
     for path in (tmp_path / "DiLoCo").glob("step-*"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"DiLoCo/step-00000008\.safetensors is empty"):
+    with refused(CheckpointError, "DiLoCo/step-00000008.safetensors", "empty"):
         compared(save_dir=tmp_path, resume=True, max_steps=9)
 
 
@@ -185,10 +187,10 @@ def test_a_change_in_the_files_of_a_comparison_is_noticed(name: str, old: str, n
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(CheckpointError, match=f"{name} is damaged: its contents do not have their checksum"):
+    with refused(CheckpointError, name, "checksum"):
         compared(save_dir=tmp_path, resume=True, max_steps=6)
     path.write_text(text[:-3])
-    with pytest.raises(CheckpointError, match=f"{name} is not a file of a comparison, or is torn"):
+    with refused(CheckpointError, name, "torn"):
         compared(save_dir=tmp_path, resume=True, max_steps=6)
 
 
@@ -202,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_named(error: OSError, tmp_path: Path) 
             part.write_text("half")
             raise error
 
-    with pytest.raises(OSError, match=rf"{error.strerror}, while writing.*{path}") as caught:
+    with refused(OSError, str(error.strerror), str(path)) as caught:
         write()
     assert caught.value.errno == error.errno
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("end.json", "old")]
@@ -217,31 +219,24 @@ def test_a_full_disk_is_a_warning_and_the_results_are_returned(tmp_path: Path, m
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.numpy, "save_file", full)
-    message = r"step 2 could not be saved, .*No space left on device.*, while writing.*step-00000002\.safetensors"
-    with pytest.warns(UserWarning, match=message):
+    with warned("step 2 could not be saved", "No space left on device", "step-00000002.safetensors"):
         trainer = fit(Strategy(), max_steps=2, save_dir=tmp_path)
     assert trainer.history["step"][-1] == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("", ValueError, "save_dir must be a path, got ''"),
-        ("a\0b", ValueError, r"save_dir must be a path, got 'a\\x00b'"),
-        ("a" * 300, CheckpointError, "cannot be written to: .*File name too long"),
-        (3, TypeError, "save_dir must be a path, got 3"),
-    ],
-    ids=["empty", "nul", "long", "number"],
-)
+PATHS: list[tuple[Any, Any, tuple[Any, ...]]] = [
+    ("", ValueError, ("save_dir", "")),
+    ("a\0b", ValueError, ("save_dir", "a\0b")),
+    ("a" * 300, CheckpointError, ("File name too long",)),
+    (3, TypeError, ("save_dir", 3)),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "parts"), PATHS, ids=["empty", "nul", "long", "number"])
 @pytest.mark.parametrize("train", [lambda **given: fit(Strategy(), **given), compared], ids=["fit", "compare"])
-def test_paths_that_are_none(train: Callable[..., Any], path: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_paths_that_are_none(train: Callable[..., Any], path: Any, kind: Any, parts: tuple[Any, ...]) -> None:
+    with refused(kind, *(repr(part) if part in ("", "a\0b") else part for part in parts)):
         train(save_dir=path)
-
-
-def test_names_that_differ_in_case_alone_are_one_folder_somewhere(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two of them are the same there"):
-        compared(strategies={"a": FedAvgStrategy(), "A": FedAvgStrategy()}, save_dir=tmp_path)
 
 
 @pytest.mark.parametrize("backend", [{}, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["stacked", "process"])
@@ -250,7 +245,7 @@ def test_an_interrupt_that_a_hook_raises_is_one_that_is_pressed(backend: dict[st
         if step == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match=rf"the run is saved in '{tmp_path}'"):
+    with refused(Interrupted, f"saved in '{tmp_path}'"):
         fit(Strategy(), train_loss_hook=interrupt, save_dir=tmp_path, **backend)
     stopped = load_checkpoint(tmp_path).step
     assert stopped == 3 or (backend and stopped > 3)
@@ -263,17 +258,12 @@ def test_an_interrupt_says_where_the_run_is(tmp_path: Path) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(
-        Interrupted, match=r"after step 3: the run is kept in memory; this trainer's fit\(resume=True\)"
-    ):
+    with refused(Interrupted, "after step 3", "memory", "fit(resume=True)"):
         fit(Strategy(), train_loss_hook=press)
-    saved = rf"after step 3: the run is saved in '{tmp_path}'; resume=True with this save_dir \(--save-dir … --resume\)"
-    with pytest.raises(Interrupted, match=saved):
+    with refused(Interrupted, "after step 3", f"saved in '{tmp_path}'", "resume=True", "--save-dir … --resume"):
         fit(Strategy(), train_loss_hook=press, save_dir=tmp_path)
     assert load_checkpoint(tmp_path).step == 3
     assert_same_run(fit(Strategy(), trainer_of(), save_dir=tmp_path, resume=True), fit(Strategy()))
     both = tmp_path / "both"
-    with pytest.warns(
-        UserWarning, match=rf"interrupted after step 3; .* resume=True \(--resume\) resumes it from '{both}"
-    ):
+    with warned("interrupted after step 3", "resume=True (--resume)", f"'{both}"):
         compared(save_dir=both, train_loss_hook=press)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lowering import One, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import vsim
-from vsim import Trainer
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapError, VmapExecutor
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 SIGNS = [1.0, -1.0, 1.0, 1.0]  # of the nodes' examples, where they differ
 
@@ -97,7 +94,7 @@ def test_every_node_goes_its_own_way(name: str, options: dict[str, Any]) -> None
             assert ("went to the loop" in ours.reason) is (step > 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     threshold=st.floats(-2, 2), minibatch_size=st.sampled_from([None, 3]), chunk_size=st.sampled_from([None, 1, 2, 3])
 )
@@ -118,23 +115,6 @@ def test_an_answer_that_all_nodes_give_keeps_the_one_call() -> None:
             ours = make(VmapExecutor, Branching(look), 4)
             ours.losses_and_grads(batch_of([1.0] * 4))
             assert isinstance(ours, VmapExecutor) and not ours.not_vmapped and not ours.reason, name
-
-
-def test_rows_that_share_their_weights_go_their_own_ways() -> None:
-    runs = [
-        Trainer(
-            Branching(LOOKS["a branch"]),
-            torch.utils.data.TensorDataset(batch_of([1.0, -1.0] * 3)[0].flatten(0, 1)),
-        )
-        for _ in range(2)
-    ]
-    for trainer, executor in zip(runs, ("vmap", "loop"), strict=True):
-        strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
-        trainer.fit(strategy=strategy, num_nodes=3, max_steps=4, batch_size=5, executor=executor, progress=False)
-        assert trainer.strategy is not None
-    one, other = (trainer.strategy.cluster.weights for trainer in runs if trainer.strategy is not None)
-    torch.testing.assert_close(one, other)
-    assert "__bool__ is" in runs[0].history.executor_reason and not runs[1].history.executor_reason
 
 
 def test_an_evaluation_whose_rows_differ() -> None:
@@ -160,7 +140,7 @@ def test_weights_that_have_changed_in_place_cannot_be_restored() -> None:
     model = Branching(look)
     executor = make(VmapExecutor, model, 4)
     model = executor.objective.model
-    with pytest.raises(VmapError, match=r"another.*but for weights or a batch that it has changed in place already"):
+    with refused(VmapError, "another", "changed in place already"):
         executor.losses_and_grads(batch_of(SIGNS))
 
 
@@ -178,48 +158,6 @@ def test_what_fails_in_one_call_at_a_later_step_goes_to_the_loop_or_is_the_model
     with pytest.raises(RuntimeError, match="at least 1D") as caught:
         ours.losses_and_grads([100 * t for t in batch_of([1.0, 1.0])])
     assert not isinstance(caught.value, VmapError)
-
-
-class Model(nn.Module):
-    """Takes another way where its examples are mostly negative."""
-
-    def __init__(self, threshold: float = 0.0) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-        self.threshold = threshold
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        loss = F.dropout(self.layer(batch[0]), 0.2).pow(2).mean()
-        return loss if batch[0].mean() > self.threshold else loss.sqrt()
-
-
-def data(shift: float = 0.0) -> torch.utils.data.TensorDataset:
-    return torch.utils.data.TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)) + shift)
-
-
-@pytest.mark.slow
-def test_a_run_is_that_of_its_processes() -> None:
-    report = vsim.verify(Model(), data(), DiLoCoStrategy(H=2), num_nodes=2, max_steps=4)
-    assert report.identical, report
-
-
-def test_a_member_goes_its_own_way() -> None:
-    options: dict[str, Any] = {
-        "num_nodes": 2,
-        "max_steps": 5,
-        "deterministic": True,
-        "progress": False,
-        "batch_size": 4,
-    }
-    strategies = {"DiLoCo": DiLoCoStrategy(H=2), "AllReduce": SimpleReduceStrategy()}
-    members = vsim.compare(Model(), data(), strategies=strategies, **options)
-    for name, strategy in strategies.items():
-        trainer = Trainer(Model(), data())
-        trainer.fit(strategy=strategy, **options)
-        assert np.array_equal(members[name].history.node_losses, trainer.history.node_losses)
 
 
 def test_auto_goes_on_with_vmap_after_a_step_of_the_loop() -> None:

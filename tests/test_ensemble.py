@@ -1,14 +1,17 @@
-"""Runs of an ensemble: each is bitwise equal to the run alone, whichever others train, leave or resume with it."""
+"""A run beside others is the run alone, to the bit: whichever others train, leave, fail or resume with it."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +19,29 @@ import forked
 import numpy as np
 import pytest
 import torch
+from errors import refused, unnamed, warned
 from resumed import sweep_to
-from separate import TASKS, Task, small_mlp, vectors
+from separate import TASKS, small_gpt, small_mlp, tokens, vectors
+from test_model_state import Average
+from test_second_gradient import Sam
 from test_strategies_common import TABLE, examples, model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
+from vsim.cluster import Cluster
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.randomness import isolated
 from vsim.data import digits
-from vsim.engine import Executor
+from vsim.engine import Executor, VmapExecutor
+from vsim.engine.proof import Proof
 from vsim.models import MLP
 from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
 from vsim.records.progress import Recorder
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -46,14 +55,10 @@ from vsim.training import entries, setup
 from vsim.training.loop import Ensemble
 from vsim.training.setup import prepare
 
+Strategies = Mapping[str, Strategy]
 CPU = torch.device("cpu")
 MEASURED = [c for c in COLUMNS if c not in OF_THE_MACHINE]
 OPTIONS: dict[str, Any] = {"max_steps": 6, "val_interval": 2, "progress": False, "deterministic": True, "batch_size": 8}
-
-
-def small() -> MLP:
-    """For digits."""
-    return MLP(hidden=(32,), seed=0)
 
 
 def alone(strategy: Strategy, start: nn.Module, data: Any, val: Any, **options: Any) -> vsim.Trainer:
@@ -73,6 +78,18 @@ def assert_is_its_own_fit(run: vsim.ComparedRun, own: vsim.Trainer) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in run.model.state_dict().items())
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def compare(strategies: Strategies, data: Any = None, start: Any = None, **options: Any) -> vsim.Comparison:
+    data, start = vectors() if data is None else data, small_mlp() if start is None else start
+    return vsim.compare(start, data, data, strategies=strategies, **{**OPTIONS, "num_nodes": 2, **options})
+
+
 def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **options: Any) -> Ensemble:
     """Runs that are set up together, for a look inside."""
     trainer = vsim.Trainer(start, data)
@@ -82,91 +99,7 @@ def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **option
         return prepare(specs, [Recorder(h) for h in histories], histories, CPU)
 
 
-# Bitwise its own fit --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
-@pytest.mark.parametrize(
-    ("num_nodes", "seeds"),
-    [(2, [7]), *(pytest.param(k, [1, 2], marks=pytest.mark.slow) for k in (1, 2, 5))],
-)
-def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int]) -> None:
-    rows = [row for row in TABLE if row.takes(num_nodes)]
-    strategies = {row.name: row.make() for row in rows}
-    data, val = examples(), examples(16, seed=9)
-    result = vsim.compare(model(), data, val, strategies=strategies, num_nodes=num_nodes, seeds=seeds, **OPTIONS)
-    assert list(result) == list(strategies)
-    for row, seed in itertools.product(rows, range(len(seeds))):
-        own = alone(row.make(), model(), data, val, num_nodes=num_nodes, seed=seeds[seed])
-        assert_is_its_own_fit(result.runs(row.name)[seed], own)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_models_with_dropout_and_buffers_are_their_own_fit(task: Task, deterministic: bool) -> None:
-    strategies = {
-        "diloco": DiLoCoStrategy(H=2, inner_optim=OptimSpec("sgd", lr=0.1, momentum=0.9)),
-        "sparta": SPARTAStrategy(p_sparta=0.3, lr=1e-2, max_norm=0.5),
-        "fedavg": FedAvgStrategy(H=3, lr=1e-2, lr_scheduler="cosine", warmup_steps=2),
-        "allreduce": SimpleReduceStrategy(lr=1e-2),
-    }
-    options: dict[str, Any] = {"num_nodes": 3, "deterministic": deterministic}
-    data, val = task.data(), task.data()
-    result = vsim.compare(task.model(), data, val, strategies=strategies, seeds=[4, 5], **{**OPTIONS, **options})
-    for name, seed in itertools.product(strategies, (0, 1)):
-        own = alone(strategies[name], task.model(), data, val, seed=(4, 5)[seed], **options)
-        run = result.runs(name)[seed]
-        if deterministic:
-            assert_is_its_own_fit(run, own)
-        np.testing.assert_allclose(run.history.node_losses, own.history.node_losses, rtol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
-def test_without_deterministic_a_member_is_its_own_fit_up_to_rounding() -> None:
-    train, _ = digits()
-    strategies = {
-        "DiLoCo": DiLoCoStrategy(H=5, lr=1e-3),
-        "AllReduce": SimpleReduceStrategy(lr=1e-3, max_norm=1.0),
-        "SPARTA": SPARTAStrategy(lr=2e-3),
-        "AllReduce, faster": SimpleReduceStrategy(lr=2e-3),
-        "DeMo": DeMoStrategy(lr=1e-4),
-        "alone": Strategy(lr=1e-3),
-    }
-    options = {"num_nodes": 4, "max_steps": 20, "deterministic": False, "batch_size": 16}
-    result = vsim.compare(small(), train, strategies=strategies, **{**OPTIONS, **options})
-    for name, strategy in strategies.items():
-        own = alone(strategy, small(), train, None, **options)
-        np.testing.assert_allclose(result[name].history.node_losses, own.history.node_losses, rtol=1e-4)
-
-
-def test_seeds_with_models_of_their_own_are_bitwise_their_own_fit() -> None:
-    def made(seed: int) -> nn.Module:
-        return MLP(12, (16,), 5, dropout=0.2, seed=seed)
-
-    options: dict[str, Any] = {"num_nodes": 2, "loss_fn": nn.functional.cross_entropy}
-    strategies = {"a": FedAvgStrategy(H=2, lr=1e-2), "b": FedAvgStrategy(H=2, lr=2e-2)}
-    result = vsim.compare(made, vectors(), vectors(), strategies=strategies, seeds=[1, 2, 3], **{**OPTIONS, **options})
-    for name, (i, seed) in itertools.product(strategies, enumerate((1, 2, 3))):
-        own = alone(strategies[name], made(seed), vectors(), vectors(), seed=seed, **options)
-        assert_is_its_own_fit(result.runs(name)[i], own)
-
-
-def test_a_sweep_over_nodes_and_batch_sizes_is_bitwise_its_fits() -> None:
-    settings = {"H": [2, 3], "num_nodes": [1, 2, 5], "batch_size": [4, 8], "lr": 1e-2}
-    options = {name: value for name, value in OPTIONS.items() if name != "batch_size"}
-    data = vectors()
-    result = vsim.sweep(small_mlp(), data, data, strategy=FedAvgStrategy, settings=settings, **options)
-    assert len(result) == 12
-    for name, own in result.settings.items():
-        fit = alone(
-            FedAvgStrategy(H=own["H"], lr=1e-2),
-            small_mlp(),
-            data,
-            data,
-            num_nodes=own["num_nodes"],
-            batch_size=own["batch_size"],
-        )
-        assert_is_its_own_fit(result[name], fit)
+# Strategies, data and models that would spread what they do -----------------------------------------------------------
 
 
 class Jittered(Dataset[Any]):
@@ -185,7 +118,69 @@ class Jittered(Dataset[Any]):
         return x + 0.1 * torch.randn(12) + float(np.random.rand()), y  # noqa: NPY002
 
 
-class DrawsGlobally(Strategy):
+class Rotten(Jittered):
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.fetched > 80:
+            raise OSError("unreadable")
+        return super().__getitem__(i)
+
+
+class Documents(Dataset[Any]):
+    """Texts of several lengths, which a batch of one need not pad."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(3 + i % 4), torch.tensor(float(i))
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        return 1e-3 * (batch[0].sum(1) * self.slope - batch[1]).square().mean()
+
+
+class Branching(nn.Module):
+    """Takes another way where its examples are mostly negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_mlp(0.2)
+
+    def forward(self, batch: Any) -> Tensor:
+        loss: Tensor = self.inner(batch)
+        return loss if batch[0].mean() > 0 else loss.sqrt()
+
+
+class DrawsInForward(nn.Module):
+    """Takes its noise from a generator that nodes do not have."""
+
+    def __init__(self, draw: Callable[[], float] = lambda: np.random.rand()) -> None:  # noqa: NPY002
+        super().__init__()
+        self.inner, self.draw = small_mlp(), draw
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.inner(batch) * (1 + 0.1 * float(self.draw()))
+
+
+class Noisy(torch.optim.Optimizer):
+    """Draws from the process's generator, as Langevin dynamics does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=1e-3)
+
+
+class DrawsInStep(Strategy):
     """A user's own, with noise from the process's generator."""
 
     def step(self) -> None:
@@ -195,23 +190,266 @@ class DrawsGlobally(Strategy):
         super().step()
 
 
-def test_what_is_drawn_globally_is_each_runs_own() -> None:
-    strategies: dict[str, Strategy] = {
-        "own": DrawsGlobally(lr=1e-2),
-        "fedavg": FedAvgStrategy(H=2, lr=1e-2),
-        "again": DrawsGlobally(lr=2e-2),
-    }
+class DrawsInSetup(FedAvgStrategy):
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.factor = random.random()
+
+    def sync(self) -> None:
+        super().sync()
+        self.cluster.weights.mul_(1 + 0.01 * self.factor)
+
+
+class Shakes(vsim.Callback):
+    """Draws after the steps from `first` on."""
+
+    def __init__(self, first: int = 1) -> None:
+        self.first, self.heard = first, []
+
+    def on_step(self, run: Any) -> None:
+        self.heard.append(run.done)
+        if run.done >= self.first:
+            run.cluster.weights.add_(torch.randn_like(run.cluster.weights), alpha=1e-3)
+
+
+class Resets(FedAvgStrategy):
+    """Resets its optimizer's state at every sync."""
+
+    def sync(self) -> None:
+        super().sync()
+        if self.cluster.completed == 2:
+            self.optim.state.clear()  # type: ignore[union-attr]
+        if self.cluster.completed == 4:
+            for state in self.optim.state.values():  # type: ignore[union-attr]
+                state["step"].zero_()
+
+
+class Hooked(FedAvgStrategy):
+    """Has its optimizer call something after every step."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
+
+
+class MadeOnTheWay(FedAvgStrategy):
+    """Makes state on the way, which no checkpoint holds."""
+
+    def sync(self) -> None:
+        super().sync()
+        if not hasattr(self, "stream"):
+            self.stream = torch.Generator().manual_seed(3)
+        self.cluster.weights.mul_(1 + 0.01 * float(torch.rand(1, generator=self.stream)))
+
+
+class KeepsRows(FedAvgStrategy):
+    """Keeps views of its rows, in a list, and shrinks them at every step."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.rows = [*cluster.weights]
+
+    def sync(self) -> None:
+        super().sync()
+        for row in self.rows:
+            row.mul_(0.99)
+
+
+class Breaks(AveragingCommunicator):
+    """Makes the weights infinite after a step, on one node."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(every=2)
+        self.at = at
+
+    def communicate(self, cluster: Any) -> None:
+        super().communicate(cluster)
+        if cluster.step == self.at:
+            cluster.weights[1].fill_(float("inf"))
+
+
+def broken(at: int, lr: float = 1e-2) -> Strategy:
+    return CommunicateOptimizeStrategy([Breaks(at)], lr=lr)
+
+
+class Fails(CommunicationModule):
+    """Cannot be measured at step 4: its global weights are no such, or its numbers cannot be read."""
+
+    def __init__(self, weights: Callable[[Tensor], Any] | None) -> None:
+        self.weights = weights
+
+    def global_weights(self, cluster: Any) -> Any:
+        return self.weights(cluster.weights) if cluster.step == 4 and self.weights is not None else None
+
+    def measured(self, cluster: Any) -> dict[str, float]:
+        if cluster.step == 4:
+            raise ValueError("nothing to read")
+        return {"own": float(cluster.step)}
+
+
+UNFIT: dict[str, Callable[[Tensor], Any] | None] = {
+    "stacked": lambda rows: rows,
+    "short": lambda rows: rows[0, :5],
+    "of another dtype": lambda rows: rows[0].double(),
+    "a list": lambda rows: rows[0].tolist()[:1],
+    "unreadable": None,
+}
+FAILING: Strategies = {name: CommunicateOptimizeStrategy([Fails(own)], lr=1e-2) for name, own in UNFIT.items()}
+PLAIN: Strategies = {"fedavg": FedAvgStrategy(H=2, lr=1e-2), "sparta": SPARTAStrategy(p_sparta=0.3, lr=1e-2)}
+NOISY: Strategies = {f"noisy {h}": FedAvgStrategy(H=h, inner_optim=OptimSpec(Noisy, lr=1e-2)) for h in (2, 3)}
+SEVERAL: Strategies = {
+    "diloco": DiLoCoStrategy(H=2, inner_optim=OptimSpec("sgd", lr=0.1, momentum=0.9)),
+    "sparta": SPARTAStrategy(p_sparta=0.3, lr=1e-2, max_norm=0.5),
+    "fedavg": FedAvgStrategy(H=3, lr=1e-2, lr_scheduler="cosine", warmup_steps=2),
+    "allreduce": SimpleReduceStrategy(lr=1e-2),
+}
+MUON = {
+    "muon": OptimSpec("muon", lr=0.02, rest=OptimSpec("adamw", lr=3e-3)),
+    "adamw": OptimSpec("adamw", lr=3e-3),
+    "muon again": OptimSpec("muon", lr=0.02, rest=OptimSpec("adamw", lr=3e-3)),
+}
+
+
+@dataclass
+class Beside:
+    """Strategies that are compared with their fits; others beside them, which come first; data, models, options."""
+
+    strategies: Strategies
+    others: Strategies = field(default_factory=dict)
+    data: Callable[[], Any] = vectors
+    make: Callable[[], nn.Module] = small_mlp
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, seeds: Sequence[int] = (1, 2)) -> vsim.Comparison:
+        together = {**self.others, **self.strategies}
+        result = compare(together, self.data(), self.make(), seeds=list(seeds), **self.options)
+        for name, (i, seed) in itertools.product(self.strategies, enumerate(seeds)):
+            options = {"num_nodes": 2, "seed": seed, **self.options}
+            own = alone(self.strategies[name], self.make(), self.data(), self.data(), **options)
+            assert_is_its_own_fit(result.runs(name)[i], own)
+        return result
+
+
+LOOP: dict[str, Any] = {"executor": "loop", "deterministic": False}
+BESIDE = {
+    **{task.name: Beside(SEVERAL, {}, task.data, task.model, {"num_nodes": 3}) for task in TASKS},
+    "others leave": Beside({**PLAIN, **NOISY}, {"bad": broken(2)}, Jittered),
+    "draws in a step": Beside({"own": DrawsInStep(lr=1e-2), **PLAIN, "again": DrawsInStep(lr=2e-2)}, {}, Jittered),
+    "resets its optimizer": Beside({"own": Resets(H=2, lr=1e-2), "too": Resets(H=3, lr=1e-2), **PLAIN}),
+    "hooks of optimizers": Beside({"own": Hooked(H=2, lr=1e-2), "too": Hooked(H=3, lr=1e-2), **PLAIN}),
+    "undeclared state": Beside({"own": MadeOnTheWay(H=2, lr=1e-2), **PLAIN}, {"bad": broken(2)}, Jittered),
+    "rows that are kept": Beside({"own": KeepsRows(H=2, lr=1e-2), **PLAIN}, {"bad": broken(2)}),
+    "others fail": Beside(PLAIN, FAILING),
+    "any length": Beside(
+        {"alone": Strategy(lr=1e-2)}, {}, Documents, Slope, {"num_nodes": 1, "batch_size": 1, "val_size": 1}
+    ),
+    "two optimizers": Beside(
+        {name: FedAvgStrategy(H=2, inner_optim=spec) for name, spec in MUON.items()}, {}, tokens, small_gpt
+    ),
+    "a model with state": Beside(PLAIN, {}, vectors, Average, LOOP),
+    "second gradients": Beside({"one": Sam(lr=0.1, optim_spec="sgd"), "two": Sam(lr=1e-2, optim_spec="sgd"), **PLAIN}),
+    "a model that branches": Beside(PLAIN, {}, vectors, Branching),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
+    with quietly():
+        result = BESIDE[case].check()
+    for name in FAILING if case == "others fail" else ():
+        assert re.search("nothing to read|must return shared weights, torch.float32", result[name].failure), name
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+@pytest.mark.parametrize(
+    ("num_nodes", "seeds"),
+    [(2, [7]), *(pytest.param(k, [1, 2], marks=pytest.mark.slow) for k in (1, 2, 5))],
+)
+def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int]) -> None:
+    rows = {row.name: row for row in TABLE if row.takes(num_nodes)}
+    strategies = {name: row.make() for name, row in rows.items()}
+    Beside(strategies, {}, examples, model, {"num_nodes": num_nodes}).check(seeds)
+
+
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+def test_without_deterministic_a_run_is_its_own_fit_up_to_rounding() -> None:
+    strategies = {**SEVERAL, "demo": DeMoStrategy(lr=1e-4), "alone": Strategy(lr=1e-3)}
+    for task in TASKS:
+        options = {"num_nodes": 4, "max_steps": 10, "deterministic": False}
+        result = compare(strategies, task.data(), task.model(), **options)
+        for name, strategy in strategies.items():
+            own = alone(strategy, task.model(), task.data(), None, **options)
+            np.testing.assert_allclose(result[name].history.node_losses, own.history.node_losses, rtol=1e-3)
+
+
+def test_seeds_with_models_of_their_own_and_several_counts_are_their_own_fits() -> None:
+    def made(seed: int) -> nn.Module:
+        return MLP(12, (16,), 5, dropout=0.2, seed=seed)
+
+    result = compare(PLAIN, start=made, seeds=[1, 2, 3], loss_fn=nn.functional.cross_entropy)
+    for name, (i, seed) in itertools.product(PLAIN, enumerate((1, 2, 3))):
+        options = {"num_nodes": 2, "seed": seed, "loss_fn": nn.functional.cross_entropy}
+        assert_is_its_own_fit(result.runs(name)[i], alone(PLAIN[name], made(seed), vectors(), vectors(), **options))
+    settings = {"H": [2, 3], "num_nodes": [1, 2, 5], "batch_size": [4, 8], "lr": 1e-2}
+    kept = {name: value for name, value in OPTIONS.items() if name != "batch_size"}
+    swept = vsim.sweep(small_mlp(), vectors(), vectors(), strategy=FedAvgStrategy, settings=settings, **kept)
+    assert len(swept) == 12
+    for name, own in swept.settings.items():
+        counts = {key: own[key] for key in ("num_nodes", "batch_size")}
+        fit = alone(FedAvgStrategy(H=own["H"], lr=1e-2), small_mlp(), vectors(), vectors(), **counts)
+        assert_is_its_own_fit(swept[name], fit)
+
+
+def test_optimizers_that_are_stepped_together_go_on_when_one_leaves_or_all_are_resumed(tmp_path: Path) -> None:
+    good = {cls.__name__: FedAvgStrategy(H=2, inner_optim=cls, lr=1e-2) for cls in ELEMENTWISE}
+    beside = Beside(good, {"bad": broken(2)})
+    with quietly():
+        whole = beside.check()
+        compare({**beside.others, **good}, seeds=[1, 2], max_steps=4, save_dir=tmp_path)
+        assert_same(compare({**beside.others, **good}, seeds=[1, 2], save_dir=tmp_path, resume=True), whole)
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["the model", "own, seed 1: its strategy", "the setup", "fedavg, seed 1: .* callback"])
+def test_runs_that_draw_globally_train_one_after_the_other_and_one_warning_says_who(who: str) -> None:
+    own: Strategies = {"own": DrawsInSetup(H=2, lr=1e-2)} if who == "the setup" else {}
+    own = {"own": NOISY["noisy 2"]} if "strategy" in who else own
+    beside = Beside({**own, **PLAIN}, options={"callbacks": [Shakes()]} if "callback" in who else {})
+    if who == "the model":
+        beside.make, beside.options = DrawsInForward, LOOP
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
-    with pytest.warns(UserWarning, match="own, seed 1: its strategy or a callback draws"):
-        result = vsim.compare(
-            small_mlp(), Jittered(), Jittered(), strategies=strategies, num_nodes=2, seeds=[1, 2], **OPTIONS
-        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        result = beside.check()
     assert torch.equal(torch.rand(3), expected)  # the process's own state is as it was
-    for name, (i, seed) in itertools.product(strategies, enumerate((1, 2))):
-        own = alone(strategies[name], small_mlp(), Jittered(), Jittered(), num_nodes=2, seed=seed)
-        assert_is_its_own_fit(result.runs(name)[i], own)
+    told = [str(one.message) for one in caught if "one after the other" in str(one.message)]
+    assert len(told) == 1 and re.match(who, told[0])
+    for name in result if "callback" in who else ():
+        assert [run.callbacks[0].heard for run in result.runs(name)] == 2 * [[1, 2, 3, 4, 5, 6]]
+
+
+def test_draws_that_begin_later_are_told_at_the_end_and_those_of_halving_refused() -> None:
+    with warned("not in its first steps"):
+        compare(PLAIN, callbacks=[Shakes(4)])
+    settings = {"H": [1, 2, 3, 4], "lr": 1e-2}
+    options = {**OPTIONS, "num_nodes": 2, "max_steps": 20, "halving": 2, "callbacks": [Shakes()]}
+    with refused(ValueError, "halving", "callback", "(torch"):
+        vsim.sweep(small_mlp(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
+
+
+@pytest.mark.parametrize("executor", ["auto", "loop"])
+@pytest.mark.parametrize(("draw", "name"), [((random.random,), "from random"), ((), "from numpy.random")])
+def test_a_deterministic_model_must_not_draw_globally(draw: Any, name: str, executor: str) -> None:
+    for train in (
+        lambda: alone(Strategy(), DrawsInForward(*draw), vectors(), vectors(), executor=executor, num_nodes=2),
+        lambda: compare(PLAIN, start=DrawsInForward(*draw), val_interval=None, executor=executor),
+    ):
+        with quietly(), refused(ValueError, "deterministic=True", name, "forward"):
+            train()
 
 
 # Computed together ----------------------------------------------------------------------------------------------------
@@ -230,13 +468,10 @@ def test_what_is_alike_is_one_group_and_equal_nodes_keep_their_one_row(monkeypat
     assert sorted(len(stack.runs) for stack in run.stacks) == [1, 1, 4]
     (exact,) = run_of(strategies, small_mlp(), vectors(), num_nodes=3).stacks  # a row per node
     assert len(exact.executor.replicas.weights) == 18
-
-
-def test_runs_of_one_data_order_are_fetched_once() -> None:
     data = Jittered()
     run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], small_mlp(), data, num_nodes=2)
     before = data.fetched
-    next(run.stacks[0].batches)
+    next(run.stacks[0].batches)  # of one order of the data: fetched once
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
 
 
@@ -249,22 +484,14 @@ def test_equal_models_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return evaluate(self, weights, *others)
 
     monkeypatch.setattr(Executor, "evaluate", counted)
+    options = {**OPTIONS, "val_interval": 1, "max_steps": 2, "num_nodes": 3, "val_size": 8}
     strategies = {"FedAvg": FedAvgStrategy(H=2), "alone": Strategy()}
-    train, val = digits()
-    options = {**OPTIONS, "val_interval": 1, "max_steps": 2}
-    result = vsim.compare(
-        MLP(hidden=(8,), seed=0), train, val, strategies=strategies, num_nodes=3, val_size=8, **options
-    )
+    vsim.compare(MLP(hidden=(8,), seed=0), *digits(), strategies=strategies, **options)
     # At first all are equal; then each node is equal to itself in the other run, as are the means; then one has synced.
     assert measured == [1, 3 + 1, 1 + 3 + 1]
-    fedavg, apart = (result[name].history for name in strategies)
-    for column in MEASURED:
-        if column.endswith("_bytes"):
-            continue
-        np.testing.assert_array_equal(fedavg[column][:2], apart[column][:2], column)
 
 
-def test_optimizers_with_equal_settings_are_stepped_in_one_call() -> None:
+def test_optimizers_with_equal_settings_are_stepped_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = [FedAvgStrategy(H=h, lr=rate) for h in (1, 2, 3) for rate in (1e-3, 1e-2)]
     run = run_of(strategies, small_mlp(), vectors(), num_nodes=2)
     calls: list[int] = []
@@ -274,9 +501,8 @@ def test_optimizers_with_equal_settings_are_stepped_in_one_call() -> None:
         calls.append(sum(len(p) for p in self.param_groups[0]["params"]))
         return kept(self, closure)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", step)
-        assert list(itertools.islice(run.steps(), 2)) == [1, 2]
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    assert list(itertools.islice(run.steps(), 2)) == [1, 2]
     assert calls == [6, 6, 6, 6]  # two rates of 3 × 2 rows each, in two steps
 
 
@@ -288,122 +514,31 @@ def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
                 made.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
         return made
 
-    plain, changed = run(False), run(True)
-    assert torch.equal(plain.runs[0].cluster.weights, changed.runs[0].cluster.weights)
-    assert not torch.equal(plain.runs[1].cluster.weights, changed.runs[1].cluster.weights)
+    (ours, other), (theirs, plain) = ([one.cluster.weights for one in run(change).runs] for change in (True, False))
+    assert torch.equal(ours, theirs) and not torch.equal(other, plain)
 
 
-# Runs that leave ---------------------------------------------------------------------------------------------------
-
-
-class Breaks(AveragingCommunicator):
-    """Makes the weights infinite after a step, on one node."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__(every=2)
-        self.at = at
-
-    def communicate(self, cluster: Any) -> None:
-        super().communicate(cluster)
-        if cluster.step == self.at:
-            cluster.weights[1].fill_(float("inf"))
-
-
-def broken(at: int, lr: float) -> Strategy:
-    return CommunicateOptimizeStrategy([Breaks(at)], lr=lr)
+# Runs that leave ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_member_that_diverges_leaves_and_changes_no_other(deterministic: bool) -> None:
+def test_a_run_that_diverges_leaves_and_changes_no_other(deterministic: bool) -> None:
     good: dict[str, Strategy] = {f"good {i}": FedAvgStrategy(H=2, lr=10.0**-i) for i in (2, 3, 4)}
-    bad: dict[str, Strategy] = {f"bad {at}": broken(at, 1e-2) for at in (1, 3, 4)}
+    bad: dict[str, Strategy] = {f"bad {at}": broken(at) for at in (1, 3, 4)}
     order = {name: {**good, **bad}[name] for name in ("bad 1", "good 2", "bad 3", "good 3", "bad 4", "good 4")}
-    options = {**OPTIONS, "num_nodes": 2, "deterministic": deterministic}
-    with pytest.warns(UserWarning, match="bad") as warned:
-        result = vsim.compare(small_mlp(), vectors(), vectors(), strategies=order, **options)
-    assert len(warned) == 3
+    with warned("bad") as issued:
+        result = compare(order, deterministic=deterministic)
+    assert len(issued) == 3
     for at in (1, 3, 4):
         run = result[f"bad {at}"]
         assert run.diverged_at == at + 1 and run.model is None and len(run.history) == at + 1
-        assert f"non-finite loss at step {at + 1} on nodes [1]" in run.failure or deterministic is None
+        assert not unnamed(run.failure, f"non-finite loss at step {at + 1}", [1])
         assert f"diverged at step {at + 1}" in result.table()
     for name, strategy in good.items():
         own = alone(strategy, small_mlp(), vectors(), vectors(), num_nodes=2, deterministic=deterministic)
         if deterministic:
             assert_is_its_own_fit(result[name], own)
         np.testing.assert_allclose(result[name].history.node_losses, own.history.node_losses, rtol=1e-5)
-
-
-@pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
-def test_optimizers_that_are_stepped_together_go_on_when_one_leaves_or_all_are_resumed(
-    cls: type[torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    strategies: dict[str, Strategy] = {"bad": broken(2, 1e-2), "good": FedAvgStrategy(H=2, inner_optim=cls, lr=1e-2)}
-    options = {**OPTIONS, "num_nodes": 2, "seeds": [1, 2]}
-    owns = [alone(strategies["good"], small_mlp(), vectors(), vectors(), num_nodes=2, seed=seed) for seed in (1, 2)]
-    for saving, resumed in (
-        ({}, {}),
-        ({"max_steps": 4, "save_dir": tmp_path}, {"save_dir": tmp_path, "resume": True}),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            if saving:
-                vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **{**options, **saving})
-            result = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options, **resumed)
-        for run, own in zip(result.runs("good"), owns, strict=True):
-            assert_is_its_own_fit(run, own)
-
-
-def test_a_sweep_of_sixty_with_five_that_diverge() -> None:
-    settings = {"H": [1, 2, 3, 4], "lr": [1e-3, 2e-3, 3e-3, 4e-3, 1e9], "max_norm": [1.0, 2.0, 3.0]}
-    options = {**OPTIONS, "num_nodes": 2, "deterministic": False, "max_steps": 8, "val_interval": 8}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        result = vsim.sweep(small_mlp(), vectors(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
-    diverged = {name for name in result if result[name].diverged_at is not None}
-    assert len(result) == 60 and diverged <= {name for name, own in result.settings.items() if own["lr"] == 1e9}
-    assert all(result[name].ended for name in set(result) - diverged)
-    assert result.settings[result.best()]["lr"] < 1
-
-
-def test_one_that_is_refused_is_named_and_nothing_trains() -> None:
-    heard: list[int] = []
-    strategies = {"fine": Strategy(), "islands": FedAvgStrategy(island_size=5)}
-    with pytest.raises(ValueError, match=r"^islands: island_size must be a whole number from 1 to 2, got 5"):
-        vsim.compare(
-            small_mlp(),
-            vectors(),
-            strategies=strategies,
-            num_nodes=2,
-            train_loss_hook=lambda s, _: heard.append(s),
-            **OPTIONS,
-        )
-    assert heard == []
-
-
-# Halving --------------------------------------------------------------------------------------------------------------
-
-# Decades apart, so that the first rung tells which is best; a closer race is decided by who starts fastest.
-GRID: dict[str, Any] = {"lr": [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2, 0.3, 1.0, 3.0], "H": 5}
-
-
-def swept(**options: Any) -> vsim.Sweep:
-    train, val = digits()
-    defaults = {"num_nodes": 2, "max_steps": 45, "progress": False, "val_interval": 15}
-    return vsim.sweep(small(), train, val, strategy=FedAvgStrategy, settings=GRID, **{**defaults, **options})
-
-
-def test_halving_keeps_the_winner_and_its_bits() -> None:
-    full, halved = swept(deterministic=True, seeds=[1, 2]), swept(deterministic=True, seeds=[1, 2], halving=3)
-    assert halved.best() == full.best()
-    ends = [{run.stopped_at for run in halved.runs(name)} for name in halved]
-    assert sorted(str(end) for end in ends) == ["{15}"] * 2 + ["{5}"] * 6 + ["{None}"]
-    for ours, theirs in zip(halved.runs(full.best()), full.runs(full.best()), strict=True):
-        np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
-        assert list(ours.ledger) == list(theirs.ledger) and ours.model is not None
-    for name in halved:  # stopped runs are equal to the beginning of the full ones
-        run = halved[name]
-        np.testing.assert_array_equal(run.history.node_losses, full[name].history.node_losses[: len(run.history) - 1])
 
 
 def test_rows_of_those_that_left_are_gone() -> None:
@@ -417,33 +552,134 @@ def test_rows_of_those_that_left_are_gone() -> None:
     assert [m.done for m in run.runs] == [3, 3, 6, 3]
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
+
+    def forward(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of an epoch is of another shape, and proved again, by the rows that are left."""
+    strategies = {"bad": broken(1), "bad too": broken(1, 1e-3), "stays": FedAvgStrategy(H=2, lr=1e-2)}
+    prove, nodes = VmapExecutor.prove, []
+
+    def noted(*given: Any) -> Proof:
+        proof = prove(*given)
+        nodes.append(proof.nodes)
+        return proof
+
+    monkeypatch.setattr(VmapExecutor, "prove", noted)
+    options = {"executor": "vmap", "batch_size": 6, "max_steps": None, "num_epochs": 2, "deterministic": False}
+    with quietly():
+        result = compare(strategies, start=Normed(), **options)
+    assert nodes == [[0, 5], [0, 1]]
+    own = alone(strategies["stays"], Normed(), vectors(), vectors(), num_nodes=2, **options)
+    np.testing.assert_allclose(result["stays"].history.node_losses, own.history.node_losses, rtol=1e-3)
+
+
+class RunningScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, y)
+        self.scale.mul_(0.9).add_(0.1 * float(loss.detach()))
+        return loss / self.scale
+
+
+def test_a_loss_that_all_nodes_would_change_is_refused() -> None:
+    options = {"start": MLP(12, (16,), 5, seed=0), "loss_fn": RunningScale(), "executor": "loop", "num_nodes": 1}
+    with refused(ValueError, "loss_fn.scale", "forward", "buffer"):
+        compare(PLAIN, **options)
+    assert compare({"alone": Strategy()}, **options)["alone"].ended
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+class Raises(FedAvgStrategy):
+    def gradients(self) -> None:
+        raise RuntimeError("at once")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_is_refused_is_refused_before_any_trains(together: bool) -> None:
+    heard: list[int] = []
+    with refused(ValueError, "islands", "island_size", "from 1 to 2", 5):
+        compare(
+            {**PLAIN, "islands": FedAvgStrategy(island_size=5)},
+            together=together,
+            train_loss_hook=lambda step, _: heard.append(step),
+        )
+    assert heard == []
+
+
+def test_one_that_fails_takes_nothing_from_the_others() -> None:
+    with refused(RuntimeError, "at once"):
+        compare({**PLAIN, "raises": Raises(H=2)})
+    with quietly():
+        result = compare({**PLAIN, "bad": broken(2), "raises": Raises(H=2), "last": Strategy()}, together=False)
+        assert compare({"bad": broken(2)}, together=False)["bad"].diverged_at == 3
+    assert result["bad"].diverged_at == 3 and result["raises"].failure == "RuntimeError: at once"
+    assert all(result[name].model is not None for name in (*PLAIN, "last"))
+
+
+def test_what_was_done_is_kept_when_the_data_fail() -> None:
+    with quietly():
+        result = compare(PLAIN, Rotten())
+    (failure,) = {run.failure for run in result.values()}
+    assert re.fullmatch(r"OSError: the batches of step \d+: example \d+ .*, of node \d: unreadable", failure)
+    assert all(len(run.history) > 1 for run in result.values())
+
+
+# Halving --------------------------------------------------------------------------------------------------------------
+
+# Decades apart, so that the first rung tells which is best; a closer race is decided by who starts fastest.
+GRID: dict[str, Any] = {"lr": [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2, 0.3, 1.0, 3.0], "H": 5}
+
+
+def swept(**options: Any) -> vsim.Sweep:
+    defaults = {"num_nodes": 2, "max_steps": 45, "progress": False, "val_interval": 15}
+    start = MLP(hidden=(16,), seed=0)
+    return vsim.sweep(start, *digits(), strategy=FedAvgStrategy, settings=GRID, **{**defaults, **options})
+
+
+def test_halving_keeps_the_winner_and_its_bits() -> None:
+    full, halved = swept(deterministic=True, seeds=[1, 2]), swept(deterministic=True, seeds=[1, 2], halving=3)
+    assert halved.best() == full.best()
+    ends = [{run.stopped_at for run in halved.runs(name)} for name in halved]
+    assert sorted(str(end) for end in ends) == ["{15}"] * 2 + ["{5}"] * 6 + ["{None}"]
+    for name in halved:  # stopped runs are equal to the beginning of the full ones
+        for ours, theirs in zip(halved.runs(name), full.runs(name), strict=True):
+            losses = theirs.history.node_losses[: len(ours.history) - 1]
+            np.testing.assert_array_equal(ours.history.node_losses, losses)
+            assert (ours.model is not None) == (name == full.best())
+
+
 def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="halving needs max_steps"):
+    with refused(ValueError, "halving", "max_steps"):
         swept(max_steps=None, halving=3)
-    with pytest.raises(ValueError, match="halving must be a whole number >= 2, got 1"):
+    with refused(ValueError, "halving", ">= 2", 1):
         swept(halving=1)
     monkeypatch.setattr(entries, "available_bytes", lambda *_: 5e5)
-    with pytest.raises(ValueError, match="halving compares all runs at every rung"):
+    with refused(ValueError, "halving compares all runs"):
         swept(halving=3)
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
-    options = {**OPTIONS, "num_nodes": 2}
-    together = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
+    together = compare(strategies)
     (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)], small_mlp(), vectors(), num_nodes=2).runs)
-    monkeypatch.setattr(
-        entries, "available_bytes", lambda *_: 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
-    )
-    with pytest.warns(UserWarning, match="trained in groups that fit into memory: 2, 2, 1 runs"):
-        in_groups = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
-    one_by_one = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, together=False, **options)
-    for name in strategies:
-        for other in (in_groups, one_by_one):
-            np.testing.assert_array_equal(other[name].history.node_losses, together[name].history.node_losses)
+    room = 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
+    monkeypatch.setattr(entries, "available_bytes", lambda *_: room)
+    with warned("groups that fit into memory", "2, 2, 1 runs"):
+        assert_same(compare(strategies), together)
+    assert_same(compare(strategies, together=False), together)
 
 
 # Saved and resumed as one ---------------------------------------------------------------------------------------------
@@ -476,31 +712,34 @@ def assert_same(result: vsim.Comparison, expected: vsim.Comparison) -> None:
                 assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_a_comparison_that_is_killed_resumes_to_the_bit(tmp_path: Path) -> None:
-    strategies: Mapping[str, Strategy] = {
+@pytest.mark.parametrize("at", [1, 5, 8])
+def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, tmp_path: Path) -> None:
+    strategies: Strategies = {
         "diloco": DiLoCoStrategy(H=3, lr=1e-2),
-        "bad": broken(3, 1e-2),  # so that its loss tells before it is saved
-        "sparta": SPARTAStrategy(p_sparta=0.2, lr=1e-2),
+        "bad": broken(3),  # so that its loss tells before it is saved
+        **PLAIN,
+        **NOISY,
         "allreduce": SimpleReduceStrategy(lr=1e-2),
     }
-    options = {**OPTIONS, "num_nodes": 2, "max_steps": 9, "deterministic": False, "seeds": [1, 2]}
+    saved: dict[str, Any] = {"save_dir": tmp_path / "race", "checkpoint_interval": 2}
 
-    def compare(**more: Any) -> vsim.Comparison:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return vsim.compare(small_mlp(0.2), vectors(), vectors(), strategies=strategies, **options, **more)
+    def trained(**more: Any) -> vsim.Comparison:
+        with quietly():
+            return compare(strategies, Jittered(), small_mlp(0.2), max_steps=9, **more)
 
-    expected = compare()
-    for at in (1, 5, 8):
-        folder = tmp_path / str(at)
-        saved: dict[str, Any] = {"save_dir": folder, "checkpoint_interval": 2}
-        with pytest.raises(Killed):
-            compare(**saved, train_loss_hook=killed_at(at))
-        with pytest.raises(vsim.CheckpointError, match="holds the checkpoints of a comparison"):
-            compare(**saved)
-        assert_same(compare(**saved, resume=True), expected)
-        assert_same(compare(**saved, resume=True), expected)  # one that has ended is there at once
-        assert vsim.load_checkpoint(next(folder.glob("diloco*1"))).step == 9
+    expected = trained(save_dir=tmp_path / "whole", checkpoint_interval=2)
+    with pytest.raises(Killed):
+        trained(**saved, train_loss_hook=killed_at(at))
+    with refused(vsim.CheckpointError, "holds the checkpoints of a comparison"):
+        trained(**saved)
+    assert_same(trained(**saved, resume=True), expected)
+    assert_same(trained(**saved, resume=True), expected)  # one that has ended is there at once
+    for name in ("sparta", "noisy 3"):  # a run that did not fetch its own data still continues alone
+        trainer = vsim.Trainer(small_mlp(0.2), Jittered(), Jittered())
+        options = {**OPTIONS, "num_nodes": 2, "max_steps": 12, "strategy": strategies[name]}
+        trainer.fit(resume=vsim.load_checkpoint(tmp_path / "race" / name.replace(" ", "_")), **options)
+        own = alone(strategies[name], small_mlp(0.2), Jittered(), Jittered(), num_nodes=2, max_steps=12)
+        assert trainer.history.node_losses.tolist() == own.history.node_losses.tolist()
 
 
 def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -512,49 +751,49 @@ def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:
         assert_same(swept(**saved, resume=True), expected)
 
 
-def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
-    options = {**OPTIONS, "num_nodes": 2, "save_dir": tmp_path / "race"}
-    with pytest.raises(vsim.CheckpointError, match="there is no comparison to resume in the folder"):
-        vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy()}, resume=True, **options)
-    vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy()}, **options)
-    with pytest.raises(vsim.CheckpointError, match="is another: its runs were"):
-        vsim.compare(small_mlp(), vectors(), strategies={"b": Strategy()}, resume=True, **options)
-    with pytest.raises(vsim.CheckpointError, match="the checkpoint at step 6 is of another run: .*lr"):  # noqa: RUF043
-        vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy(lr=0.5)}, resume=True, **options)
-    with pytest.raises(ValueError, match="resume=True needs save_dir"):
-        vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy()}, num_nodes=2, resume=True)
-
-
-# One after the other --------------------------------------------------------------------------------------------------
-
-
-class Raises(Strategy):
-    def step(self) -> None:
-        raise RuntimeError("never")
-
-
-def test_one_after_the_other_loses_nothing_either() -> None:
-    options = {**OPTIONS, "num_nodes": 2, "together": False}
-    strategies = {"good": Strategy(), "bad": broken(2, 1e-2), "raises": Raises(), "also good": FedAvgStrategy()}
-    with pytest.warns(UserWarning, match="bad: non-finite loss|raises: never"):
-        result = vsim.compare(small_mlp(), vectors(), vectors(), strategies=strategies, **options)
-    assert result["bad"].diverged_at == 3 and result["raises"].failure == "RuntimeError: never"
-    assert result["good"].model is not None and result["also good"].model is not None
+def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None:
     heard: list[int] = []
-    refused = {"fine": Strategy(), "islands": FedAvgStrategy(island_size=5)}
-    hook = {"train_loss_hook": lambda step, _: heard.append(step)}
-    with pytest.raises(ValueError, match="island_size must be a whole number from 1 to 2, got 5"):
-        vsim.compare(small_mlp(), vectors(), strategies=refused, **options, **hook)
-    assert heard == []
+
+    def of_lengths(hook: Any = None, **options: Any) -> vsim.Sweep:
+        settings = {"H": 2, "lr": 1e-2, "num_nodes": [1, 2, 4]}  # 8, 4 and 2 steps
+        options |= {**OPTIONS, "max_steps": None, "num_epochs": 2, "train_loss_hook": hook, "val_interval": 3}
+        return vsim.sweep(small_mlp(), vectors(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
+
+    expected, saved = of_lengths(), {"save_dir": tmp_path / "race", "checkpoint_interval": 1}
+    with pytest.raises(Killed):
+        of_lengths(killed_at(7), **saved)
+    for _ in range(2):
+        assert_same(of_lengths(lambda step, _: heard.append(step), resume=True, **saved), expected)
+        assert heard == [7, 8]
+
+
+def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
+    saved = {"save_dir": tmp_path / "race"}
+    with refused(vsim.CheckpointError, "no comparison to resume"):
+        compare({"a": Strategy()}, resume=True, **saved)
+    compare({"a": Strategy()}, **saved)
+    with refused(vsim.CheckpointError, "its runs were", "'a'", "'b'"):
+        compare({"b": Strategy()}, resume=True, **saved)
+    with refused(vsim.CheckpointError, "step 6", "another run", "lr"):
+        compare({"a": Strategy(lr=0.5)}, resume=True, **saved)
+    with refused(ValueError, "resume=True", "save_dir"):
+        compare({"a": Strategy()}, resume=True)
+
+    class Holds(FedAvgStrategy):
+        def setup(self, cluster: Cluster) -> None:
+            super().setup(cluster)
+            self.keep_shared(items=iter([1, 2]))
+
+    with refused(vsim.CheckpointError, "own: Holds.items"):
+        compare({**PLAIN, "own": Holds(H=2)}, save_dir=tmp_path / "other")
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_twenty_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_ten_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     expected_file, result_file, folder = tmp_path / "expected.json", tmp_path / "result.json", tmp_path / "race"
     assert forked.ended(forked.started(sweep_to, expected_file, None)) == 0
-    draw = random.Random(0)
-    kills = 0
-    while kills < 20:
+    draw, kills = random.Random(0), 0
+    while kills < 10:
         run = forked.started(sweep_to, result_file, folder)
         while not (folder / "race.json").exists() and run.is_alive():
             time.sleep(0.01)  # until it has begun
@@ -562,10 +801,9 @@ def test_a_sweep_that_is_killed_twenty_times_ends_as_if_it_had_not_been(tmp_path
         run.kill()
         code = forked.ended(run)
         assert code in (0, -signal.SIGKILL)
-        if code == 0:  # it got to its end
+        if code == 0:  # it reached its end
             shutil.rmtree(folder)
             continue
         kills += 1
     assert forked.ended(forked.started(sweep_to, result_file, folder)) == 0
-    result, expected = map(vsim.Sweep.from_json, (result_file, expected_file))
-    assert_same(result, expected)
+    assert_same(*map(vsim.Sweep.from_json, (result_file, expected_file)))

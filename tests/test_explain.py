@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refused
+from test_lowering import make
 from torch import nn
 
 from vsim import Trainer
-from vsim.cluster.randomness import NODE, generator
-from vsim.cluster.replicas import Replicas
 from vsim.data import digits
-from vsim.engine import Settings, VmapExecutor
+from vsim.engine import VmapExecutor
 from vsim.engine.explain import Explanation, peak_flops
 from vsim.engine.memory import step_moments
-from vsim.engine.objective import Objective
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
@@ -47,18 +46,14 @@ def test_an_mlp_is_explained() -> None:
     assert "<pre>" in found._repr_html_()
 
 
-def test_an_exact_run_is_explained_as_the_loop() -> None:
-    found = explain(MLP(seed=0), deterministic=True)
-    assert (found.executor, found.reason, found.operations) == ("loop", "deterministic=True", [])
-
-
 def test_the_loop_and_shared_rows_are_explained() -> None:
-    model = MLP(seed=0)
-    found = explain(model, executor="loop")
+    exact, found = explain(MLP(seed=0), deterministic=True), explain(MLP(seed=0), executor="loop")
+    assert (exact.executor, exact.reason, exact.operations) == ("loop", "deterministic=True", [])
     assert found.executor == "loop" and not found.operations
-    shared = explain(model, strategy=SimpleReduceStrategy(lr=1e-3))
+    shared = explain(MLP(seed=0), strategy=SimpleReduceStrategy(lr=1e-3))
     assert shared.memory["weights"] == found.memory["weights"] / 4
     assert shared.memory["optimizer"] == pytest.approx(found.memory["optimizer"] / 4, rel=0.01)
+    assert peak_flops(torch.device("cpu")) > 1e8
 
 
 def test_explaining_leaves_the_trainer_as_it_was() -> None:
@@ -70,29 +65,18 @@ def test_explaining_leaves_the_trainer_as_it_was() -> None:
     torch.manual_seed(3)
     trainer.explain(strategy=DiLoCoStrategy(H=5), num_nodes=4, max_steps=5)
     assert torch.equal(torch.rand(3), expected)
-    assert kept == (trainer.history, trainer.ledger, trainer.strategy)
     assert all(a is b for a, b in zip(kept, (trainer.history, trainer.ledger, trainer.strategy), strict=True))
-    with pytest.raises(ValueError, match="explain\\(\\) is about the simulator"):
+    with refused(ValueError, "explain()", "simulator"):
         trainer.explain(strategy=DiLoCoStrategy(H=5), num_nodes=2, max_steps=5, backend="process")
-
-
-def test_the_peak_is_measured() -> None:
-    assert peak_flops(torch.device("cpu")) > 1e8
 
 
 # Memory
 
 
-def executor_of(num_nodes: int, chunk_size: int | None) -> VmapExecutor:
-    replicas = Replicas.of(MLP(seed=0), num_nodes, torch.device("cpu"))
-    streams = [generator(0, NODE, k) for k in range(num_nodes)]
-    return VmapExecutor(replicas, Objective(replicas.module), streams, Settings(chunk_size=chunk_size))
-
-
 def test_activations_are_those_of_one_chunk() -> None:
     def peak(num_nodes: int, chunk_size: int | None) -> int:
         batch = [torch.randn(num_nodes, 64, 64), torch.randint(0, 10, (num_nodes, 64))]
-        engine = executor_of(num_nodes, chunk_size)
+        engine = make(VmapExecutor, MLP(seed=0), num_nodes, chunk_size=chunk_size)
         engine.losses_and_grads(batch)
         return max(step_moments(engine, batch))
 

@@ -24,14 +24,15 @@ from vsim.models import CNN, GPT, MLP
 CPU = torch.device("cpu")
 
 
-def make(kind: type[Executor], model: nn.Module, num_nodes: int, **options: Any) -> Executor:
+def make(kind: Any, model: nn.Module, num_nodes: int = 3, loss_fn: Any = None, **options: Any) -> Executor:
     """An executor of replicas that have drifted apart, as they do in training."""
     replicas = Replicas.of(model, num_nodes, CPU)
     replicas.module.train()
     drift = torch.randn(replicas.weights.shape, generator=torch.Generator().manual_seed(5))
     replicas.weights.add_(drift, alpha=0.05)
     streams = [generator(0, NODE, node) for node in range(num_nodes)]
-    return kind(replicas, Objective(replicas.module), streams, Settings(**options))
+    executor: Executor = kind(replicas, Objective(replicas.module, loss_fn), streams, Settings(**options))
+    return executor
 
 
 def assert_agrees(model: nn.Module, batch: list[Tensor], minibatch_size: int | None = None, **options: Any) -> None:
@@ -83,7 +84,7 @@ def tasks(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
     return model, [x, y], options
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(tasks())
 def test_mlp_cnn_and_gpt_agree_with_the_loop(task: tuple[nn.Module, list[Tensor], dict[str, Any]]) -> None:
     model, batch, options = task
@@ -171,6 +172,8 @@ OPERATIONS: dict[str, One] = {
         lambda x, m: m.own[0](images(x)), nn.InstanceNorm2d(4, affine=True, track_running_stats=True), width=64
     ),
     "batch norm": One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6)),
+    # Its cumulative average divides by the number of batches, as a number of Python's.
+    "batch norm, cumulative": One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, momentum=None)),
     "batch norm without statistics": One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, track_running_stats=False)),
     "convolution": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 3, 3, 2, 1), width=64),
     "convolution, same padding": One(lambda x, m: m.own[0](images(x)), nn.Conv2d(4, 3, 3, padding="same"), width=64),
@@ -287,7 +290,7 @@ def written(x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(("num_nodes", "on_cpu"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(("num_nodes", "on_cpu"), [(1, True), (3, False)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_agrees_with_the_loop(
     name: str, num_nodes: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -358,11 +361,6 @@ def test_autocast_normalizes_in_float32_on_an_accelerator(name: str, monkeypatch
     x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1))
     make(VmapExecutor, model, 3, autocast=True).losses_and_grads([x])
     assert dtypes == {torch.bfloat16, torch.float32}  # the first of one node, which is measured: the CPU's own
-
-
-def test_a_number_that_is_the_same_on_all_nodes_is_known() -> None:
-    # BatchNorm's cumulative average divides by the number of batches, as a number of Python's.
-    assert_agrees(One(lambda x, m: m.own[0](x), nn.BatchNorm1d(6, momentum=None)), [torch.randn(3, 5, 6)])
 
 
 def test_every_operation_of_torch_that_draws_is_known_as_one() -> None:

@@ -13,19 +13,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import TASKS, Task, small_cnn, small_mlp, vectors
+from test_lowering import make
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vsim import Trainer
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.randomness import generator
-from vsim.cluster.replicas import Replicas, with_gaps
+from vsim.cluster.replicas import with_gaps
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memory
 from vsim.engine.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
-from vsim.engine.objective import Objective
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
 from vsim.training import setup as assembly
 
@@ -36,9 +37,7 @@ tasks = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 
 def executor(model: nn.Module, kind: Callable[..., Executor] = VmapExecutor, loss_fn: Any = None) -> Executor:
-    replicas = Replicas.of(model, K, CPU)
-    replicas.module.train()
-    return kind(replicas, Objective(replicas.module, loss_fn), [generator(1, k) for k in range(K)], False)
+    return make(kind, model, K, loss_fn)
 
 
 def batch_of(task: Task, count: int) -> list[Tensor]:
@@ -86,13 +85,7 @@ def test_the_peak_is_foreseen(task: Task, kind: Callable[..., Executor]) -> None
         assert needed(count) == pytest.approx(measured, rel=0.25 if count == 3 else 0.05), count
 
 
-def test_a_vectorised_step_takes_more_than_one_node_after_another() -> None:
-    engines = [executor(small_cnn(), kind) for kind in (VmapExecutor, LoopExecutor)]
-    vmap, loop = (step_bytes(engine, batch_of(TASKS[1], 16)) for engine in engines)
-    assert vmap(16) > 2 * loop(16)
-
-
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(batch_size=st.integers(1, 24), share=st.floats(0.05, 1.3))
 def test_the_largest_divisor_that_fits(batch_size: int, share: float) -> None:
     engine = executor(small_mlp())
@@ -107,33 +100,27 @@ def test_the_largest_divisor_that_fits(batch_size: int, share: float) -> None:
     assert chosen == (max(fitting) if fitting else 0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "matrices"),
-    [
-        (OptimSpec("sgd", lr=0.1), 0),
-        (OptimSpec("sgd", lr=0.1, momentum=0.9), 1),
-        (OptimSpec("adamw"), 2),
-        (OptimSpec("adam", amsgrad=True), 3),
-        (OptimSpec("adagrad"), 1),
-        (OptimSpec("rmsprop", momentum=0.9, centered=True), 3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_state_of_an_optimizer_is_foreseen(spec: OptimSpec, matrices: int, deterministic: bool) -> None:
-    replicas = executor(small_mlp()).replicas
-    optimizer = spec.build_for(replicas, deterministic)
-    size = with_gaps(replicas.weights).nbytes
-    assert optimizer_bytes(optimizer) == pytest.approx(matrices * size, abs=4 * K)
-    replicas.grads.normal_(generator=generator(0))
-    optimizer.step()
-    assert optimizer_bytes(optimizer) == pytest.approx(matrices * size, abs=4 * K)
+SPECS = [
+    (OptimSpec("sgd", lr=0.1), 0),
+    (OptimSpec("sgd", lr=0.1, momentum=0.9), 1),
+    (OptimSpec("adamw"), 2),
+    (OptimSpec("adam", amsgrad=True), 3),
+    (OptimSpec("rmsprop", momentum=0.9, centered=True), 3),
+]
 
 
-def test_the_state_of_optimizers_node_by_node() -> None:
-    replicas = executor(small_mlp()).replicas
-    optimizer = OptimSpec("adafactor").build_for(replicas, False)
-    assert 0 < optimizer_bytes(optimizer) < replicas.weights.nbytes
+@pytest.mark.parametrize(("spec", "matrices"), SPECS, ids=str)
+def test_the_state_of_an_optimizer_is_foreseen(spec: OptimSpec, matrices: int) -> None:
+    for deterministic in (False, True):
+        replicas = executor(small_mlp()).replicas
+        optimizer = spec.build_for(replicas, deterministic)
+        size = with_gaps(replicas.weights).nbytes
+        for _ in range(2):  # before its first step, and after
+            assert optimizer_bytes(optimizer) == pytest.approx(matrices * size, abs=4 * K)
+            replicas.grads.normal_(generator=generator(0))
+            optimizer.step()
+    by_node = OptimSpec("adafactor").build_for(replicas, False)
+    assert 0 < optimizer_bytes(by_node) < replicas.weights.nbytes
 
 
 class Peculiar(torch.optim.SGD):
@@ -148,29 +135,27 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_for_adam() -> None:
     assert optimizer_bytes(Peculiar([weights], 0.1)) == 2 * weights.nbytes
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_batchnorm_is_never_asked_for_one_example(batch_size: int) -> None:
+def test_batchnorm_is_never_asked_for_one_example() -> None:
     model = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     engine = executor(model, loss_fn=nn.functional.cross_entropy)
-    if batch_size == 1:
-        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-            step_bytes(engine, batch_of(TASKS[0], 1))
-        return
-    needed = step_bytes(engine, batch_of(TASKS[0], batch_size))
-    assert needed(1) > 0 and needed(batch_size) == max(step_moments(engine, batch_of(TASKS[0], batch_size)))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        step_bytes(engine, batch_of(TASKS[0], 1))
+    for size in (2, 3):
+        needed = step_bytes(engine, batch_of(TASKS[0], size))
+        assert needed(1) > 0 and needed(size) == max(step_moments(engine, batch_of(TASKS[0], size)))
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch).square().mean()
 
 
 def test_nodes_whose_batch_is_a_number() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, batch: Tensor) -> Tensor:
-            return (self.weight * batch).square().mean()
-
-    needed = step_bytes(executor(Scalar()), torch.ones(K))
-    assert needed(1) > 0
+    assert step_bytes(executor(Scalar()), torch.ones(K))(1) > 0
 
 
 # A whole run
@@ -214,57 +199,30 @@ def test_the_run_is_that_with_the_minibatch_given_by_hand(strategy: Strategy, mo
     assert all(torch.equal(b, theirs.buffers[name]) for name, b in ours.buffers.items())
 
 
-def test_all_of_it_is_the_whole_batch() -> None:
+RUN: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False}
+
+
+def train(**options: Any) -> Trainer:
     trainer = Trainer(small_mlp(), vectors())
-    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False}
-    trainer.fit(strategy=DiLoCoStrategy(), max_memory_usage=1, **options)
-    assert trainer.history.minibatch_size is None
+    trainer.fit(strategy=DiLoCoStrategy(), **RUN, **options)
+    return trainer
 
 
-PROCESSES: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False, "backend": "process"}
-
-
-@pytest.mark.slow
-def test_with_a_process_for_every_node() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    trainer.fit(strategy=DiLoCoStrategy(), max_memory_usage=1.0, **PROCESSES)
+@pytest.mark.parametrize("backend", ["stacked", pytest.param("process", marks=pytest.mark.slow)])
+def test_all_of_it_is_the_whole_batch_and_little_is_too_little(backend: str) -> None:
+    trainer = train(max_memory_usage=1, backend=backend)
     assert trainer.history.minibatch_size is None and len(trainer.history) == 3
+    with refused(ValueError, "leaves this process", "one example a node"):
+        train(max_memory_usage=1e-6, backend=backend)
 
 
-@pytest.mark.slow
-def test_processes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="max_memory_usage leaves this process"):
-        Trainer(small_mlp(), vectors()).fit(strategy=DiLoCoStrategy(), max_memory_usage=1e-6, **PROCESSES)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_memory_usage": 0}, ValueError, "max_memory_usage must be > 0 and <= 1, got 0"),
-        ({"max_memory_usage": 1.5}, ValueError, "max_memory_usage must be > 0 and <= 1, got 1.5"),
-        ({"max_memory_usage": "0.5"}, TypeError, "max_memory_usage must be a number, got '0.5'"),
-        (
-            {"max_memory_usage": 0.5, "minibatch_size": 2},
-            TypeError,
-            "max_memory_usage chooses the minibatch; leave out minibatch_size",
-        ),
-        (
-            {"max_memory_usage": 0.5, "gradient_accumulation": 2},
-            TypeError,
-            "max_memory_usage chooses the minibatch; leave out gradient_accumulation",
-        ),
-        (
-            {"max_memory_usage": 1e-6},
-            ValueError,
-            r"leaves this process .* GB of the .* GB of cpu, and a minibatch of one example a node does not fit",
-        ),
-    ],
-)
-def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Trainer(small_mlp(), vectors()).fit(
-            strategy=DiLoCoStrategy(), num_nodes=2, max_steps=2, batch_size=4, progress=False, **options
-        )
+def test_bad_input() -> None:
+    for value, kind in ((0, ValueError), (1.5, ValueError), ("0.5", TypeError)):
+        with refused(kind, "max_memory_usage", value):
+            train(max_memory_usage=value)
+    for other in ("minibatch_size", "gradient_accumulation"):
+        with refused(TypeError, "max_memory_usage", other):
+            train(max_memory_usage=0.5, **{other: 2})
 
 
 # The machine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import refused
+from errors import refused, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -161,7 +161,7 @@ def test_runs_of_a_comparison_keep_their_own() -> None:
 def test_a_run_resumes_with_the_modes_that_it_had(tmp_path: Path) -> None:
     straight, expected = fit(in_evaluation("1"))
     fit(in_evaluation("1"), save_dir=tmp_path, max_steps=2)
-    with refused(CheckpointError, "mode of 1 … evaluation"):
+    with refused(CheckpointError, "mode of 1 was evaluation"):
         fit(Net(), save_dir=tmp_path, resume=True)
     _, model = fit(in_evaluation("1"), save_dir=tmp_path, resume=True)
     for name, found in model.state_dict().items():
@@ -174,7 +174,7 @@ def test_a_part_that_trains_without_its_dropout_is_named() -> None:
     named, frozen, plain, layer = Net(), Net(), Net(dropout=0.0), Net()
     for part in (named[3], frozen[3].requires_grad_(False), plain[3], layer[2]):
         part.eval()
-    with pytest.warns(UserWarning, match=r"^3 will train in evaluation mode, without dropout"):
+    with warned("3 will train in evaluation mode", "dropout"):
         Trainer(named, DATA, loss_fn=F.cross_entropy)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

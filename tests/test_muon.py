@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from ranks import Ranks
-from resumed import OPTIONS, PROCESSES, SCHEDULE, assert_it_moves, assert_same_run, fit, trainer_of
+from errors import refused
+from resumed import fit, trainer_of
 from separate import AverageWeights, OuterStep, small_cnn, small_gpt, small_mlp, tokens, train_separately, vectors
 from test_optim import CPU, Matrices, gradients, separately, stacked
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vsim
 from vsim import Trainer, load_checkpoint
-from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.muon import StackedMuon, hidden_matrices
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, parts_of, torch_optimizers
@@ -27,7 +24,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.engine.memory import optimizer_bytes
 from vsim.models import GPT, MLP
 from vsim.records.describe import describe
-from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
 
 ADAMW = OptimSpec("adamw", lr=3e-3, betas=(0.9, 0.95))
 BOTH = OptimSpec("muon", lr=0.02, weight_decay=0.01, rest=ADAMW)
@@ -188,17 +185,6 @@ def test_two_that_are_alike_are_one(only: Any, deterministic: bool) -> None:
     torch.testing.assert_close(ours, expected)
 
 
-def test_the_parts_step_parameters_of_their_own() -> None:
-    replicas = Replicas.of(small_mlp(), 3, CPU)
-    before = replicas.views(replicas.weights.clone())
-    spec = OptimSpec("sgd", lr=0.5, only="layers.3.weight", rest=OptimSpec("sgd", lr=0.25))
-    after = replicas.views(stacked(replicas, spec, 1, False))
-    grads = replicas.views(gradients(replicas, 0))
-    for name in after:
-        rate = 0.5 if name == "layers.3.weight" else 0.25
-        torch.testing.assert_close(after[name], before[name] - rate * grads[name], msg=name)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_convolution_is_a_matrix(deterministic: bool) -> None:
     spec = OptimSpec("muon", lr=0.1, rest=OptimSpec("sgd", lr=0.0))
@@ -222,32 +208,17 @@ def linear() -> MLP:
 
 
 def test_learning_rates() -> None:
-    def rates(spec: OptimSpec, **options: Any) -> list[float]:
+    for spec, options, rates in (
+        (OptimSpec("muon", rest="adamw"), {}, [1e-3, 1e-3]),  # torch's defaults
+        (OptimSpec("muon", rest="adamw"), {"lr": 0.5}, [0.5, 0.5]),
+        (OptimSpec("muon", lr=0.5, rest="adamw"), {}, [0.5, 0.5]),
+        (OptimSpec("muon", rest=OptimSpec("adamw", lr=0.1)), {"lr": 0.5}, [0.5, 0.1]),
+        (BOTH, {"lr_scheduler": "cosine", "max_steps": 3}, [0.002, 0.0003]),  # a tenth, of each
+    ):
         trainer = Trainer(small_mlp(), vectors())
         trainer.fit(strategy=Strategy(inner_optim=spec, **options), num_nodes=2, max_steps=3, progress=False)
         assert trainer.strategy is not None
-        return [group["lr"] for group in trainer.strategy.optim.param_groups]
-
-    assert rates(OptimSpec("muon", rest="adamw")) == [1e-3, 1e-3]  # torch's defaults
-    assert rates(OptimSpec("muon", rest="adamw"), lr=0.5) == [0.5, 0.5]
-    assert rates(OptimSpec("muon", lr=0.5, rest="adamw")) == [0.5, 0.5]
-    assert rates(OptimSpec("muon", rest=OptimSpec("adamw", lr=0.1)), lr=0.5) == [0.5, 0.1]
-    assert rates(BOTH, lr_scheduler="cosine", max_steps=3) == pytest.approx([0.002, 0.0003])  # a tenth, of each
-
-
-def test_built_over_a_model() -> None:
-    class Built(Strategy):
-        def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-            self.optim = BOTH.build(model)
-
-    ours, theirs = (
-        fit(strategy, trainer_of(small_mlp, vectors), deterministic=True, max_steps=4)
-        for strategy in (Built(), Strategy(inner_optim=BOTH))
-    )
-    assert torch.equal(weights(ours), weights(theirs))
-    plain = BOTH.build(small_gpt())
-    assert [type(o) for o in torch_optimizers(plain)] == [torch.optim.Muon, torch.optim.AdamW]
-    assert isinstance(plain, JointOptimizers) and len(plain.param_groups[0]["params"]) == 8
+        assert [group["lr"] for group in trainer.strategy.optim.param_groups] == pytest.approx(rates)
 
 
 def test_one_part_may_have_nothing_to_do() -> None:
@@ -264,117 +235,39 @@ def test_in_words() -> None:
     assert repr(spec) == "OptimSpec(Muon, lr=0.1, only=['blocks.*'], rest=OptimSpec(SGD))"
     assert describe(spec) == {"class": "Muon", "lr": 0.1, "only": ["blocks.*"], "rest": {"class": "SGD"}}
     assert not OptimSpec("sgd", rest="sgd").elementwise
+    plain = BOTH.build(small_gpt())
+    assert [type(o) for o in torch_optimizers(plain)] == [torch.optim.Muon, torch.optim.AdamW]
+    assert isinstance(plain, JointOptimizers) and len(plain.param_groups[0]["params"]) == 8
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            lambda: fit(Strategy(inner_optim="muon"), trainer_of(small_mlp, vectors)),
-            ValueError,
-            r"Muon steps matrices only, and layers\.0\.bias, layers\.3\.bias are none: .*rest='adamw'",
-        ),
-        (
-            lambda: fit(Strategy(inner_optim=OptimSpec("muon", rest="adamw")), trainer_of(linear, vectors)),
-            ValueError,
-            r"Muon.*: the model has no hidden matrix, only layers\.0\.weight, layers\.0\.bias; name .* only=",
-        ),
-        (
-            lambda: fit(Strategy(inner_optim=OptimSpec("muon", only="*", rest="adamw"))),
-            ValueError,
-            r"matrices only, and features\.0\.bias",
-        ),
-        (
-            lambda: fit(Strategy(inner_optim=OptimSpec("muon", only="layer.*", rest="sgd"))),
-            ValueError,
-            r"only='layer\.\*' is no trainable parameter; the model has features\.0\.weight",
-        ),
-        (lambda: OptimSpec("muon", only="layers.*"), TypeError, "only='layers.*' has no effect without rest="),
-        (lambda: OptimSpec("muon", only=[], rest="sgd"), TypeError, r"only must be a name or names .*, got \[\]"),
-        (lambda: OptimSpec("muon", only=[3], rest="sgd"), TypeError, r"only must be a name or names .*, got \[3\]"),
-        (lambda: OptimSpec("muon", only=3, rest="sgd"), TypeError, r"only must be a name or names .*, got 3"),
-        (lambda: OptimSpec("muon", rest="adamv"), ValueError, "must be one of .*got 'adamv'"),
-        (lambda: OptimSpec("muon", rest=BOTH), ValueError, "has a rest of its own"),
-        (lambda: OptimSpec("muon", rst="sgd"), TypeError, "'rst'; did you mean 'rest'"),
-        (lambda: BOTH.build(small_mlp().parameters()), TypeError, "built over a model: tensors alone do not say"),
-        (
-            lambda: StackedMuon([torch.zeros(2, 3, 3)]).step(lambda: 0.0),  # type: ignore[call-arg]
-            TypeError,
-            "takes 1 positional argument",
-        ),
-        (
-            lambda: fit(DiLoCoStrategy(outer_optim=OptimSpec("sgd", lr=0.1, rest="sgd"))),
-            ValueError,
-            r"OptimSpec\(SGD, lr=0.1, rest=.* which an outer optimizer does not; leave out rest=",
-        ),
-    ],
-)
-def test_what_is_not_possible(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+WRONG: list[tuple[Callable[[], Any], Any, tuple[Any, ...]]] = [
+    (lambda: train("muon"), ValueError, ("Muon", "matrices", "layers.0.bias, layers.3.bias", "rest='adamw'")),
+    (lambda: train(OptimSpec("muon", rest="adamw"), linear), ValueError, ("Muon", "layers.0.weight", "only=")),
+    (lambda: train(OptimSpec("muon", only="*", rest="adamw")), ValueError, ("matrices", "layers.0.bias")),
+    (lambda: train(OptimSpec("muon", only="l.*", rest="sgd")), ValueError, ("only='l.*'", "layers.0.weight")),
+    (lambda: OptimSpec("muon", only="layers.*"), TypeError, ("only='layers.*'", "rest=")),
+    (lambda: OptimSpec("muon", only=[], rest="sgd"), TypeError, ("only", [])),
+    (lambda: OptimSpec("muon", only=[3], rest="sgd"), TypeError, ("only", [3])),  # type: ignore[list-item]
+    (lambda: OptimSpec("muon", only=3, rest="sgd"), TypeError, ("only", 3)),  # type: ignore[arg-type]
+    (lambda: OptimSpec("muon", rest="adamv"), ValueError, ("one of", "adamv")),
+    (lambda: OptimSpec("muon", rest=BOTH), ValueError, ("rest",)),
+    (lambda: OptimSpec("muon", rst="sgd"), TypeError, ("'rst'", "'rest'")),
+    (lambda: BOTH.build(small_mlp().parameters()), TypeError, ("model", "tensors")),
+    (lambda: fit(DiLoCoStrategy(outer_optim=OptimSpec("sgd", lr=0.1, rest="sgd"))), ValueError, ("outer", "rest=")),
+]
+
+
+def train(spec: Any, make: Callable[[], nn.Module] = small_mlp) -> Trainer:
+    return fit(Strategy(inner_optim=spec), trainer_of(make, vectors), max_steps=3)
+
+
+@pytest.mark.parametrize(("make", "kind", "parts"), WRONG)
+def test_what_is_not_possible(make: Callable[[], Any], kind: type[Exception], parts: tuple[Any, ...]) -> None:
+    with refused(kind, *parts):
         make()
 
 
-# Saved, resumed, moved ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("strategy", [SimpleReduceStrategy, FedAvgStrategy], ids=lambda cls: cls.__name__)
-def test_it_resumes(strategy: type[Strategy], deterministic: bool, tmp_path: Path) -> None:
-    def run(**options: Any) -> Trainer:
-        options = {"deterministic": deterministic, "max_steps": 8, **options}
-        return fit(strategy(inner_optim=BOTH, **SCHEDULE), trainer_of(lambda: small_gpt(0.2), tokens), **options)
-
-    straight = run(save_dir=tmp_path, checkpoint_interval=5)
-    assert_same_run(run(resume=checkpoints_in(tmp_path)[0]), straight)
-
-
-@pytest.mark.slow
-def test_it_moves_between_backends(
-    tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
-
-    def run(**options: Any) -> Trainer:
-        options = {"deterministic": True, "max_steps": 8, **options}
-        strategy = DiLoCoStrategy(inner_optim=BOTH, H=3, **SCHEDULE)
-        return fit(strategy, trainer_of(lambda: small_gpt(0.2), tokens), **options)
-
-    assert_it_moves(run, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [SimpleReduceStrategy, FedAvgStrategy], ids=lambda cls: cls.__name__)
-def test_it_moves_between_backends_where_nodes_share_a_row(
-    strategy: type[Strategy], tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(OPTIONS["num_nodes"]).train)
-    apart = {**PROCESSES, "deterministic": False}
-
-    def run(**options: Any) -> Trainer:
-        trainer = trainer_of(lambda: small_gpt(0.2), tokens)
-        return fit(strategy(inner_optim=BOTH, **SCHEDULE), trainer, **{"max_steps": 8, **options})
-
-    straight = run()
-    for saves, resumes in [(apart, {}), ({}, apart)]:
-        run(save_dir=tmp_path / str(len(saves)), checkpoint_interval=5, **saves)
-        moved = run(resume=checkpoints_in(tmp_path / str(len(saves)))[0], **resumes)
-        losses = [trainer.history["train_loss"][1:] for trainer in (moved, straight)]
-        np.testing.assert_allclose(*losses, rtol=1e-3)
-        if moved.strategy is not None:
-            shapes = {v.shape[0] for o in torch_optimizers(moved.strategy.optim) for v in states(o)}
-            assert shapes == {len(moved.strategy.cluster.replicas.weights)}
-
-
-def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor) and v.dim()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_nodes", [2, 3, 5])
-def test_it_is_verified(num_nodes: int) -> None:
-    strategy = DiLoCoStrategy(inner_optim=BOTH, H=2)
-    report = vsim.verify(small_gpt(), tokens(), strategy, num_nodes, 4, batch_size=4, progress=False)
-    assert report.identical and "optimizer state" in report.compared, report
+# Forked ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rest", ["adamw", "sgd"])
@@ -388,20 +281,3 @@ def test_a_fork_keeps_the_state_of_both_where_it_fits(rest: str, tmp_path: Path)
         for optimizer in (True, False)
     )
     assert torch.equal(weights(kept), weights(anew)) == (rest == "sgd")
-
-
-def test_members_are_bitwise_their_own_fit() -> None:
-    specs = {"a": BOTH, "b": copy.deepcopy(BOTH), "c": OptimSpec("adamw", lr=3e-3)}
-    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "batch_size": 4, "deterministic": True}
-    together = vsim.compare(
-        MLP(12, (16,), 5, seed=1),
-        vectors(),
-        strategies={name: FedAvgStrategy(H=2, inner_optim=spec) for name, spec in specs.items()},
-        progress=False,
-        **options,
-    )
-    for name, spec in specs.items():
-        own = Trainer(MLP(12, (16,), 5, seed=1), vectors())
-        own.fit(strategy=FedAvgStrategy(H=2, inner_optim=spec), progress=False, **options)
-        ours, theirs = together.runs(name)[0].history, own.history
-        assert (ours.node_losses == theirs.node_losses).all()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused, warned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from separate import Scaled, vectors
@@ -98,10 +99,10 @@ class WrongStatistics(Wrong):
 
 
 WRONG = {
-    "forward": (lambda: Wrong(_Forward), "the losses .* differ"),
-    "backward": (lambda: Wrong(_Backward), "the gradient of layer.weight differs"),
-    "running mean": (lambda: WrongStatistics(torch.zeros(5)), "the buffer seen differs"),
-    "count": (lambda: WrongStatistics(torch.tensor(0)), "the buffer seen differs"),
+    "forward": (lambda: Wrong(_Forward), "the losses"),
+    "backward": (lambda: Wrong(_Backward), "the gradient of layer.weight"),
+    "running mean": (lambda: WrongStatistics(torch.zeros(5)), "the buffer seen"),
+    "count": (lambda: WrongStatistics(torch.tensor(0)), "the buffer seen"),
 }
 
 
@@ -111,9 +112,9 @@ def test_a_wrong_rule_is_found(wrong: str, strategy: str) -> None:
     make, message = WRONG[wrong]
     by_loop = trained(make(), STRATEGIES[strategy], executor="loop")
     for options in ({}, {"chunk_size": 2}, {"minibatch_size": 2}):
-        with pytest.raises(VmapError, match=f"{message}.*executor='loop'"):
+        with refused(VmapError, message, "differ", "executor='loop'"):
             trained(make(), STRATEGIES[strategy], executor="vmap", **options)
-    with pytest.warns(UserWarning, match=f"continues with 'loop': .*{message}"):
+    with warned("continues with 'loop'", message, "differ"):
         ours = trained(make(), STRATEGIES[strategy])
     assert ours.history.executor == "loop" and "differ" in ours.history.executor_reason
     np.testing.assert_array_equal(ours.history.node_losses, by_loop.history.node_losses)
@@ -223,22 +224,6 @@ def test_each_shape_of_batch_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> 
 # Models that are no function of their tensors; test_model_state.py has more
 
 
-def test_a_flag_that_is_written_once_leaves_a_model_vectorized() -> None:
-    class Flagged(Scaled):
-        kind = None
-
-        def scaled(self, x: Tensor) -> Tensor:
-            if self.kind is None:  # as classifiers of transformers do
-                self.kind = "single" if x.shape[1] == 1 else "several"
-            return x if self.kind == "several" else 2 * x
-
-    trainer = trained(Flagged())
-    assert trainer.history.executor == "vmap" and trainer.history.executor_reason.startswith("proved on nodes 0 and 2")
-    np.testing.assert_allclose(
-        trainer.history.node_losses, trained(Flagged(), executor="loop").history.node_losses, rtol=1e-5
-    )
-
-
 def test_an_error_of_the_model_is_its_own() -> None:
     class Failing(Scaled):
         def scaled(self, x: Tensor) -> Tensor:
@@ -324,7 +309,7 @@ class Drawn(nn.Module):
         return F.cross_entropy(self.layers(batch[0]), batch[1])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     names=st.lists(st.sampled_from(sorted(LAYERS)), max_size=4),
     num_nodes=st.integers(1, 4),

@@ -1,32 +1,25 @@
-"""Processes that hold ranges of the nodes: a run's results do not depend on the number of processes."""
+"""Processes that hold ranges of nodes: saved, resumed, compared, and how many; test_process_exactness.py has bits."""
 
 from __future__ import annotations
 
-import textwrap
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
-from separate import TASKS, Task, small_cnn, small_mlp, vectors
-from test_process_exactness import DESIGN, ROWS, Result, Variant, fit, own_dataset
-from test_strategies_common import Row
-from test_torchrun import free_port, torchrun
+from errors import refused
+from separate import TASKS, small_cnn, small_mlp, vectors
+from test_process_exactness import assert_same_record, in_processes
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, cli, load_checkpoint
 from vsim.cluster.state import CheckpointError
-from vsim.data.partition import partition
 from vsim.logger import CSVLogger
-from vsim.process import NodeFailure
 from vsim.process.collectives import even_ranges
 from vsim.process.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
 from vsim.records.comparison import Comparison
-from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -41,115 +34,6 @@ from vsim.training.spec import RunSpec
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
 K = 6
-OPTIONS: dict[str, Any] = {"deterministic": True, "val_size": 10, "val_interval": 5, "correlation_interval": 4}
-
-
-def in_processes(number: int) -> dict[str, Any]:
-    return {"backend": "process", "num_processes": number, "threads_per_process": 1}
-
-
-def assert_same_record(ours: History, theirs: History) -> None:
-    np.testing.assert_array_equal(ours.node_losses, theirs.node_losses)
-    assert ours.columns == theirs.columns
-    for column in ours.columns:
-        if column not in OF_THE_MACHINE:
-            np.testing.assert_array_equal(ours[column], theirs[column], column)
-    assert list(ours.ledger) == list(theirs.ledger)
-
-
-def assert_same(ours: Result, theirs: Result) -> None:
-    assert_same_record(ours.trainer.history, theirs.trainer.history)
-    for name, rows in ours.rows.items():
-        assert torch.equal(rows, theirs.rows[name]), name
-    final = theirs.model.state_dict()
-    assert all(torch.equal(tensor, final[name]) for name, tensor in ours.model.state_dict().items())
-
-
-# Equal bits ----------------------------------------------------------------------------------------------------------
-
-QUICK = ["DiLoCo", "AllReduce", "point to point"]
-CELLS = {
-    f"{number}-{task.name}-{row.name}": (row, task, DESIGN[(i + number) % 12], number)
-    for number in (1, 2, 3)  # in this order, so that the processes stay
-    for i, row in enumerate(row for row in ROWS if row.takes(K))
-    for task in [TASKS[(i + number // 3) % 3]]
-    if number > 1 or i % 5 == 0
-}
-
-
-@pytest.mark.parametrize(
-    ("row", "task", "variant", "number"),
-    [
-        pytest.param(*cell, id=name, marks=() if cell[0].name in QUICK and cell[3] == 2 else pytest.mark.slow)
-        for name, cell in CELLS.items()
-    ],
-)
-def test_every_strategy_has_the_same_bits_in_any_number_of_processes(
-    row: Row,
-    task: Task,
-    variant: Variant,
-    number: int,
-    ranks_of: Callable[[int], Ranks],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number).train)
-    run: dict[str, Any] = {
-        "model": task.model(),
-        "data": variant.data(task),
-        "val": task.data(13, seed=99),
-        "strategy": variant.strategy(row),
-        "num_nodes": K,
-        "minibatch_size": 2 if variant.accumulation else None,
-        **OPTIONS,
-    }
-    simulated = fit(tmp_path / "simulated", **run)
-    assert_same(simulated, fit(tmp_path / "processes", **run, **in_processes(number)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_nodes", "number"), [(5, 2), (5, 3), (3, 3)])
-def test_ranges_may_differ_in_size(
-    num_nodes: int,
-    number: int,
-    ranks_of: Callable[[int], Ranks],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number).train)
-    run: dict[str, Any] = {"model": small_cnn(), "data": TASKS[1].data(), "deterministic": True}
-    run["num_nodes"] = num_nodes
-    strategies = DiLoCoStrategy(H=3), SPARTAStrategy(p_sparta=0.2, async_delay=2), SimpleReduceStrategy()
-    for i, strategy in enumerate(strategies):
-        ours = fit(tmp_path / f"{i} simulated", strategy=strategy, **run)
-        assert_same(ours, fit(tmp_path / f"{i} processes", strategy=strategy, **run, **in_processes(number)))
-
-
-@pytest.mark.slow
-def test_nodes_with_data_of_their_own(tmp_path: Path) -> None:
-    """Each process makes the data of its own nodes; batches of one step differ in size."""
-    for name, data in (
-        ("factory", lambda rank, num_nodes, train: own_dataset(vectors, rank, num_nodes, train)),
-        ("partition", partition(vectors(60), 5, "dirichlet", alpha=0.5, min_size=4)),
-    ):
-        run: dict[str, Any] = {"model": small_mlp(), "data": data, "strategy": FedAvgStrategy(H=2), "num_nodes": 5}
-        ours = fit(tmp_path / f"{name} simulated", **run, deterministic=True)
-        assert_same(ours, fit(tmp_path / f"{name} processes", **run, deterministic=True, **in_processes(2)))
-
-
-@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(lr=1e-3), DiLoCoStrategy(H=2, lr=1e-3)], ids=repr)
-def test_without_deterministic_results_are_equal_up_to_rounding(
-    strategy: Strategy, ranks_of: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With AllReduce, the nodes of a process share one row."""
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(2).train)
-    run: dict[str, Any] = {"model": small_mlp(), "data": vectors(), "val": vectors(13, 9), "strategy": strategy}
-    ours = fit(tmp_path / "simulated", **run, num_nodes=5)
-    theirs = fit(tmp_path / "processes", **run, num_nodes=5, **in_processes(2))
-    torch.testing.assert_close(ours.rows["weights"], theirs.rows["weights"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(ours.trainer.history.node_losses, theirs.trainer.history.node_losses, rtol=1e-4)
-    assert list(ours.trainer.ledger) == list(theirs.trainer.ledger)
-    assert theirs.trainer.history.executor == ours.trainer.history.executor
 
 
 # Saving and resuming -------------------------------------------------------------------------------------------------
@@ -204,7 +88,7 @@ def test_a_comparison_ends_after_a_step_if_a_strategy_does_not_declare_its_state
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     run: dict[str, Any] = {"strategies": {"A": Undeclared(H=2), "B": FedAvgStrategy(H=2)}, "save_dir": tmp_path}
-    with pytest.raises(CheckpointError, match=r"Undeclared\.kept .* write self\.keep_stacked\(kept=…\)"):
+    with refused(CheckpointError, "Undeclared.kept", "self.keep_stacked(kept=…)"):
         compared(**run, max_steps=3, **options)
 
 
@@ -283,30 +167,6 @@ def test_halving_early_stopping_and_loggers_in_processes(tmp_path: Path) -> None
     assert len([*tmp_path.glob("**/*.csv")]) >= 2
 
 
-@pytest.mark.slow
-def test_under_torchrun_a_comparison_may_be_simulated_on_each_rank(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_ranges import assert_same_comparison, compared, in_processes
-
-        if __name__ == "__main__":
-            assert_same_comparison(compared(), compared(**in_processes(2)))
-        """)
-    )
-    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
-    out, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, out
-
-
-@pytest.mark.slow
-def test_a_comparison_without_num_processes_says_what_to_give() -> None:
-    with pytest.raises(ValueError, match="give num_processes="):
-        compared(backend="process")
-
-
 # Callbacks, errors, interrupts ---------------------------------------------------------------------------------------
 
 
@@ -383,16 +243,18 @@ def test_an_interrupt_in_one_process_stops_all_after_the_step(tmp_path: Path) ->
 
 
 def test_what_is_refused() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    run: dict[str, Any] = {"num_nodes": 4, "max_steps": 2, "batch_size": 2, "progress": False}
-    with pytest.raises(ValueError, match="num_processes must be a whole number from 1 to 4, got 5"):
-        trainer.fit(strategy=FedAvgStrategy(), **run, **in_processes(5))
-    with pytest.raises(ValueError, match="num_processes has no effect with backend='stacked'"):
-        trainer.fit(strategy=FedAvgStrategy(), **run, num_processes=2)
-    with pytest.raises(ValueError, match="asynchronous strategies are simulated only"):
-        trainer.fit(strategy=AsyncDiLoCoStrategy(H=2), **run, compute=Compute(0.1), **in_processes(2))
-    with pytest.raises(ValueError, match=r"executor='loop' has no effect with backend='process'.*num_processes="):
-        trainer.fit(strategy=FedAvgStrategy(), **run, backend="process", executor="loop")
+    run: dict[str, Any] = {"strategy": FedAvgStrategy(), "num_nodes": 4, "max_steps": 2, "progress": False}
+    clocked = {"strategy": AsyncDiLoCoStrategy(H=2), "compute": Compute(0.1)}
+    for options, *parts in (
+        (in_processes(5), "num_processes", "from 1 to 4", 5),
+        ({"num_processes": 2}, "num_processes", "backend='stacked'"),
+        ({**clocked, **in_processes(2)}, "asynchronous"),
+        ({"backend": "process", "executor": "loop"}, "executor='loop'", "backend='process'", "num_processes="),
+    ):
+        with refused(ValueError, *parts):
+            Trainer(small_mlp(), vectors()).fit(**{**run, **options})
+    with refused(ValueError, "num_processes="):
+        compared(backend="process")
 
 
 def test_auto_takes_a_process_for_each_core_only_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,54 +278,16 @@ def test_auto_takes_a_process_for_each_core_only_for_large_models(monkeypatch: p
     assert number_of_processes(spec_of(small, 16, devices=["cuda:1", "cuda:2"]), None) == 2
     assert number_of_processes(spec_of(large, 16, devices=["cpu"]), None) == 4
     assert first_device(spec_of(small, 16, devices=["cuda:1"]), None) == torch.device("cuda:1")
-    with pytest.raises(TypeError, match="device and devices say the same thing"):
+    with refused(TypeError, "device and devices"):
         spec_of(small, 16, device="cpu", devices=["cpu"])
 
 
 def test_one_process_by_auto_computes_on_the_device_that_was_given() -> None:
-    trainer, run = Trainer(torch.nn.Linear(2, 2), vectors()), {"num_nodes": 2, "max_steps": 1, **in_processes("auto")}
-    with pytest.raises(ValueError, match="'cuda:5' is not available"):
-        trainer.fit(strategy=FedAvgStrategy(), **run, devices=["cuda:5"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'cuda:5' is not available"):
+    trainer, run = Trainer(torch.nn.Linear(2, 2), vectors()), {"num_nodes": 2, "max_steps": 1, **in_processes("auto")}  # type: ignore[arg-type]
+    with refused(ValueError, "cuda:5"):
+        trainer.fit(strategy=FedAvgStrategy(), **run, devices=["cuda:5"])
+    with refused(ValueError, "cuda:5"):
         vsim.compare(trainer.model, vectors(), strategies={"A": FedAvgStrategy()}, **run, devices=["cuda:5"])
-
-
-@pytest.mark.slow
-def test_auto_may_be_the_simulator() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    trainer.fit(strategy=FedAvgStrategy(), num_nodes=4, max_steps=2, progress=False, **in_processes("auto"))  # type: ignore[arg-type]
-    assert trainer.strategy is not None  # as in this process
-
-
-class Failing(FedAvgStrategy):
-    """Fails on one node's process."""
-
-    def sync(self) -> None:
-        if self.cluster.step == 3 and 2 in self.cluster.replicas.nodes:
-            raise ArithmeticError("out of luck")
-        super().sync()
-
-
-@pytest.mark.slow
-def test_an_error_names_rank_and_nodes() -> None:
-    with pytest.raises(ArithmeticError, match="out of luck") as caught:
-        Trainer(small_mlp(), vectors()).fit(
-            strategy=Failing(H=1), num_nodes=4, max_steps=6, batch_size=4, progress=False, **in_processes(2)
-        )
-    failure = caught.value.__cause__
-    assert isinstance(failure, NodeFailure) and failure.rank == 1
-    assert "rank 1 (nodes 2 to 3) failed after step 2" in str(failure)
-
-
-@pytest.mark.slow
-def test_a_comparison_keeps_its_records_if_a_process_fails() -> None:
-    strategies = {"DiLoCo": DiLoCoStrategy(H=3), "fails": Failing(H=1)}
-    with pytest.warns(UserWarning, match="out of luck"):
-        comparison = vsim.compare(
-            small_mlp(), vectors(), strategies=strategies, num_nodes=4, max_steps=6, progress=False, **in_processes(2)
-        )
-    assert all("out of luck" in run.failure for name in comparison for run in comparison.runs(name))
-    assert len(comparison.runs("DiLoCo")[0].history) == 3
 
 
 # Three ways ----------------------------------------------------------------------------------------------------------
@@ -523,8 +347,8 @@ def test_what_does_not_fit_is_said_before_training(monkeypatch: pytest.MonkeyPat
     run: dict[str, Any] = {"strategy": FedAvgStrategy(lr=1e-3), "max_steps": 1, "batch_size": 2, "progress": False}
     trainer.fit(num_nodes=8, **run)
     for options in ({}, in_processes(3)):
-        with pytest.raises(ValueError, match=r"num_nodes=9 nodes take .* at most 8 fit.*num_processes="):
+        with refused(ValueError, "num_nodes=9", "at most 8 fit", "num_processes="):
             trainer.fit(num_nodes=9, **run, **options)
     monkeypatch.setattr("vsim.engine.memory.total_bytes", lambda device: 9_000)
-    with pytest.raises(ValueError, match=r"not even one fits.*has to fit on a device whole"):
+    with refused(ValueError, "not even one fits"):
         trainer.fit(num_nodes=1, **run)

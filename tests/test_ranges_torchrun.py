@@ -13,7 +13,8 @@ import pytest
 import torch
 from links import CABLE, address, linked, shape
 from separate import small_mlp, vectors
-from test_ranges import assert_same_comparison, assert_same_record, in_processes
+from test_process_exactness import assert_same_record, in_processes
+from test_ranges import assert_same_comparison
 from test_torchrun import SECONDS, free_port, torchrun
 
 import vsim
@@ -114,6 +115,7 @@ ALL = """
     compare(max_steps=4, **saved)
     logger = CSVLogger(folder / "logs of compare")
     found["compare"] = compare(max_steps=6, resume=True, progress=True, logger=logger, **saved)
+    found["simulated"] = compare(max_steps=6, backend="stacked", num_processes=None, threads_per_process=None, **exact)
     found["refused"] = []
     for train in fit, compare:
         for wrong in dict(num_processes=3), dict(num_nodes=1), dict(num_processes=7):
@@ -135,7 +137,8 @@ def test_a_script_runs_on_ranks_with_several_nodes_each(tmp_path: Path) -> None:
     for own in found:
         assert_same_fit(own["fit"], simulated)
         assert_same_fit(own["plain"], plain)  # as without torchrun, in as many processes
-        assert_same_comparison(own["compare"], comparison)
+        for name in ("compare", "simulated"):
+            assert_same_comparison(own[name], comparison)
         counts = "num_processes is 3, but torchrun has started 2"
         assert len(own["refused"]) == 6
         for wrong, few, many in (own["refused"][:3], own["refused"][3:]):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -137,27 +138,12 @@ def test_a_batch_of_ones_own_and_frozen_parameters() -> None:
     assert not found[1][:, :size].any() and found[1][:, size:].any()
 
 
-def test_runs_of_a_comparison_compute_their_own_rows() -> None:
-    strategies = {
-        "one": Sam(lr=0.1, optim_spec="sgd"),
-        "two": Sam(lr=0.01, optim_spec="sgd"),
-        "plain": Strategy(lr=0.1),
-    }
-    comparison = vsim.compare(MLP(5, (4,), 3, seed=0), data(), strategies=strategies, **OPTIONS)
-    for name, strategy in strategies.items():
-        alone = weights_of(MLP(5, (4,), 3, seed=0), strategy, data())
-        trainer = vsim.Trainer(MLP(5, (4,), 3, seed=0), data())
-        model = trainer.fit(strategy=strategy, **OPTIONS)
-        torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()), alone.mean(0))
-        assert comparison[name].history["train_loss"][-1] == pytest.approx(trainer.history["train_loss"][-1], rel=1e-5)
-
-
 def test_what_has_no_second_gradient() -> None:
     class Wrong(FedAvgStrategy):
         def gradients(self) -> None:
             self.gradient(self.cluster.weights[:1])
 
-    with pytest.raises(ValueError, match=r"at=…\) takes stacked weights \[3, .*\], got \[1, "):
+    with refused(ValueError, "at=…", "[3, ", "[1, "):
         weights_of(MLP(5, (4,), 3, seed=0), Wrong(), data())
 
     class Clocked(AsyncDiLoCoStrategy):
@@ -165,7 +151,7 @@ def test_what_has_no_second_gradient() -> None:
             super().setup(cluster)
             self.gradient(cluster.weights)
 
-    with pytest.raises(ValueError, match="asynchronous"):
+    with refused(ValueError, "asynchronous"):
         weights_of(MLP(5, (4,), 3, seed=0), Clocked(), data(), compute=1.0, network=None)
 
 

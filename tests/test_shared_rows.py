@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from separate import TASKS, Task, small_cnn, small_mlp, vectors
+from separate import TASKS, Task
 from test_strategy_base import AverageByHand
-from torch import Tensor, nn
 
 from vsim import Trainer
 from vsim.cluster.optim import OptimSpec
@@ -32,11 +31,7 @@ def state_bytes(trainer: Trainer) -> int:
 
 
 WAYS: list[dict[str, Any]] = [
-    *(
-        {"executor": executor, **extra}
-        for executor in ("auto", "vmap", "loop")
-        for extra in ({}, {"minibatch_size": 2})
-    ),
+    *({"executor": executor, **extra} for executor in ("vmap", "loop") for extra in ({}, {"minibatch_size": 2})),
     {"executor": "vmap", "chunk_size": 3},
 ]
 
@@ -100,66 +95,3 @@ def test_a_subclass_has_to_promise_by_itself() -> None:
     trainer = fit(Noisy(lr=0.01), max_steps=2)
     assert trainer.strategy is not None
     assert len(trainer.strategy.cluster.replicas.weights.unique(dim=0)) == 2
-
-
-class Assigning(nn.Module):
-    """Assigns its weight again at every call, as nn.LSTM does on CUDA to lay its weights out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(12, 5)
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        self.layer.weight.data = self.layer.weight.data.clone()
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}], ids=str)
-def test_a_row_that_is_assigned_is_trained(options: dict[str, Any]) -> None:
-    task = Task("assigning", lambda dropout=0.0: Assigning(), vectors)
-    ours, theirs = (
-        fit(SimpleReduceStrategy(inner_optim=SGD), task, executor="vmap", **options),
-        fit(SimpleReduceStrategy(inner_optim=SGD), task, executor="loop"),
-    )
-    torch.testing.assert_close(torch.tensor(ours.history.node_losses), torch.tensor(theirs.history.node_losses))
-
-
-def test_nodes_drop_differently_with_the_same_weights() -> None:
-    class Seen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(50))
-
-        def forward(self, batch: list[Tensor]) -> Tensor:
-            return nn.functional.dropout(self.weight, 0.5).sum() + 0 * batch[0].sum()
-
-    trainer = Trainer(Seen(), vectors())
-    for executor in ("vmap", "loop"):
-        trainer.fit(
-            strategy=SimpleReduceStrategy(inner_optim=SGD),
-            num_nodes=3,
-            max_steps=2,
-            batch_size=2,
-            executor=executor,
-            progress=False,
-        )
-        assert len(set(trainer.history.node_losses[0])) > 1
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-@pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
-@pytest.mark.parametrize("strategy", [SimpleReduceStrategy(lr=0.01), DiLoCoStrategy(H=2, lr=0.01)], ids=["all", "own"])
-def test_bfloat16_in_every_executor(name: str, executor: str, strategy: Strategy) -> None:
-    task = next(task for task in TASKS if task.name == name)
-    model = {"mlp": small_mlp, "cnn": small_cnn}[name](0.0)
-    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 3, "batch_size": 4, "progress": False, "executor": executor}
-    losses = []
-    for autocast in (False, True):
-        trainer = Trainer(model, task.data())
-        trainer.fit(strategy=strategy, autocast=autocast, **options)
-        assert trainer.strategy is not None
-        assert trainer.strategy.cluster.weights.dtype == torch.float32
-        losses.append(torch.tensor(trainer.history.node_losses))
-    assert not torch.equal(*losses)
-    torch.testing.assert_close(*losses, rtol=0.03, atol=0.03)

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,16 +53,24 @@ SCRIPT = """
         if run.cluster.step == 6:
             torch.save(run.cluster.weights, folder / f"node {{run.cluster.replicas.first_node}}.pt")
 
-    torch.manual_seed(7)
-    for fit in range(2):  # the second finds nothing of the first
+    def fit(max_steps, **options):
         trainer = Trainer(small_cnn(), images(), images(7))
         model = trainer.fit(
-            strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes={num_nodes}, max_steps=6,
-            batch_size=4, backend="process", deterministic=True, threads_per_process=1, correlation_interval=3,
-            callbacks=[keep],
+            strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes={num_nodes},
+            max_steps=max_steps, batch_size=4, backend="process", deterministic=True, threads_per_process=1,
+            callbacks=[keep], **options,
         )
-        outcome = (model.state_dict(), torch.tensor(trainer.history.node_losses), [str(e) for e in trainer.ledger])
-        torch.save(outcome, folder / f"fit {{fit}} on {{rank}}.pt")
+        return model.state_dict(), torch.tensor(trainer.history.node_losses), [str(e) for e in trainer.ledger]
+
+    torch.manual_seed(7)
+    torch.save(fit(6, correlation_interval=3), folder / f"fit 0 on {{rank}}.pt")
+    saved = dict(save_dir=folder / "run")
+    fit(3, checkpoint_interval=2, **saved)  # which finds nothing of the first
+    torch.save(fit(6, resume=True, **saved), folder / f"fit 1 on {{rank}}.pt")
+    try:
+        fit(9, **saved)
+    except ValueError as error:
+        assert "holds the checkpoints of a run" in str(error)
     assert not torch.distributed.is_initialized()
 """
 
@@ -94,15 +103,9 @@ def free_port() -> int:
 def simulated() -> tuple[nn.Module, Trainer]:
     """The run of the scripts, in the simulator: the model that comes of it, and its trainer."""
     trainer = Trainer(small_cnn(), images(), images(7))
-    model = trainer.fit(
-        strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)),
-        num_nodes=2,
-        max_steps=6,
-        batch_size=4,
-        deterministic=True,
-        progress=False,
-    )
-    return model, trainer
+    strategy = DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2))
+    run: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 4, "deterministic": True, "progress": False}
+    return trainer.fit(strategy=strategy, **run), trainer
 
 
 def assert_the_simulators_bits(folder: Path) -> None:
@@ -116,6 +119,11 @@ def assert_the_simulators_bits(folder: Path) -> None:
             np.testing.assert_array_equal(losses.numpy(), trainer.history.node_losses)
             assert events == [str(event) for event in trainer.ledger]
     assert [path.name for path in folder.glob("bar of *")] == ["bar of 0"]
+    assert [p.name for p in checkpoints_in(folder / "run")] == [
+        "step-00000003.safetensors",
+        "step-00000006.safetensors",
+    ]
+    assert torch.equal(load_checkpoint(folder / "run").weights, trainer.strategy.cluster.weights)
 
 
 @pytest.mark.slow
@@ -151,16 +159,14 @@ def on_two_machines(path: str, master: str, befores: Sequence[Sequence[str]], in
 
 
 @pytest.mark.slow
-def test_two_agents_meet_over_loopback(tmp_path: Path) -> None:
-    on_two_machines(script(tmp_path), "127.0.0.1", [(), ()], "lo0" if sys.platform == "darwin" else "lo")
-    assert_the_simulators_bits(tmp_path)
-
-
-@pytest.mark.slow
-def test_two_agents_meet_over_a_network(tmp_path: Path) -> None:
-    with linked(2) as nodes:
-        befores = [["ip", "netns", "exec", node] for node in nodes]
-        on_two_machines(script(tmp_path), address(0), befores, CABLE)
+@pytest.mark.parametrize("over", ["loopback", "a network"])
+def test_two_agents_meet(over: str, tmp_path: Path) -> None:
+    if over == "loopback":
+        on_two_machines(script(tmp_path), "127.0.0.1", [(), ()], "lo0" if sys.platform == "darwin" else "lo")
+    else:
+        with linked(2) as nodes:
+            inside = [["ip", "netns", "exec", node] for node in nodes]
+            on_two_machines(script(tmp_path), address(0), inside, CABLE)
     assert_the_simulators_bits(tmp_path)
 
 
@@ -177,47 +183,6 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
         out, _ = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
     assert "address already in use" in out and str(port) in out
-
-
-SAVING = """
-    import sys
-
-    sys.path.insert(0, {tests!r})
-    import torch
-    from separate import images, small_cnn
-    from vsim import Trainer
-    from vsim.strategy import DiLoCoStrategy, OptimSpec
-
-    def fit(max_steps, **options):
-        trainer = Trainer(small_cnn(), images(), images(7))
-        trainer.fit(
-            strategy=DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2)), num_nodes=2, max_steps=max_steps,
-            batch_size=4, backend="process", deterministic=True, threads_per_process=1, save_dir={folder!r},
-            progress=False, **options,
-        )
-        return trainer
-
-    fit(3, checkpoint_interval=2)
-    trainer = fit(6, resume=True)
-    assert trainer.history["step"].tolist() == list(range(7)) and len(trainer.ledger) == 3
-    try:
-        fit(9)
-    except ValueError as error:
-        assert "holds the checkpoints of a run" in str(error)
-"""
-
-
-@pytest.mark.slow
-def test_ranks_save_and_resume(tmp_path: Path) -> None:
-    path, folder = tmp_path / "script.py", tmp_path / "run"
-    path.write_text(textwrap.dedent(SAVING.format(tests=str(Path(__file__).parent), folder=str(folder))))
-    run = torchrun("--nproc_per_node=2", "--master_port", str(free_port()), str(path))
-    out, _ = run.communicate(timeout=SECONDS)
-    assert run.returncode == 0, out
-    assert [p.name for p in checkpoints_in(folder)] == ["step-00000003.safetensors", "step-00000006.safetensors"]
-    _, trainer = simulated()
-    assert trainer.strategy is not None
-    assert torch.equal(load_checkpoint(folder).weights, trainer.strategy.cluster.weights)
 
 
 @pytest.mark.parametrize("theirs", ["nccl", "gloo", None])

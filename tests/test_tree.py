@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -184,42 +185,37 @@ def test_tensors_are_written_in_place_where_they_fit() -> None:
         put_back(written([torch.ones(4), torch.zeros(4)]), [base, base])
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (iter([1]), r"x\['held'\] is a list_iterator, which cannot be saved: tensors, numbers"),
-        (defaultdict(list), r"x\['held'\] is a defaultdict, which cannot be saved"),
-        (max, r"x\['held'\] is a builtin_function_or_method, which cannot be saved"),
-        ({torch.ones(1): 1}, r"x\['held'\] has the key tensor"),
-        (np.array(["a"]), r"x\['held'\] is an array of <U1"),
-        (torch.eye(2).to_sparse(), r"x\['held'\] is a tensor of layout torch\.sparse_coo"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_what_cannot_be_saved(value: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+UNSAVABLE: list[tuple[Any, str]] = [
+    (iter([1]), "list_iterator"),
+    (defaultdict(list), "defaultdict"),
+    (max, "builtin_function_or_method"),
+    ({torch.ones(1): 1}, "key tensor"),
+    (np.array(["a"]), "<U1"),
+    (torch.eye(2).to_sparse(), "torch.sparse_coo"),
+]
+
+
+@pytest.mark.parametrize(("value", "what"), UNSAVABLE, ids=lambda x: type(x).__name__)
+def test_what_cannot_be_saved(value: Any, what: str) -> None:
+    with refused(CheckpointError, "x['held']", what):
         encoded({"held": value}, "x")
 
 
-@pytest.mark.parametrize(
-    ("saved", "live", "message"),
-    [
-        (Own(1), None, "x was a object, and is a NoneType here: make it in the setup"),
-        (random.Random(1), np.random.default_rng(), None),
-        (stepped(torch.ones(2)), stepped(torch.ones(2), torch.ones(2)), "had 1 parameters, and has 2 here"),
-        (stepped(torch.ones(2)), torch.optim.SGD([torch.ones(2)]), r"x was a torch\.optim.*Adam, and is a .*SGD here"),
-        (nn.Linear(2, 2), nn.Linear(2, 3), "weight had another shape"),
-        (JointOptimizers([stepped(torch.ones(2))]), JointOptimizers([]), "had 1 optimizers, and has 0 here"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_what_does_not_fit(saved: Any, live: Any, message: str | None) -> None:
-    if message is None:
-        with pytest.raises((TypeError, ValueError, AttributeError)):  # which become a CheckpointError in `resume`
-            put_back(written(saved), live)
-        return
-    with pytest.raises(CheckpointError, match=message):
+UNFIT: list[tuple[Any, Any, tuple[Any, ...]]] = [
+    (Own(1), None, ("x was a object", "NoneType", "setup")),
+    (stepped(torch.ones(2)), stepped(torch.ones(2), torch.ones(2)), (1, "parameters", 2)),
+    (stepped(torch.ones(2)), torch.optim.SGD([torch.ones(2)]), ("Adam", "SGD")),
+    (nn.Linear(2, 2), nn.Linear(2, 3), ("weight", "shape")),
+    (JointOptimizers([stepped(torch.ones(2))]), JointOptimizers([]), (1, "optimizers", 0)),
+]
+
+
+@pytest.mark.parametrize(("saved", "live", "parts"), UNFIT, ids=lambda x: type(x).__name__)
+def test_what_does_not_fit(saved: Any, live: Any, parts: tuple[Any, ...]) -> None:
+    with refused(CheckpointError, *parts):
         put_back(written(saved), live)
+    with pytest.raises((TypeError, ValueError, AttributeError)):  # which become a CheckpointError in `resume`
+        put_back(written(random.Random(1)), np.random.default_rng())
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
