@@ -13,11 +13,11 @@ from separate import images, small_cnn
 from torch import Tensor, nn
 
 import vsim
-from vsim import Trainer
+from vsim import Comparison, Trainer
 from vsim.checkpoint.folder import checkpoint_path, checkpoints_in
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.records.history import OF_THE_MACHINE
+from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
 from vsim.training.run import Run
 
@@ -53,19 +53,43 @@ def weights(trainer: Trainer) -> Tensor:
     return trainer.strategy.cluster.weights
 
 
-def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
-    """Everything is equal to the bit: the record but for its seconds, the final model, and the nodes where they are."""
-    assert ours.history.columns == theirs.history.columns
-    for column in ours.history.columns:
+def assert_same_record(ours: History, theirs: History) -> None:
+    """Everything that was noted is equal to the bit, but for its seconds."""
+    assert ours.columns == theirs.columns
+    for column in ours.columns:
         if column not in OF_THE_MACHINE:
-            np.testing.assert_array_equal(ours.history[column], theirs.history[column], err_msg=column)
-    np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
+            np.testing.assert_array_equal(ours[column], theirs[column], err_msg=column)
+    np.testing.assert_array_equal(ours.node_losses, theirs.node_losses)
     assert list(ours.ledger) == list(theirs.ledger)
     assert ours.ledger.wire_bytes == theirs.ledger.wire_bytes
     assert ours.ledger.attendance == theirs.ledger.attendance
-    finals = [trainer.final.state_dict() for trainer in (ours, theirs)]  # type: ignore[attr-defined]
-    assert finals[0].keys() == finals[1].keys()
-    assert all(torch.equal(a, b) for a, b in zip(finals[0].values(), finals[1].values(), strict=True))
+
+
+def assert_same_model(ours: nn.Module | None, theirs: nn.Module | None) -> None:
+    """Both are None, or their weights and buffers are equal to the bit."""
+    states = [{} if model is None else model.state_dict() for model in (ours, theirs)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def assert_same_comparison(ours: Comparison, theirs: Comparison) -> None:
+    assert list(ours) == list(theirs)
+    for name in ours:
+        for one, other in zip(ours.runs(name), theirs.runs(name), strict=True):
+            assert_same_record(one.history, other.history)
+            assert_same_model(one.model, other.model)
+            assert (one.failure, one.stopped_at, one.diverged_at) == (
+                other.failure,
+                other.stopped_at,
+                other.diverged_at,
+            )
+
+
+def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
+    """The records are equal, the final model, and the nodes where they are."""
+    assert_same_record(ours.history, theirs.history)
+    assert_same_model(*(trainer.final for trainer in (ours, theirs)))  # type: ignore[attr-defined]
     if ours.strategy is not None and theirs.strategy is not None:
         assert torch.equal(weights(ours), weights(theirs))
         buffers = [trainer.strategy.cluster.replicas.buffers for trainer in (ours, theirs)]  # type: ignore[union-attr]

@@ -11,8 +11,9 @@ import pytest
 from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from resumed import assert_same_comparison
 from separate import small_cnn, small_mlp, vectors
-from test_ensemble import Killed, alone, assert_is_its_own_fit, assert_same, killed_at
+from test_ensemble import Killed, alone, assert_is_its_own_fit, killed_at
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
@@ -214,8 +215,8 @@ def test_they_resume_to_the_bit(kill: int, tmp_path: Path) -> None:
     whole = compared(save_dir=tmp_path / "whole", **options)
     with pytest.raises(Killed):
         compared(save_dir=tmp_path / "race", train_loss_hook=killed_at(kill), **options)
-    assert_same(compared(save_dir=tmp_path / "race", resume=True, **options), whole)
-    assert_same(compared(save_dir=tmp_path / "race", resume=True, **options), whole)  # all had ended
+    assert_same_comparison(compared(save_dir=tmp_path / "race", resume=True, **options), whole)
+    assert_same_comparison(compared(save_dir=tmp_path / "race", resume=True, **options), whole)  # all had ended
 
 
 def test_one_of_them_is_continued(tmp_path: Path) -> None:
@@ -224,12 +225,12 @@ def test_one_of_them_is_continued(tmp_path: Path) -> None:
     compared(save_dir=tmp_path / "race", max_steps={"AllReduce": 2, "DiLoCo": 4}, **options)
     steps = {"AllReduce": 2, "DiLoCo": 9}
     longer = compared(save_dir=tmp_path / "race", resume=True, max_steps=steps, **options)
-    assert_same(longer, compared(max_steps=steps, **options))
+    assert_same_comparison(longer, compared(max_steps=steps, **options))
 
 
 def test_they_train_in_processes() -> None:
     there = compared(max_steps=STEPS, backend="process", num_processes=2, threads_per_process=1, deterministic=True)
-    assert_same(there, compared(max_steps=STEPS, deterministic=True))
+    assert_same_comparison(there, compared(max_steps=STEPS, deterministic=True))
 
 
 def test_the_bar_counts_the_steps_of_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused, unnamed, warned
-from resumed import sweep_to
+from resumed import assert_same_comparison, assert_same_model, assert_same_record, sweep_to
 from separate import TASKS, small_gpt, small_mlp, tokens, vectors
 from test_model_state import Average
 from test_second_gradient import Sam
@@ -36,7 +36,7 @@ from vsim.data import digits
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.proof import Proof
 from vsim.models import MLP
-from vsim.records.history import COLUMNS, OF_THE_MACHINE, History
+from vsim.records.history import History
 from vsim.records.progress import Recorder
 from vsim.strategy import (
     AveragingCommunicator,
@@ -57,7 +57,6 @@ from vsim.training.setup import prepare
 
 Strategies = Mapping[str, Strategy]
 CPU = torch.device("cpu")
-MEASURED = [c for c in COLUMNS if c not in OF_THE_MACHINE]
 OPTIONS: dict[str, Any] = {"max_steps": 6, "val_interval": 2, "progress": False, "deterministic": True, "batch_size": 8}
 
 
@@ -69,13 +68,8 @@ def alone(strategy: Strategy, start: nn.Module, data: Any, val: Any, **options: 
 
 def assert_is_its_own_fit(run: vsim.ComparedRun, own: vsim.Trainer) -> None:
     """Losses of every node, measurements, events and the final model, to the bit."""
-    np.testing.assert_array_equal(run.history.node_losses, own.history.node_losses)
-    for column in MEASURED:
-        np.testing.assert_array_equal(run.history[column], own.history[column], column)
-    assert list(run.ledger) == list(own.ledger)
-    assert run.model is not None
-    theirs = own.model_after.state_dict()  # type: ignore[attr-defined]
-    assert all(torch.equal(value, theirs[name]) for name, value in run.model.state_dict().items())
+    assert_same_record(run.history, own.history)
+    assert_same_model(run.model, own.model_after)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -406,7 +400,7 @@ def test_optimizers_that_are_stepped_together_go_on_when_one_leaves_or_all_are_r
     with quietly():
         whole = beside.check()
         compare({**beside.others, **good}, seeds=[1, 2], max_steps=4, save_dir=tmp_path)
-        assert_same(compare({**beside.others, **good}, seeds=[1, 2], save_dir=tmp_path, resume=True), whole)
+        assert_same_comparison(compare({**beside.others, **good}, seeds=[1, 2], save_dir=tmp_path, resume=True), whole)
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------
@@ -678,8 +672,8 @@ def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     room = 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
     monkeypatch.setattr(entries, "available_bytes", lambda *_: room)
     with warned("groups that fit into memory", "2, 2, 1 runs"):
-        assert_same(compare(strategies), together)
-    assert_same(compare(strategies, together=False), together)
+        assert_same_comparison(compare(strategies), together)
+    assert_same_comparison(compare(strategies, together=False), together)
 
 
 # Saved and resumed as one ---------------------------------------------------------------------------------------------
@@ -695,21 +689,6 @@ def killed_at(step: int) -> Callable[[int, float], None]:
             raise Killed
 
     return hook
-
-
-def assert_same(result: vsim.Comparison, expected: vsim.Comparison) -> None:
-    assert list(result) == list(expected)
-    for name in expected:
-        for ours, theirs in zip(result.runs(name), expected.runs(name), strict=True):
-            assert (ours.stopped_at, ours.diverged_at) == (theirs.stopped_at, theirs.diverged_at)
-            for column in MEASURED:
-                np.testing.assert_array_equal(ours.history[column], theirs.history[column], column)
-            np.testing.assert_array_equal(ours.history.node_losses, theirs.history.node_losses)
-            assert list(ours.ledger) == list(theirs.ledger)
-            if theirs.model is not None:
-                assert ours.model is not None
-                pairs = zip(ours.model.state_dict().values(), theirs.model.state_dict().values(), strict=True)
-                assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("at", [1, 5, 8])
@@ -732,8 +711,8 @@ def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, tmp_path: Path)
         trained(**saved, train_loss_hook=killed_at(at))
     with refused(vsim.CheckpointError, "holds the checkpoints of a comparison"):
         trained(**saved)
-    assert_same(trained(**saved, resume=True), expected)
-    assert_same(trained(**saved, resume=True), expected)  # one that has ended is there at once
+    assert_same_comparison(trained(**saved, resume=True), expected)
+    assert_same_comparison(trained(**saved, resume=True), expected)  # one that has ended is there at once
     for name in ("sparta", "noisy 3"):  # a run that did not fetch its own data still continues alone
         trainer = vsim.Trainer(small_mlp(0.2), Jittered(), Jittered())
         options = {**OPTIONS, "num_nodes": 2, "max_steps": 12, "strategy": strategies[name]}
@@ -748,7 +727,7 @@ def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:
         saved = {"save_dir": tmp_path / str(at), "checkpoint_interval": 5, "halving": 3}
         with pytest.raises(Killed):
             swept(**saved, train_loss_hook=killed_at(at))
-        assert_same(swept(**saved, resume=True), expected)
+        assert_same_comparison(swept(**saved, resume=True), expected)
 
 
 def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None:
@@ -763,7 +742,7 @@ def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None
     with pytest.raises(Killed):
         of_lengths(killed_at(7), **saved)
     for _ in range(2):
-        assert_same(of_lengths(lambda step, _: heard.append(step), resume=True, **saved), expected)
+        assert_same_comparison(of_lengths(lambda step, _: heard.append(step), resume=True, **saved), expected)
         assert heard == [7, 8]
 
 
@@ -806,4 +785,4 @@ def test_a_sweep_that_is_killed_ten_times_ends_as_if_it_had_not_been(tmp_path: P
             continue
         kills += 1
     assert forked.ended(forked.started(sweep_to, result_file, folder)) == 0
-    assert_same(*map(vsim.Sweep.from_json, (result_file, expected_file)))
+    assert_same_comparison(*map(vsim.Sweep.from_json, (result_file, expected_file)))

@@ -95,11 +95,17 @@ ALL += [
     OptimSpec(OwnOptimizer, lr=0.1, momentum=0.9),
     *(OptimSpec(name, lr=0.1, fused=True) for name in ("sgd", "adam", "adamw", "adagrad")),
 ]
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__name__", "") or repr(value)
+
+
 # One by node is slow for long rows, and Muon takes matrices.
 CASES = [(spec, make) for spec in ALL for make in (small_mlp, long_mlp if spec.elementwise else Matrices)]
 
 
-@pytest.mark.parametrize(("spec", "make"), [case for case in CASES if case[0].cls is not torch.optim.Muon], ids=repr)
+@pytest.mark.parametrize(("spec", "make"), [case for case in CASES if case[0].cls is not torch.optim.Muon], ids=named)
 def test_one_optimizer_over_the_matrix_is_one_for_each_node(spec: OptimSpec, make: Callable[[], nn.Module]) -> None:
     start = Replicas.of(make(), 3, CPU)
     expected = separately(start, spec, steps=4)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from resumed import assert_same_model, assert_same_record
 from separate import TASKS, Task
 from test_strategies_common import QUARTER, TABLE, Row
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from torch.utils.data import Dataset, TensorDataset
 from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.engine.objective import LossFunction
-from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import (
     CommunicationModule,
     FedAvgStrategy,
@@ -260,22 +260,12 @@ def in_processes(number: int | None) -> dict[str, Any]:
     return PROCESSES if number is None else {**PROCESSES, "num_processes": number}
 
 
-def assert_same_record(ours: History, theirs: History) -> None:
-    np.testing.assert_array_equal(ours.node_losses, theirs.node_losses)
-    assert ours.columns == theirs.columns
-    for column in ours.columns:
-        if column not in OF_THE_MACHINE:
-            np.testing.assert_array_equal(ours[column], theirs[column], column)
-    assert list(ours.ledger) == list(theirs.ledger)
-
-
 def assert_same_bits(ours: Result, theirs: Result) -> None:
     assert_same_record(ours.trainer.history, theirs.trainer.history)
+    assert_same_model(ours.model, theirs.model)
     assert ours.rows.keys() == theirs.rows.keys()
     for name, rows in ours.rows.items():
         assert torch.equal(rows, theirs.rows[name]), name
-    final = theirs.model.state_dict()
-    assert all(torch.equal(tensor, final[name]) for name, tensor in ours.model.state_dict().items())
 
 
 def check_equal(folder: Path, number: int | None, **run: Any) -> Result:

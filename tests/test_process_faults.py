@@ -27,9 +27,9 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 from errors import refused, warned
+from resumed import assert_same_comparison, assert_same_run
 from separate import small_mlp, vectors
-from test_process_exactness import assert_same_record, in_processes
-from test_ranges import assert_same_comparison
+from test_process_exactness import in_processes
 from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 
@@ -249,12 +249,6 @@ def straight_comparison() -> Comparison:
     return compared()
 
 
-def assert_same_run(ours: Trainer, theirs: Trainer) -> None:
-    assert_same_record(ours.history, theirs.history)
-    final = theirs.final.state_dict()  # type: ignore[attr-defined]
-    assert all(torch.equal(t, final[name]) for name, t in ours.final.state_dict().items())  # type: ignore[attr-defined]
-
-
 def failure_of(caught: Any) -> NodeFailure:
     """The failure of a process that was raised, or is the cause of what was raised."""
     failure = caught.value if isinstance(caught.value, NodeFailure) else caught.value.__cause__
@@ -377,18 +371,6 @@ def test_a_traceback_is_short_whatever_the_message(error: Exception) -> None:
     assert len(text) < 12_000 and names(text, "in test_a_traceback_is_short", type(error).__name__)
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_the_simulators_error() -> None:
-    errors, trainers = [], []
-    for options in ({"num_nodes": 2}, BACKENDS["nodes"][0]):
-        trainers.append(trainer_of())
-        with pytest.raises(FloatingPointError) as caught:
-            fit(FedAvgStrategy(H=2, inner_optim="sgd", lr=1e25), trainer=trainers[-1], **options)
-        errors.append(str(caught.value))
-    assert errors[0] == errors[1] and "non-finite loss at step" in errors[0]
-    assert trainers[0].history["step"].tolist() == trainers[1].history["step"].tolist()
-
-
 # Comparisons ----------------------------------------------------------------------------------------------------------
 
 
@@ -424,15 +406,6 @@ def test_a_fault_in_the_first_step_of_a_comparison_is_raised(act: str, monkeypat
     with pytest.raises(FOUND[act][0]) as caught:
         compared(**BACKENDS["ranges"][0])
     assert names(str(failure_of(caught)), "rank 1 (nodes 2 to 3)", "after step 0")
-
-
-@pytest.mark.slow
-def test_a_process_of_a_comparison_that_stops_is_named_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "data:SIGSTOP")
-    monkeypatch.setenv("FAULT_AFTER", "2")
-    with warned("ranks [1] did not get there"):
-        comparison = compared(timeout_seconds=2, **BACKENDS["ranges"][0])
-    assert all(len(run.history) == 3 for name in comparison for run in comparison.runs(name))
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from resumed import assert_same_record
 from separate import Noisy, small_mlp, vectors
 from separate import own_examples as dataset
 from torch import Tensor
@@ -23,7 +23,6 @@ from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Sc
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.process import NodeFailure
-from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
@@ -60,12 +59,7 @@ def trained(strategy: Strategy, model: Any = None, **options: Any) -> tuple[Tens
 
 def check_equal(one: tuple[Tensor, vsim.Trainer], other: tuple[Tensor, vsim.Trainer]) -> None:
     """Weights, losses, what was measured, and who sent what, bit by bit."""
-    histories = one[1].history, other[1].history
-    np.testing.assert_array_equal(*(history.node_losses for history in histories))
-    for column in (c for c in COLUMNS if c not in OF_THE_MACHINE):
-        np.testing.assert_array_equal(*(history[column] for history in histories), err_msg=column)
-    assert list(one[1].ledger) == list(other[1].ledger)
-    assert one[1].ledger.attendance == other[1].ledger.attendance
+    assert_same_record(one[1].history, other[1].history)
     assert torch.equal(one[0], other[0])
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from errors import refused
+from resumed import assert_same_comparison
 from separate import TASKS, small_cnn, small_mlp, vectors
-from test_process_exactness import assert_same_record, in_processes
+from test_process_exactness import in_processes
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, cli, load_checkpoint
@@ -108,22 +109,6 @@ def compared(**options: Any) -> Comparison:
         warnings.filterwarnings("ignore", "diverges")
         options = {"strategies": STRATEGIES, "num_nodes": 4, "seeds": [0, 1], **defaults, **options}
         return vsim.compare(small_mlp(), vectors(), vectors(13, 9), **options)
-
-
-def assert_same_comparison(ours: Comparison, theirs: Comparison) -> None:
-    assert list(ours) == list(theirs)
-    for name in ours:
-        for one, other in zip(ours.runs(name), theirs.runs(name), strict=True):
-            assert_same_record(one.history, other.history)
-            assert (one.failure, one.stopped_at, one.diverged_at) == (
-                other.failure,
-                other.stopped_at,
-                other.diverged_at,
-            )
-            assert (one.model is None) == (other.model is None)
-            if one.model is not None and other.model is not None:
-                final = other.model.state_dict()
-                assert all(torch.equal(tensor, final[key]) for key, tensor in one.model.state_dict().items())
 
 
 def test_a_comparison_in_processes() -> None:

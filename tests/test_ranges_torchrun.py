@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from links import CABLE, address, linked, shape
+from resumed import assert_same_comparison, assert_same_record
 from separate import small_mlp, vectors
-from test_process_exactness import assert_same_record, in_processes
-from test_ranges import assert_same_comparison
+from test_process_exactness import in_processes
 from test_torchrun import SECONDS, free_port, torchrun
 
 import vsim
