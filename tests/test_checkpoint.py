@@ -324,7 +324,10 @@ ANOTHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
         ("step 7", "communication_modules[0].H was 3 and is 4", "resume=load_checkpoint(", ".fork()"),
     ),
-    ({"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))}, ("spec.lr was 0.01 and is 0.02",)),
+    (
+        {"strategy": DiLoCoStrategy(H=3, optim_spec=OptimSpec("adamw", lr=2e-2))},
+        ("optim_spec.lr was 0.01 and is 0.02",),
+    ),
     ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, ("optim_spec was", "AdamW and is", "SGD")),
     (
         {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},

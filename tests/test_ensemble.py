@@ -661,7 +661,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
     with refused(ValueError, "halving", ">= 2", 1):
         swept(halving=1)
     monkeypatch.setattr(entries, "available_bytes", lambda *_: 5e5)
-    with refused(ValueError, "halving compares all runs"):
+    with refused(ValueError, "halving … compare all runs"):
         swept(halving=3)
 
 

@@ -11,8 +11,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from resumed import assert_same_comparison
 from separate import vectors
-from test_ensemble import Killed, assert_same, killed_at
+from test_ensemble import Killed, killed_at
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -64,7 +65,7 @@ def test_each_size_is_its_comparison_and_steps_follow_the_tokens(ladder: Ladder)
     largest = vsim.compare(
         mlp(16), vectors(), vectors(), strategies=STRATEGIES, seeds=SEEDS, max_steps=len(examples) - 1, **OPTIONS
     )
-    assert_same(ladder.largest, largest)
+    assert_same_comparison(ladder.largest, largest)
     frame = ladder.to_pandas()
     assert len(frame) == 4 * 4 * 2 and (frame["steps"][frame["size"] == 16] == len(examples) - 1).all()
     row = frame[(frame["size"] == 16) & (frame["strategy"] == "FedAvg") & (frame["seed"] == 2)]
@@ -128,7 +129,7 @@ def test_killed_and_resumed(tmp_path: Path, ladder: Ladder) -> None:
     assert list(vsim.load_ladder(tmp_path / "ladder").comparisons) == SIZES[:3]
     resumed = climbed(**options, checkpoint_interval=2, resume=True)
     for size in SIZES:
-        assert_same(resumed.comparisons[size], ladder.comparisons[size])
+        assert_same_comparison(resumed.comparisons[size], ladder.comparisons[size])
     assert repr(vsim.load_ladder(tmp_path / "ladder")) == repr(ladder) == repr(resumed)
     again = climbed(**options, checkpoint_interval=2, resume=True)
     assert repr(again) == repr(ladder)

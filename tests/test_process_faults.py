@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -90,6 +91,7 @@ def mark() -> str:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes, files and threads that a test starts are gone when it ends."""
+    multiprocessing.util.get_temp_dir()  # of the fork server's socket, whose path must be short
     (folder := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before, threads = processes(), set(threading.enumerate())
