@@ -1,7 +1,8 @@
-"""The operations of K models at once, on stacked tensors (K, …), with a slice for every node.
+"""Operations of K models at once, on stacked tensors (K, …) with a slice for every node.
 
-Each is an ordinary function of plain tensors, one call for all nodes where that is fast; `vsim.engine.rules` uses them
-in place of functorch's rules. They equal the operation on one node alone up to rounding.
+Each operation is an ordinary function of plain tensors, and makes one call for all nodes where that is fast.
+`vsim.engine.rules` uses these functions in place of functorch's rules. A result equals the operation on one node alone
+up to rounding.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class VmapError(RuntimeError):
 
 
 class NodesDifferError(VmapError):
-    """A value that the model's Python reads differs between nodes, so that they may take different branches."""
+    """The model's Python reads a value that differs between nodes, so that nodes may take different branches."""
 
 
 def favors_loops(device: torch.device) -> bool:
     """Return whether a device works best on a few nodes at once: a CPU, because of its caches.
 
-    On an accelerator each call is a launch, which takes longer than the arithmetic of a small node. The work of a step
-    is therefore the same number of launches for any number of nodes.
+    On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node. A step therefore makes
+    the same number of launches for any number of nodes.
     """
     return device.type in ("cpu", "meta")
 
@@ -59,8 +60,8 @@ def node_by_node(
     Differentiable. In-place writes into a slice are kept.
 
     Args:
-        args, kwargs: the arguments; a tensor that differs between the nodes is wrapped in `Stacked`. If one object is
-            given twice, the function gets the same slice twice.
+        args, kwargs: the arguments; tensors that differ between nodes are wrapped in `Stacked`. An object that is
+            given twice reaches the function as the same slice twice.
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
@@ -107,7 +108,7 @@ class _Slices(torch.autograd.Function):
 def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
     """Copy values that a function wrote into its slices, such as running statistics, back to the stacked tensor.
 
-    If the slices are views, the values are there already; only the tensor's version is incremented.
+    If the slices are views, the stacked tensor has the values already; only its version is incremented.
     """
     if slices[0].data_ptr() != stacked.data_ptr():
         stacked.copy_(torch.stack(list(slices)))
@@ -134,7 +135,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Scaled dot-product attention of (K, B, …, T, d), with the nodes as a part of the batch.
+    """Scaled dot-product attention of (K, B, …, T, d), with the nodes merged into the batch.
 
     mask: (K, …) broadcast against (K, B, …, T, T), or None.
     """
@@ -151,12 +152,12 @@ def dropout(
 ) -> Tensor:
     """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would.
 
-    Each draw is a launch on an accelerator, since a node's numbers depend on its own generator only, whichever nodes
-    are computed with it.
+    On an accelerator, each node's draw is a launch: a node's numbers depend only on its generator, not on the nodes
+    that are computed with it.
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
-    if not (whole_features or inplace or favors_loops(x.device)):  # CUDA's kernel for dropout has numbers of its own
+    if not (whole_features or inplace or favors_loops(x.device)):  # CUDA's kernel for dropout draws other numbers
         ones = torch.ones_like(x[0])
         return x * (_stack([_dropped(ones, p, stream) for stream in streams]) != 0) * (1 / (1 - p))
     features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
@@ -172,7 +173,7 @@ def _dropped(ones: Tensor, p: float, stream: torch.Generator) -> Tensor:
 
 
 class _Gelu(torch.autograd.Function):
-    """x (K, …), approximate: see F.gelu → the shape of x. Node by node, whose activations stay in a CPU's caches."""
+    """x (K, …), approximate: see F.gelu → the shape of x. One call a node keeps activations in a CPU's caches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -194,9 +195,9 @@ class _Gelu(torch.autograd.Function):
 
 
 def _check_indices(indices: Tensor, rows: int) -> None:
-    """Raise an IndexError on the CPU for an index that is not in 0 … rows − 1; `vsim.engine.indices` does elsewhere.
+    """Raise an IndexError on the CPU for an index outside 0 … rows − 1; see `vsim.engine.indices` for other devices.
 
-    An operation checks the indices, so that no number has to come to Python, and a graph has the check, too.
+    The check is an operation: Python reads no number, and a graph contains the check, too.
     """
     if indices.device.type != "cpu":
         return
@@ -234,7 +235,7 @@ class _Embedding(torch.autograd.Function):
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
     y = F.layer_norm(x, shape, eps=eps)
-    # The kernel takes one weight for all examples: multiply by those of each node afterwards.
+    # The kernel takes one weight for all examples: multiply by each node's weight afterwards.
     weight, bias = (t if t is None else t.view(len(t), *[1] * (x.dim() - t.dim()), *shape) for t in (weight, bias))
     if weight is not None and bias is not None:
         return torch.addcmul(bias, y, weight)  # in one pass
@@ -276,8 +277,8 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function that treats each example of (N, …) separately to all nodes' examples (K, B, …) in one call.
 
-    The examples are taken in the order in which they lie in memory (`convolution` leaves the nodes inside the batch).
-    Nothing is copied, and the result has the same order.
+    Takes the examples in memory order (`convolution` leaves the nodes inside the batch), so that nothing is copied. The
+    result has the same order.
     """
     inside = x.stride(0) < x.stride(1)
     nodes_and_examples = x.transpose(0, 1) if inside else x
@@ -296,7 +297,7 @@ def batch_norm(
     eps: float,
 ) -> Tensor:
     """x (K, B, C, …), all other tensors (K, C) → the shape of x; the running statistics are updated in place."""
-    mean, var = (None if t is None else t.view(-1) for t in (running_mean, running_var))  # views: they are updated
+    mean, var = (None if t is None else t.view(-1) for t in (running_mean, running_var))  # views, to update in place
     weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
     return _nodes(F.batch_norm(_channels(x), mean, var, weight, bias, training, momentum, eps), len(x))
 

@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 
 def is_cast(operand: Any) -> bool:
-    """Return whether autocast would cast an operand of an operation that it casts; it does not cast float64."""
+    """Return whether autocast would cast an operand of an operation on its lists; float64 is never cast."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
     return eligible and operand.device.type != "meta" and torch.is_autocast_enabled(operand.device.type)
 
 
 def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
-    """Cast an operand to a dtype, by default to autocast's; return operands that autocast does not cast unchanged."""
+    """Cast an operand to a dtype (default: autocast's); return an operand that autocast leaves alone unchanged."""
     if not is_cast(operand):
         return operand
     return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
@@ -26,8 +26,8 @@ def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
 
 # functorch decomposes some operations before autocast sees them: it turns a convolution into an operation that autocast
 # does not know, and a loss in float32 into parts in bfloat16. `Casting` therefore casts their operands as autocast
-# would. (In eager PyTorch, vmap calls these operations node by node.) The lists follow PyTorch's documentation
-# ("Automatic Mixed Precision package", operations by policy), for the operations that functorch decomposes.
+# would. (In eager PyTorch, vmap calls these operations node by node.) The lists name the operations that functorch
+# decomposes, by the policies in PyTorch's documentation ("Automatic Mixed Precision package").
 _Function = Callable[..., Any]
 
 
@@ -51,15 +51,15 @@ _FLOAT32 = _functions(
     soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
     """,
 ) | _functions((torch.fft,), "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft")
-# On a CPU, these take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
+# On a CPU, norms take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
 _MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
-# On a CPU, autocast does not cast these, but functorch makes them products that it casts.
+# On a CPU, autocast does not cast products of vectors, but functorch turns them into products that autocast casts.
 _OF_VECTORS = _functions((torch, Tensor), "mv dot addmv")
 CAST = _LOWER | _FLOAT32 | _MIXED | _OF_VECTORS
 
 
 class Casting(TorchFunctionMode):
-    """Within this context, functions of the lists above get operands as autocast would cast them."""
+    """Context in which the functions listed above get operands as autocast would cast them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +77,7 @@ class Casting(TorchFunctionMode):
 
 
 class Casts(TorchFunctionMode):
-    """Notes whether autocast is on for any function called within this context, for instance by the model itself."""
+    """Context that notes whether autocast is on for any function call; the model itself may turn it on."""
 
     seen = False
 

@@ -1,4 +1,4 @@
-"""Choose how the nodes are computed: vectorized or compiled if that is proved for the model, else by the loop."""
+"""Choose how to compute the nodes: vectorized or compiled if a proof succeeds for the model, else by the loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STEPS_TO_REPLAY = 8  # PyTorch captures in the second and third
 
 @dataclass
 class Decision:
-    """What was decided for a model: the executor, why, the proofs by the shapes of a batch, and shapes without one.
+    """The decision for a model: the executor and the reason, by shapes of a batch the proofs and the failed proofs.
 
-    `again` has the step from which on a proof is taken once more, because what a device captures in the first steps is
-    replayed then.
+    `again` holds the step at which a proof is repeated, because a device then replays what it captured in the first
+    steps.
     """
 
     kind: Callable[..., Executor] | None = None
@@ -40,19 +40,19 @@ class Decision:
 
 
 class AutoExecutor(Executor):
-    """`VmapExecutor`, or `CompiledExecutor` with compile=True, each proved. Four cases take the loop:
+    """`VmapExecutor`, or `CompiledExecutor` with compile=True, if proved for the model. Four cases take the loop:
 
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
     4. the proof fails: a warning says why. A model that cannot be compiled is vmapped, with a warning. If the proof
-       fails for batches that come later, of other shapes, the loop takes these only.
+       fails only for later batches of other shapes, the loop takes only batches of these shapes.
 
     The choice depends only on the model, shapes and settings, so that a resumed run chooses the same executor.
 
     Args:
-        asked: the executor that was asked for; with "vmap" a failed proof is an error.
-        decided: by model, what executors of the same runs have decided already.
+        asked: the executor that was asked for; with "vmap", a failed proof is an error.
+        decided: decisions by model, shared by the executors of the same runs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class AutoExecutor(Executor):
             return self.losses_and_grads(batch, minibatch_size)
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
-        """Prove the executor for stacked batches of these shapes, or take a simpler one."""
+        """Prove the executor for stacked batches of these shapes, or choose a simpler executor."""
         if self.chosen.__class__ is not self.decision.kind:
             self.chosen = self._made()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
@@ -137,7 +137,7 @@ class AutoExecutor(Executor):
         proofs[key] = proof
 
     def _choose_simpler(self, error: Exception) -> None:
-        """Replace an executor that cannot run this model by the next simpler one."""
+        """Choose the next simpler executor after one that cannot run this model."""
         if self.asked != "auto":
             raise error
         several = VmapExecutor.nodes_at_once(self.replicas, self.settings) > 1
@@ -168,7 +168,7 @@ class AutoExecutor(Executor):
 
 
 def _convolves_alone(proof: Proof) -> bool:
-    """Return whether vmap computes most convolutions node by node, which takes longer than the loop."""
+    """Return whether vmap computes most convolutions node by node, in which case the loop is faster."""
     alone, together = (
         sum(count for (name, how), count in proof.calls.items() if name.startswith("conv") and how == way)
         for way in ("node by node", "batched")

@@ -37,21 +37,21 @@ from vsim.private_torch import (
 )
 from vsim.trees import mapped, tensors_of
 
-# A compiled call takes as many nodes as keep at most this many bytes between forward and backward. More calls cost
-# compiled code little, and its activations then stay in the caches: a step of 16 GPTs takes 0.94 of the time that it
-# takes in two pieces, a step of 4 ResNets 0.95.
+# Upper bound of the bytes that the nodes of one compiled call keep between forward and backward. An additional call
+# costs compiled code little, and activations of fewer nodes stay in the caches: a step of 16 GPTs takes 0.94 of the
+# time that it takes in two pieces, a step of 4 ResNets 0.95.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit for one process
 _MOST_CHANGES = 8  # a model that changes more often is taken to change at every step
-# CUDA's kernels for attention whose gradient works under vmap, where no tensor says that it requires one: the others
-# then keep nothing for it.
+# CUDA's kernels for attention whose gradient works under vmap. There no tensor has requires_grad, and other kernels
+# then save nothing for the backward pass.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-_WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors, where other processes would have to try
+_WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors by CPU capability
 
-# Name and reason in the error of an operation; its first line has neither.
+# Name and reason of an operation in a compiler's error, whose first line has neither.
 _OF_OPERATION = re.compile(
     r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
 )
@@ -60,8 +60,8 @@ _OF_OPERATION = re.compile(
 class _Operands(NamedTuple):
     """The weights and gradients of a piece, by name, as arguments of a graph.
 
-    Each tensor has its own storage. The compiler would merge views of one storage into one argument if the graph
-    writes to them, and would compute its size from the views, without the gap at the end of the matrix.
+    Each tensor has its own storage. If the graph writes to views of one storage, the compiler merges them into one
+    argument, and computes the size of this argument without the gap at the end of the matrix.
     """
 
     weights: Views
@@ -80,17 +80,16 @@ class CompileError(RuntimeError):
 class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
-    On a CPU, a call takes as many nodes as keep ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
-    number. On CUDA, PyTorch is asked to capture the graph as a CUDA graph, see `captures`. Random operations of the
-    model draw from one stream, different numbers for each node. The draws are reproducible, but differ from those of
-    the other executors.
+    On a CPU, the nodes of one call keep at most ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
+    number. On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. Random operations of the model draw
+    from one stream, different numbers for each node. The draws are reproducible, but other executors draw differently.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
     Raises:
         CompileError: in the first step, the model breaks the graph (the message names the operation and its line), the
-            graph is wrong, or there is no compiler; in a later step, the model's Python keeps changing.
+            graph is wrong, or no compiler is installed; in a later step, the model's Python keeps changing.
     """
 
     name = "compiled"
@@ -98,10 +97,10 @@ class CompiledExecutor(VmapExecutor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
-        self.known: set[Any] = set()  # shapes for which there is a graph
+        self.known: set[Any] = set()  # (nodes, whole, shapes) of the graphs compiled so far
         self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # on the device, see `_called`
-        self._draws = False  # whether the model draws random numbers, which the graph draws differently
-        self.changes = 0  # times that the model's Python changed and was compiled again
+        self._draws = False  # whether the model draws random numbers: the graph draws other numbers than the loop
+        self.changes = 0  # recompilations because the model's Python changed
         self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
@@ -123,7 +122,7 @@ class CompiledExecutor(VmapExecutor):
             batch: Any,
             added: tuple[Tensor, Tensor] | None,
         ) -> Tensor:
-            """Return losses; write the gradients to `grads`, or with added=(share, adds) write or add share · them."""
+            """Return losses; write the gradients to `grads`, or with added=(share, adds) write or add share · each."""
             own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
             for name, place in grads.items():
                 if added is None:
@@ -134,8 +133,8 @@ class CompiledExecutor(VmapExecutor):
             return losses
 
         # Compile one graph: between separate forward and backward graphs, autograd's overhead exceeds the arithmetic of
-        # a small model. The graph also writes the gradients to their places while they are in the caches. fullgraph,
-        # because a graph break within vmap would silently leave everything uncompiled.
+        # a small model. The graph also writes the gradients to their places while they are in the caches. Require
+        # fullgraph, because a graph break within vmap would silently leave everything uncompiled.
         self._function = losses_and_grads
         self.compiled: Callable[..., Tensor] = torch.compile(
             losses_and_grads, dynamic=False, fullgraph=True, options=self.options
@@ -144,29 +143,29 @@ class CompiledExecutor(VmapExecutor):
     @property
     def options(self) -> dict[str, Any]:
         """The options of torch.compile."""
-        # Operations draw as they do uncompiled, so that both can be compared. By default, fused kernels of CUDA repeat
-        # masks of dropout from 2.13 on [github.com/pytorch/pytorch/issues/198333].
+        # Draw random numbers as uncompiled operations do, so that `prove` can compare both. By default, fused kernels
+        # on CUDA repeat masks of dropout since PyTorch 2.13 [github.com/pytorch/pytorch/issues/198333].
         options: dict[str, Any] = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if width := _WIDTHS.get(torch.backends.cpu.get_cpu_capability()):
-            # PyTorch's own kernels have these vectors, so that no program needs to be compiled and run to find out.
+            # PyTorch's own kernels use vectors of this width: skip the test program that would be compiled to find out.
             options |= {"cpp.simdlen": width, "cpp.vec_isa_ok": True}
         if self.captures:
-            options["triton.cudagraphs"] = True  # what mode="reduce-overhead" sets; a mode excludes options
+            options["triton.cudagraphs"] = True  # set by mode="reduce-overhead", which excludes options
             if torch.__version__ < "2.15":  # fused sums over rows and columns may be wrong [issues/193061]
                 options["triton.mix_order_reduction"] = False
         return options
 
     @property
     def captures(self) -> bool:  # type: ignore[override]
-        """Whether PyTorch captures the graph as a CUDA graph, and replays its launches as one from the third step on.
+        """Whether PyTorch captures the graph as a CUDA graph; from the third step on, a replay is a single launch.
 
-        A CUDA graph needs tensors that stay where they are: the batch is copied to such a place, weights, gradients and
-        buffers are there (`_cut`), and losses are copied before the next call writes over them.
+        A CUDA graph needs tensors at fixed addresses. Weights, gradients and buffers have fixed addresses (`_cut`),
+        the batch is copied to one, and losses are copied before the next call overwrites them.
         """
         return self.replicas.weights.device.type == "cuda"
 
     def uncompiled(self, *args: Any) -> Tensor:
-        """Compute what the graph computes, in eager PyTorch."""
+        """Compute the function of the graph in eager PyTorch."""
         with self._attending(), without_performance_warnings():
             return self._function(*args)
 
@@ -183,13 +182,13 @@ class CompiledExecutor(VmapExecutor):
         return _COMPILING if self.compile_seconds is None else ""
 
     def prove(self, batch: Any, share: float = 1.0) -> Proof:
-        """Prove the graph for batches of these shapes in two halves, see `vsim.engine.proof`.
+        """Prove the graph for batches of these shapes in two halves, see `vsim.engine.proof`:
 
-        A step of the graph must agree with the same function uncompiled, from the same state of the generators. Steps
-        of that function must agree with the loop's, in evaluation mode if the model draws.
+        1. a step of the graph agrees with the uncompiled function, from the same state of the generators;
+        2. steps of the uncompiled function agree with the loop's, in evaluation mode if the model draws.
 
         Args:
-            share: the share of the batch in a step; batches that are whole have a graph of their own.
+            share: the share of the batch in a step; share=1.0 has a separate graph.
         """
         self._look(tree_map(lambda t: t[0], batch))
         started = time.perf_counter()
@@ -237,7 +236,7 @@ class CompiledExecutor(VmapExecutor):
             at_once = super()._at_once_for(batch)
         else:
             at_once = min(self.at_once, max(1, ACTIVATIONS_AT_ONCE // max(1, activation_bytes(self, batch))))
-        # Pieces of equal size share a graph.
+        # Prefer pieces of equal size, which share a graph.
         equal = max(n for n in range(1, at_once + 1) if self.replicas.num_held % n == 0)
         return equal if 2 * equal >= at_once else at_once
 
@@ -246,7 +245,7 @@ class CompiledExecutor(VmapExecutor):
         shapes = tuple(t.shape for t in tensors_of(batch))
         if self._cuts_by_batch:
             self._cut_for(batch)
-        if is_watched():  # a mode counts operations or memory, which a compiled graph hides
+        if is_watched():  # a mode counts operations or memory: a compiled graph would hide them
             return super()._backward(batch, share, first)
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
@@ -263,13 +262,13 @@ class CompiledExecutor(VmapExecutor):
                 raise
             allow_saved_tensors_hooks()
             if self.captures:
-                torch.compiler.reset()  # what PyTorch keeps of a CUDA graph that failed would fail others
+                torch.compiler.reset()  # the remains of a failed CUDA graph would make later graphs fail
             raise CompileError(f"the model cannot be compiled: {_summary(error)}") from error
         stacked = losses[0] if len(losses) == 1 else torch.cat(losses)
         return stacked if share == 1.0 else stacked * share
 
     def _called(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
-        """Return the losses of a piece; write share · gradients to their places, or add them."""
+        """Return the losses of a piece; write or add share · gradients to their places."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         added = None if whole else self._added_of(share, adds)
@@ -288,7 +287,7 @@ class CompiledExecutor(VmapExecutor):
                         f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
-        # Every combination of shapes and model needs its own graph, and torch's limit counts all runs of the process.
+        # Raise torch's limit on graphs: it counts every combination of shapes and model in all runs of the process.
         with (
             self._attending(),
             recompile_limit(_MOST_GRAPHS),
@@ -301,10 +300,10 @@ class CompiledExecutor(VmapExecutor):
         return losses
 
     def _added_of(self, share: float, adds: bool) -> tuple[Tensor, Tensor]:
-        """Return the share and `adds` as tensors on the device, which are made once."""
+        """Return the share and `adds` as tensors on the device; cached."""
         if (share, adds) not in self._added:
             grads = self.replicas.grads
-            precise = torch.promote_types(grads.dtype, torch.float32)  # some devices know no float64
+            precise = torch.promote_types(grads.dtype, torch.float32)  # some devices lack float64
             numbers = torch.tensor(share, dtype=precise, device=grads.device), torch.tensor(adds, device=grads.device)
             self._added[share, adds] = numbers
         return self._added[share, adds]

@@ -32,10 +32,10 @@ class Settings:
 
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.
-        deterministic: repeat to the bit; on the CPU, equal eager PyTorch on every node alone.
-        chunk_size: nodes computed at once, for executors that can choose; None: the best number.
+        deterministic: make runs bitwise repeatable; on the CPU, also bitwise equal to eager PyTorch node by node.
+        chunk_size: nodes computed at once; default: the executor's choice.
         compile: compile the loss and its gradient.
-        position: where the run is.
+        position: the current position of the run.
     """
 
     autocast: bool = False
@@ -49,19 +49,19 @@ class Executor(ABC):
     """Computes the loss and gradient of every node on its own batch.
 
     Args:
-        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. If the nodes
-            share one row of weights, every node uses it; if they share one row of gradients, it gets their mean.
+        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. A row of
+            weights that nodes share is used by every node; a row of gradients that nodes share gets their mean.
         objective: the user's model (`replicas.module`) and loss.
         generators: one for each node, for randomness inside its model.
         settings: how to compute.
 
     Attributes:
-        name: its name in the history.
+        name: the executor's name in the history.
         reason: why this executor was chosen, if there was a choice.
-        preparing: text for a progress bar, if the next step does other long work first.
-        captures: whether the device replays later steps from what it has captured in the first.
+        preparing: text for a progress bar, if the next step first does other long work.
+        captures: whether the device captures the first steps and replays them later.
         has_given_threads: whether the user chose the number of threads.
-        casts: whether autocast is on, also if the model itself turns it on, which the proof finds out.
+        casts: whether autocast is on, by the settings or by the model itself; the proof detects the latter.
     """
 
     name: str
@@ -83,11 +83,11 @@ class Executor(ABC):
         self.settings = settings or Settings()
         self.casts = self.settings.autocast
         self._moved: list[tuple[Tensor, Tensor]] = []
-        self._has_checked = False  # the first loss
+        self._has_checked = False  # whether `_loss` has checked the first loss
         models = (objective.model, *objective.originals)
         self._strangers = {id(p): name for model in models for name, p in model.named_parameters()}
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
-        self._differentiates: list[Callable[..., Any] | None] = []  # what needs gradients in evaluation
+        self._differentiates: list[Callable[..., Any] | None] = []  # functions that need gradients in evaluation
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
         """Return stacked losses (K,) of a stacked batch (K, B, …), and write the gradients to `replicas.grads`.
@@ -111,7 +111,7 @@ class Executor(ABC):
         return total
 
     def prepare(self, batch: Any) -> None:  # noqa: B027  # by default a no-op
-        """Make ready for stacked batches (K, B, …) of these shapes; `losses_and_grads` does so by itself."""
+        """Prepare for stacked batches (K, B, …) of these shapes; `losses_and_grads` calls this, too."""
 
     def _shared_tensors(self) -> dict[str, Tensor]:
         """Return name → tensor, for tensors that nodes share and that `forward` must not change."""
@@ -138,10 +138,10 @@ class Executor(ABC):
             yield objective, {**weights, **buffers}, cloned(batch)
 
     def _loss(self, objective: Objective, batch: Any) -> Tensor:
-        """Return the loss of one node's batch; check that the first one depends on and changes only what is the node's.
+        """Return the loss of one node's batch; check that the first loss uses and changes only tensors of the node.
 
-        A node's module is a copy of the model that was given. But a parameter held elsewhere, in a list or a closure,
-        is that of the original or of no model, and a function that names the original changes the original.
+        A node's module is a copy of the user's model. A parameter in a list or a closure is not copied: it belongs to
+        the original or to no model. A function that names the original changes the original.
 
         Raises:
             ValueError: the loss depends on parameters that no node trains, or a function changes the original.
@@ -174,7 +174,7 @@ class Executor(ABC):
         return loss
 
     def _state_of_originals(self) -> list[Any]:
-        """Return what changes when tensors or attributes of the user's models change."""
+        """Return a value that changes when tensors or attributes of the user's models change."""
         modules = [module for model in self.objective.originals for module in model.modules()]
         tensors = [t for module in modules for t in (*module.parameters(False), *module.buffers(False))]
         values = [value for module in modules for value in vars(module).values()]
@@ -182,21 +182,21 @@ class Executor(ABC):
         return [*versions(tensors), *sizes]
 
     def _trains(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is a node's own. By default none is, as nodes' own are plain tensors."""
+        """Return whether a node trains an nn.Parameter. Default: False, as nodes train plain tensors."""
         return False
 
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
 
-        `_moved_up_to_date` updates the copies before a step, and copies back what the model writes to them.
+        `_moved_up_to_date` updates the copies before a step, and copies the model's writes back.
         `vsim_kernels.alignment` says why alignment matters.
 
         Args:
             rows: a part of the replicas' tensors.
         """
         if is_aligned(rows):
-            # detach() would give all parameters one version counter: if a model changed one parameter in place, a
-            # backward pass would take the others for changed, too.
+            # Not detach(), which would give all parameters one version counter: after an in-place change of one
+            # parameter, a backward pass would take all of them for changed.
             return rows.data
         copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
         self._moved.append((copy, rows))
@@ -223,9 +223,9 @@ class Executor(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return stacked losses (R,) and counts (R, 2) of weights (R, P) on one shared batch (B, …).
 
-        The model draws from `stream`, the same numbers for every row. The training state does not change. Counts are
-        the right predictions and those that count, None if the objective has no accuracy. The rows of a model that
-        differentiates in forward are computed one by one.
+        The model draws the same numbers from `stream` for every row. The training state does not change. Counts are the
+        numbers of right and of counted predictions; None if the objective has no accuracy. If a model differentiates in
+        forward, rows are computed one by one.
 
         Args:
             objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
@@ -264,8 +264,8 @@ class Executor(ABC):
 
         Args:
             stream: the generator that is drawn from.
-            of: the function that is computed; None: the objective. What has needed gradients once is computed with them
-                from then on, and so are all functions of an objective that has.
+            of: the function that is computed; None: the objective. A function that has needed gradients once gets them
+                from then on; after the objective has needed them, every function gets them.
         """
         differentiates = any(one is None or one is of for one in self._differentiates)
         if not differentiates:
@@ -287,7 +287,7 @@ class Executor(ABC):
         """Return a copy of the model and loss in evaluation mode.
 
         Args:
-            row: the node that is copied, if each node has its own copy of the module.
+            row: the node to copy, if each node has its own copy of the module.
         """
         objective = self.objective.of_row(row).copied()
         objective.model.eval()
@@ -295,9 +295,9 @@ class Executor(ABC):
 
     @contextmanager
     def _restored(self, weights: Tensor) -> Iterator[None]:
-        """Restore the weights at the end of a block if the model writes to them in evaluation.
+        """Restore the weights at the end of a block if the model, like nn.Embedding(max_norm=…), writes to them.
 
-        nn.Embedding(max_norm=…) does, for instance. The first evaluation finds out.
+        The first evaluation detects whether the model does.
         """
         if self._writes_in_evaluation is False:
             at_first = version(weights)
@@ -363,7 +363,7 @@ def bits_of(t: Tensor) -> Tensor:
 
 
 def cloned(batch: Any) -> Any:
-    """Return a copy of a batch that is needed again after a call, as a model may change its batch in place."""
+    """Return a copy of a batch, because a model may change its batch in place."""
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
 
 
@@ -387,8 +387,7 @@ def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 def check_examples(batch: Any, dim: int) -> None:
     """Raise a ValueError if a batch cannot be cut because its tensors differ in the length of dimension `dim`.
 
-    Examples of such tensors are class weights, and sequences with time as the first dimension: cutting these does not
-    select examples.
+    Cutting class weights, or sequences with time as the first dimension, would not select examples.
     """
     lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
     if len(set(lengths.values())) > 1:
@@ -400,7 +399,7 @@ def check_examples(batch: Any, dim: int) -> None:
 
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """At the end of a block, undo what computing losses changes: weights, buffers and random streams."""
+    """Restore weights, buffers and random streams at the end of a block that computes losses."""
     replicas = executor.replicas
     default = torch.default_generator, default_generator(replicas.weights.device)
     streams = [(stream, stream.get_state()) for stream in (*executor.generators, *default)]
@@ -431,7 +430,7 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], share: float, first: bool) -> None:
     """Write or add the gradients of share · sum(losses) to `grads`."""
     check_depends(losses)
-    # The gradient of the summed losses holds every node's own gradient, because no node's loss reads another node's
+    # The gradient of the summed losses contains each node's gradient, because no node's loss reads another node's
     # weights. If nodes share their weights, the gradient is the sum over the nodes.
     shares = torch.full_like(losses, share)
     pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""Explain how a run computes on this machine: form of every operation, memory, executor, speed relative to the peak."""
+"""Explain how a run computes on this machine: executor, form of every operation, memory, speed relative to peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vsim.engine.machine import synchronize
 from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.engine.vmap import VmapExecutor
 
-# Side of the matrices whose product measures the machine's peak: large enough to reach it, small enough to be quick.
+# Side of the square matrices whose product measures the machine's peak: large enough for the peak, and still quick.
 _PEAK_SIDE = 1024
 _FORMS = {"batched": "one call for all nodes", "node by node": "one call a node", "functorch": "functorch's own rule"}
 
@@ -44,8 +44,8 @@ class Explanation:
         executor: the executor that computes the gradients. reason: why this executor was chosen.
         operations: the operations of the forward pass, the most frequent first; empty if the executor does not
             distinguish them (loop, compiled).
-        memory: bytes per node of weights, gradients, optimizer and activations. Of a shared row, each of K nodes
-            counts 1 / K.
+        memory: bytes per node of weights, gradients, optimizer and activations. A row that K nodes share counts 1 / K
+            for each node.
         num_nodes: K.
         step_seconds: median over the steps taken. gradient_flops: multiplications and additions in the losses and
             gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.

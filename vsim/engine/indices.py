@@ -1,11 +1,16 @@
-"""Indices out of range on a device that is not the CPU: a NaN in one node's loss instead of a lost device.
+"""Indices out of range on an accelerator: a NaN in one node's loss instead of a lost device.
 
-On the CPU, a lookup checks its indices and raises an IndexError. CUDA checks them while the host is ahead already, and
-no later operation of the process works. MPS does not check them. Therefore indices and class labels are clamped to
-their range there, and the loss of a node that has others becomes NaN, all without a read by the host. When the host
-reads a NaN, `Objective.check_indices` computes the loss again on the CPU, which raises the error.
+How a lookup treats an index out of range depends on the device:
 
-On MPS, lookups in large tables may be wrong, too: `tables_at_once` keeps them small.
+- the CPU raises an IndexError;
+- CUDA notices while the host is ahead already, and every later operation of the process fails;
+- MPS does not check.
+
+On accelerators, indices and class labels are therefore clamped to their range, and the loss of a node with an index out
+of range becomes NaN, without a read by the host. When the host reads a NaN, `Objective.check_indices` computes the loss
+again on the CPU, which raises the error.
+
+On MPS, lookups in large tables may be wrong, too: `tables_at_once` keeps the tables small.
 """
 
 from __future__ import annotations
@@ -21,11 +26,11 @@ from vsim.cluster.replicas import Replicas
 from vsim.trees import tensors_of
 
 # PyTorch before 2.14 returns zeros for lookups in larger tables on MPS [github.com/pytorch/pytorch/issues/188756]. The
-# bound holds with later versions, too: lookups and gradients of larger tables were not compared with the CPU's there.
+# bound also holds for later versions, whose lookups and gradients in larger tables were not compared with the CPU's.
 _ENTRIES_ON_MPS = 2**31 - 1
 _LOOKUPS = (F.embedding, F.embedding_bag)
 _LOSSES = (F.cross_entropy, F.nll_loss)
-_INDICES = (torch.uint8, torch.int32, torch.int64)  # other dtypes are errors of PyTorch's own, or no indices
+_INDICES = (torch.uint8, torch.int32, torch.int64)  # PyTorch rejects other dtypes, or does not read them as indices
 
 
 def is_off_cpu(batch: Any) -> bool:
@@ -35,7 +40,7 @@ def is_off_cpu(batch: Any) -> bool:
 
 
 def tables_at_once(replicas: Replicas) -> int:
-    """Return the number of nodes whose embedding tables MPS can look up in as one.
+    """Return the largest number of nodes whose embedding tables, stacked into one table, MPS looks up correctly.
 
     Raises:
         ValueError: a single node's table is too large.
@@ -53,7 +58,7 @@ def tables_at_once(replicas: Replicas) -> int:
 
 
 class InRange(TorchFunctionMode):
-    """Within this context, lookups in tables and losses of class labels get no number out of range."""
+    """Context in which lookups in tables, and losses of class labels, get indices within range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +68,7 @@ class InRange(TorchFunctionMode):
         kwargs = kwargs or {}
         if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             first, second, *rest = args
-            if func in _LOOKUPS:  # has passed these two by position itself
+            if func in _LOOKUPS:  # passes indices and table by position
                 args = (self._clamped(first, second.shape[0]), second, *rest)
             elif func is torch.embedding:
                 args = (first, self._clamped(second, first.shape[0]), *rest)
@@ -74,7 +79,7 @@ class InRange(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _clamped(self, indices: Tensor, size: int, options: Any = None) -> Tensor:
-        """Return indices in 0 … size − 1; in a loss, the label that counts for nothing stays."""
+        """Return indices clamped to 0 … size − 1; in a loss, keep the label `ignore_index`."""
         if indices.dtype not in _INDICES:
             return indices
         clamped = indices.clamp(0, size - 1)

@@ -1,4 +1,4 @@
-"""Compute the nodes one after another: the reference that the other executors are proved against."""
+"""Compute the nodes one after another: the reference for the proofs of the other executors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsim.trees import mapped
 
 
 class LoopExecutor(Executor):
-    """Computes node after node in ordinary eager PyTorch: bitwise equal to K separate processes, for any model.
+    """Computes one node after another in eager PyTorch: bitwise equal to K separate processes, for any model.
 
     Every node has its own copy of the model's Python; the copies share frozen tensors.
     """
@@ -28,7 +28,7 @@ class LoopExecutor(Executor):
         super().__init__(*args, **kwargs)
         r = self.replicas
         self.names = [c.name for c in r.layout]
-        # Weights of each node, and views of these weights as parameters for the model.
+        # `homes` are each node's weights; `leaves` are views of them, as parameters for the model.
         homes = [[self._leaf(w)[0] for w in r.views(rows).values()] for rows in r.weights.split(1)]
         leaves = [[home.detach().requires_grad_() for home in own] for own in homes]
         grads = [list(r.views(row).values()) for row in r.grads]
@@ -59,7 +59,7 @@ class LoopExecutor(Executor):
                 node, objective = self.nodes[number], self.objective.of_row(number)
                 own_batch = mapped(itemgetter(number), batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
-                # Keep the context until the gradients are computed, as checkpointed parts of the model run again.
+                # Keep the context until the gradients are computed, because checkpointed parts of the model run again.
                 with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
                     with self._precision():
                         loss = self._loss(objective, own_batch)
@@ -83,9 +83,9 @@ class _Node(NamedTuple):
 
 
 def _checksum(weights: Tensor) -> Tensor:
-    """Return the sum of the bits, where a copy of the weights would be as large as they."""
+    """Return the sum of the weights' bits, which detects changes without a copy of the weights."""
     bits = bits_of(weights)
-    return bits.sum(dtype=bits.dtype)  # which may overflow; in int64 all of them would be copied
+    return bits.sum(dtype=bits.dtype)  # may overflow; a sum in int64 would copy all bits
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:
@@ -99,7 +99,7 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
 
 
 def keep_assigned(leaves: Iterable[Tensor], homes: Iterable[Tensor]) -> None:
-    """Copy back weights that the model has assigned by `weight.data = …`, as nn.LSTM does on CUDA."""
+    """Copy weights that the model has assigned by `weight.data = …`, as nn.LSTM does on CUDA, to their places."""
     for leaf, home in zip(leaves, homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())

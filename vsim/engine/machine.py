@@ -1,8 +1,8 @@
-"""The parts of the machine that a run uses: device, threads, and the vector functions of libraries.
+"""Choose the device and the number of threads of a run, and prepare the vector functions of libraries.
 
-Small steps are computed by one thread, because an operation that two threads share is as slow as the slower thread. If
-another program keeps a core busy, one thread waits for a time slice: a step of four small MLPs then takes seven times
-as long with two threads as with one. On an idle machine, two threads are no faster for such a step.
+One thread computes small steps, because an operation that two threads share is as slow as the slower thread. If another
+program keeps a core busy, one of two threads waits for a time slice, and a step of four small MLPs takes seven times as
+long as with one thread. On an idle machine, two threads are no faster for such a step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from vsim.arguments import a_list, naming, retold
 from vsim.engine.executor import Executor
 
-# One thread computes the steps of nodes that have fewer weights together: four MLPs of 26,000 weights have 104,000, and
-# 16 have 416,000.
+# Upper bound of all nodes' weights for which one thread computes the steps: four MLPs of 26,000 weights are below it
+# with 104,000 weights, 16 MLPs above it with 416,000.
 SMALL = 200_000
 
 
@@ -50,7 +50,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 def devices_of_nodes(
     devices: Sequence[str | torch.device] | None, device: str | torch.device | None, nodes_here: int
 ) -> list[torch.device]:
-    """Return the devices that are assigned to the nodes' processes in turn."""
+    """Return the devices to assign to the nodes' processes in turn."""
     if devices is not None:
         listed = a_list("devices", devices)
         with naming("devices"):
@@ -69,13 +69,13 @@ def devices_of_nodes(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return "cuda" as the current GPU, so that the same GPU under two names is seen to be one."""
+    """Return "cuda" with the number of the current GPU, so that two names of one GPU compare equal."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def check_repeats(device: torch.device) -> None:
-    """Raise a ValueError if runs on a device cannot be made to repeat, as `fit(deterministic=True)` asks.
+    """Raise a ValueError if `fit(deterministic=True)` cannot make runs on a device repeatable.
 
     On MPS, backward passes of embeddings and indexing add in any order, even with torch.use_deterministic_algorithms
     [github.com/pytorch/pytorch/issues/161029, 195404].
@@ -89,11 +89,11 @@ def check_repeats(device: torch.device) -> None:
 
 @contextmanager
 def repeating(device: torch.device) -> Iterator[None]:
-    """Make computations on CUDA repeat bit by bit within a block; a no-op on the CPU, where they always do.
+    """Make computations on CUDA bitwise repeatable within a block; a no-op on the CPU, where they always are.
 
-    Follows PyTorch's notes on reproducibility: deterministic algorithms, and kernels of cuDNN that are not chosen by
-    the clock. cuBLAS repeats by itself, because PyTorch gives each of its streams a workspace. TF32 repeats, too, and
-    stays as the caller has set it.
+    Follows PyTorch's notes on reproducibility: use deterministic algorithms, and do not let cuDNN choose kernels by
+    timing them. cuBLAS needs no setting, because PyTorch gives each stream a workspace. TF32 is repeatable, too, and
+    keeps the caller's setting.
 
     Raises:
         RuntimeError: an operation has no deterministic form. If the caller has chosen `warn_only`, PyTorch warns.
@@ -122,8 +122,8 @@ def repeating(device: torch.device) -> Iterator[None]:
 def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device.
 
-    Copies to CUDA go through pinned memory and are asynchronous: PyTorch keeps that memory until the copy is done.
-    Other memory might be reused too early, and the host would wait for all earlier steps
+    Copies to CUDA go through pinned memory and are asynchronous; PyTorch keeps pinned memory until the copy is done.
+    From other memory, the host would wait for all earlier steps, or the memory might be reused too early
     [github.com/pytorch/pytorch/issues/139550, 189690].
     """
     if device.type != "cuda":
@@ -133,7 +133,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has computed everything that was started on it, as before reading a clock."""
+    """Wait until a device has computed all operations started on it, for instance before reading a clock."""
     if device.type == "mps":
         torch.mps.synchronize()
     elif device.type not in ("cpu", "meta"):
@@ -154,8 +154,11 @@ def using_threads(number: int) -> Iterator[None]:
 def takes_one_thread(executor: Executor) -> bool:
     """Return whether one thread computes an executor's steps, because its nodes have few weights.
 
-    Kernels of convolutions have few weights and much work. The number of threads is not changed if the last bits may
-    depend on it (`settings.deterministic`), nor if it was given, as to the processes of a run.
+    Returns False in three cases:
+
+    - the model has convolutions, whose work is large although they have few weights;
+    - the last bits may depend on the number of threads (`settings.deterministic`);
+    - the number was given, for instance to the processes of a run.
     """
     replicas = executor.replicas
     if executor.settings.deterministic or executor.has_given_threads or replicas.weights.device.type != "cpu":
@@ -164,10 +167,10 @@ def takes_one_thread(executor: Executor) -> bool:
     return replicas.num_held * sum(w.numel() for w in weights) < SMALL and all(w.dim() <= 2 for w in weights)
 
 
-# A workaround: MKL chooses the kernel of a vector function at the function's first call in a process. If several
-# threads of a parallel operation make that call together, one thread may get a kernel of low accuracy for that call.
-# AdamW's first √v is then off by up to 1e-3 in half of its entries, in about one of ten processes that start on a busy
-# machine [github.com/pytorch/pytorch/issues/188792].
+# Workaround: MKL chooses the kernel of a vector function at the function's first call in a process. If several threads
+# of a parallel operation make the first call together, one thread may get a kernel of low accuracy for this call. In
+# about one of ten processes that start on a busy machine, half of the entries of AdamW's first √v were off by up to
+# 1e-3 [github.com/pytorch/pytorch/issues/188792].
 _FUNCTIONS = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p"),
     *("sin", "sinh", "sqrt", "tan", "tanh"),
@@ -176,7 +179,7 @@ _FUNCTIONS = (
 
 @functools.cache
 def settle_vector_functions() -> None:
-    """Call every vector function that torch takes from MKL once, in this thread, before any run makes a first call."""
+    """Call every vector function that torch takes from MKL once, in this thread, before a run calls it first."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
         for name in _FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Measure memory: of a device, of this process on the device, and of a training step."""
+"""Measure the memory of a device, of this process on the device, and of a training step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
-# Factors for bytes besides tensors: workspaces of kernels, and fragmentation in the allocator. On the CPU, the heap of
-# the C library was measured to take 1.25 to 1.6 times the tensors.
+# Factors from bytes of tensors to bytes with workspaces of kernels and the allocator's fragmentation. On the CPU, the
+# heap of the C library measured 1.25 to 1.6 times the tensors.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
-# The workspaces of an accelerator's libraries. cuBLAS takes up to 32 MB; cuDNN asks for more where it pays.
+# Bytes for the workspaces of an accelerator's libraries: cuBLAS takes up to 32 MB, cuDNN more if that is faster.
 _WORKSPACES = 2**28
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of optimizers that do not change their state
 # Files with a container's memory limit, in cgroups of version 2 and 1.
@@ -47,7 +47,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def check_room(number: int, bytes_each: int, device: torch.device, of: str = "nodes", advice: str = "") -> None:
-    """Raise a ValueError if a device has no room for this many nodes, or processes, of at least `bytes_each` bytes."""
+    """Raise a ValueError if a device has no room for `number` nodes, or processes, of at least `bytes_each` bytes."""
     total = total_bytes(device)
     if number * bytes_each > total:
         most = total // bytes_each
@@ -84,7 +84,7 @@ def held_bytes(device: torch.device) -> int:
 class Held:
     """`held_bytes`, cached for a twentieth of a second.
 
-    Reading it takes as long as everything else that a step of a small model does besides its arithmetic.
+    An uncached reading takes as long as all other overhead of a small model's step.
     """
 
     def __init__(self) -> None:
@@ -118,8 +118,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     known = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     if known:
         return sum(t.nbytes for t in known)
-    # Most optimizers create their state in the first step. Step another one of the same class on a small matrix, to
-    # count the numbers that it keeps per weight.
+    # Most optimizers create their state in the first step. Step an optimizer of the same class on a small matrix, to
+    # count the numbers that the class keeps per weight.
     sample = torch.zeros(16, 16).requires_grad_()
     sample.grad = torch.zeros_like(sample)
     accepted = inspect.signature(type(optimizer)).parameters
@@ -138,11 +138,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def activation_bytes(executor: Executor, batch: Any) -> int:
     """Return the bytes that autograd keeps for one node's batch between the forward and the backward pass.
 
-    Every storage counts once. Parameters, buffers and the batch itself do not count, as they exist anyway.
+    Every storage counts once. Parameters, buffers and the batch itself do not count, because they exist anyway.
 
     Args:
-        executor: its first node computes alone, and nothing in it changes. An executor that takes n nodes at once keeps
-            about n times as much.
+        executor: computes its first node alone, and does not change. With n nodes at once, an executor keeps about n
+            times these bytes.
         batch: one node's batch (B, …), on the device of the replicas.
     """
     addresses: set[int] = set()
@@ -160,7 +160,7 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
         addresses.update(t.untyped_storage().data_ptr() for t in there)
         with keeping:
             outcome = objective(own, False)
-        del outcome  # not earlier, as the address of a freed storage is reused
+        del outcome  # not earlier: the address of a freed storage may be reused
     return sum(kept.values())
 
 
@@ -198,7 +198,7 @@ class _Moments(TorchDispatchMode):
 
 
 def node_bytes(executor: Executor, batch: Any, evaluating: bool = False) -> int:
-    """Return the peak bytes, besides the replicas, that the loss of one node's batch takes, with its gradients.
+    """Return the peak bytes of computing the loss of one node's batch and its gradients, without the replicas.
 
     The first node computes alone, as in `activation_bytes`.
 
@@ -221,14 +221,14 @@ def nodes_that_fit(free_bytes: float, of_node: float, weights: float) -> int:
 
     Args:
         free_bytes: of the device. of_node: the `node_bytes` of one node.
-        weights: bytes of a node's weights, of which forms for all nodes may make a dense copy, as convolutions do.
+        weights: bytes of a node's weights; batched operations such as convolutions may make a dense copy of them.
     """
     room = free_bytes - _WORKSPACES
     return max(1, int(room / (_ALLOWANCE * (of_node + weights))))
 
 
 def step_moments(executor: Executor, batch: Any) -> list[int]:
-    """Compute the gradients of a stacked batch (K, B, …); return the bytes besides the replicas after every operation.
+    """Compute the gradients of a stacked batch (K, B, …); return the bytes after every operation, without replicas.
 
     The executor computes the gradients as in training, and writes them to `replicas.grads`. Buffers and random streams
     are restored afterwards.
@@ -241,7 +241,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
 
 
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
-    """Return f(examples per node) → the peak bytes that computing the gradients takes besides the replicas.
+    """Return f(examples per node) → the peak bytes of computing the gradients, without the replicas.
 
     Runs small probes on the first examples of a stacked batch (K, B, …). The bytes alive after an operation grow
     linearly with the examples, each operation at its own rate, and the peak is the maximum of these lines. Up to the
@@ -249,7 +249,7 @@ def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
     few = min(2, num_examples)  # BatchNorm rejects a single example
-    step_moments(executor, _first(batch, few))  # a first call does more, such as choosing an executor
+    step_moments(executor, _first(batch, few))  # the first call has additional work, such as choosing an executor
     low = step_moments(executor, _first(batch, few))
     if few == num_examples:
         return lambda examples: math.ceil(max(low) * max(1.0, examples / few))
@@ -279,10 +279,10 @@ def _first(batch: Any, count: int) -> Any:
 def fitting_minibatch(
     executor: Executor, optimizers: Sequence[StackedOptimizer], batch: Any, batch_size: int, budget_bytes: float
 ) -> int:
-    """Return the largest divisor of `batch_size` whose gradients fit into the memory budget, 0 if none does.
+    """Return the largest divisor of `batch_size` that fits into the memory budget; 0 if none fits.
 
     Args:
-        executor: computes the gradients. optimizers: their state also needs room. batch: a stacked batch (K, B, …).
+        executor: computes the gradients. optimizers: need room for their state. batch: a stacked batch (K, B, …).
         budget_bytes: bytes of the device's memory that the process may hold in total.
     """
     grads = executor.replicas.grads

@@ -1,7 +1,7 @@
 """The objective: the user's model and loss as one module that maps a batch to a scalar.
 
-A model is a function of its parameters, buffers, batch and torch's generators. In the loop, every node has its own copy
-of the model's Python besides, such as a counter in a plain attribute: see `Objective.part`.
+A model is a function of its parameters, buffers, batch and torch's generators. In the loop, every node also has a copy
+of the model's Python state, such as a counter in a plain attribute: see `Objective.part`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from vsim.engine.indices import InRange, is_off_cpu
 from vsim.private_torch import is_wrapped, tensor_tables, unwatched, version
 
 LossFunction = Callable[[Any, Any], Tensor]
-Accuracy = Callable[[Any, Any], Any]  # (outputs, targets) → booleans, one a prediction, or the share of right ones
+Accuracy = Callable[[Any, Any], Any]  # (outputs, targets) → a boolean per prediction, or the share of right predictions
 
 
 class Objective(nn.Module):
-    """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if there is a `loss_fn`.
+    """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if `loss_fn` is given.
 
-    A model whose `forward` names the batch's parts gets them as separate arguments: `model(x, y)` if the second
+    A model whose `forward` names the batch's parts gets the parts as separate arguments: `model(x, y)` if the second
     argument is called `target` or `targets`, `model(**batch)` if the keys of a dict are arguments. A pair is passed as
-    a tuple, even if a DataLoader makes a list of it. If the outputs have a field or key `loss`, that is the loss; in a
-    tuple of outputs, the loss is the only scalar.
+    a tuple, even if a DataLoader turns it into a list. The loss is the field or key `loss` of the outputs, or the only
+    scalar in a tuple of outputs.
 
-    Accuracy is known in three cases: if there is a function `accuracy`; if the model has a method
-    `loss_and_accuracy(batch)` that returns two scalars; or if a `loss_fn` compares outputs with labels, see
-    `right_predictions`.
+    Accuracy is known in three cases:
+
+    - `accuracy` is a function;
+    - the model has a method `loss_and_accuracy(batch)` that returns two scalars;
+    - `loss_fn` compares outputs with labels, see `right_predictions`.
 
     Args:
-        accuracy: f(outputs, targets), see `Trainer.fit`; without a `loss_fn`, f(outputs of the model, batch). None: the
-            other two cases. False: no accuracy.
+        accuracy: f(outputs, targets), see `Trainer.fit`; without a `loss_fn`, f(outputs of the model, batch). None: use
+            the other two cases. False: no accuracy.
 
     Attributes:
-        originals: the user's own models, of which this model is a copy.
+        originals: the user's models, of which this model is a copy.
         callers: the nodes whose rows are computed; None: row k is node k.
     """
 
@@ -88,16 +90,16 @@ class Objective(nn.Module):
         return other
 
     def models(self) -> Iterator[nn.Module]:
-        """Yield every copy of the model: this one, those of nodes with copies of their own, and their original."""
+        """Yield every copy of the model: this objective's, the nodes' copies after `part`, and their original."""
         for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
             yield own.model
 
     def part(self) -> None:
-        """Give every node its own copy of the model's Python from now on; row 0 uses this objective's."""
+        """Give every node a copy of the model's Python state from now on; node 0 uses this objective's."""
         self._at_first = self._at_first or self.copied()
 
     def of_row(self, row: int) -> Objective:
-        """Return the objective that computes a row: this one, or the node's own copy after `part`."""
+        """Return the objective that computes a row: this one or, after `part`, the node's copy."""
         node = row if self.callers is None else self.callers[row]
         if self._at_first is None or node == 0:
             return self
@@ -112,7 +114,7 @@ class Objective(nn.Module):
 
     @property
     def differs(self) -> bool:
-        """Whether plain attributes differ between the nodes' own copies."""
+        """Whether plain attributes differ between the nodes' copies."""
         return any(own._plain != self._plain for own in self._of_nodes.values())
 
     def note(self) -> None:
@@ -121,7 +123,7 @@ class Objective(nn.Module):
             self._after_first_step = self._plain
 
     def unsaved(self) -> list[str]:
-        """Return the plain attributes that changed since the first step, and that no `get_extra_state` saves."""
+        """Return the plain attributes that have changed since the first step and are not saved by `get_extra_state`."""
         before, now = self._after_first_step or {}, self._plain
         holding = {path for path, _ in with_extra_state(self.model)}
         found = (name for name in now if self._after_first_step is not None and before.get(name) != now[name])
@@ -131,7 +133,7 @@ class Objective(nn.Module):
         """Check that rows may be given to other nodes.
 
         Raises:
-            CheckpointError: the model changes attributes that would stay behind when a row moves.
+            CheckpointError: the model changes attributes, which would not move with a row.
         """
         if unsaved := self.unsaved():
             raise CheckpointError(
@@ -144,7 +146,7 @@ class Objective(nn.Module):
         return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the states that `extra_states` returned, in a resumed run, or of rows that have moved."""
+        """Restore the output of `extra_states`, in a resumed run or after rows have moved."""
         self._restored.update(zip(rows, states, strict=True))
         for row, state in zip(rows, states, strict=True):
             if row == 0 or row in self._of_nodes:
@@ -169,7 +171,7 @@ class Objective(nn.Module):
                 keep_assigned(name, buffer, after[name])
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return (loss, counts), a scalar and (2,): the number of right predictions, and of those that count.
+        """Return (loss, counts): a scalar, and (2,) the numbers of right predictions and of counted predictions.
 
         Counts are None unless accuracy is requested and known.
         """
@@ -195,7 +197,7 @@ class Objective(nn.Module):
         return loss if in_range is None else in_range.spoiled(loss), counts
 
     def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Raise the IndexError that the loss of one node raises on the CPU, if any, see `vsim.engine.indices`.
+        """Compute one node's loss on the CPU, to raise its IndexError, if any; see `vsim.engine.indices`.
 
         Args:
             parameters, buffers: the node's tensors by name. batch: the node's batch (B, …).
@@ -231,7 +233,7 @@ def _arguments_of(model: nn.Module) -> list[str]:
 
 
 def as_given(batch: Any) -> Any:
-    """Return a batch as models and metrics get it: as a tuple if a DataLoader made a list of the dataset's tuples."""
+    """Return a batch as models and metrics get it: a list, into which a DataLoader turns tuples, becomes a tuple."""
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -279,15 +281,15 @@ _OF_PROBABILITIES = (nn.BCELoss, F.binary_cross_entropy)
 
 
 def right_predictions(outputs: Any, targets: Any, loss_fn: Any) -> Tensor | None:
-    """Return (2,): the number of right predictions, and of the predictions that count; None if nothing is classified.
+    """Return (2,) the numbers of right predictions and of counted predictions; None if nothing is classified.
 
-    - Outputs (B, C ≥ 2, …) with whole-numbered targets (B, …): the argmax over C. Labels outside 0 … C − 1 and the
-      loss's `ignore_index` do not count. If the last dimension may be the classes, too, as in (B, T, T), the loss must
-      be PyTorch's cross-entropy or negative log-likelihood, which say that it is not.
-    - One column of outputs, (B,) or (B, 1, …), if the loss is PyTorch's binary cross-entropy: the sign of a logit, or a
-      probability above 1/2. Targets other than 0 and 1 do not count.
+    - Outputs (B, C ≥ 2, …) with whole-numbered targets (B, …): predict the argmax over C. Labels outside 0 … C − 1 and
+      the loss's `ignore_index` do not count. If the last dimension could also be the classes, as in (B, T, T), the loss
+      must be PyTorch's cross-entropy or negative log-likelihood, whose classes are dimension 1.
+    - One column of outputs, (B,) or (B, 1, …), if the loss is PyTorch's binary cross-entropy: predict by the sign of a
+      logit, or by a probability above 1/2. Targets other than 0 and 1 do not count.
 
-    A function around a loss is not known to be that loss.
+    A user's function that calls one of these losses is not recognized.
     """
     ignored = -100
     while isinstance(loss_fn, functools.partial):
@@ -317,7 +319,7 @@ def _is_one_of(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _counts(share: Tensor, batch: Any) -> Tensor:
-    """Return the counts (2,) for a share of a batch's examples; none counts if the share is NaN."""
+    """Return the counts (2,) for a share of right examples in a batch; (0, 0) if the share is NaN."""
     share, examples = share.float(), len(tree_leaves(batch)[0])
     return torch.stack([share.nan_to_num(), (~share.isnan()).float()]) * examples
 
@@ -326,7 +328,8 @@ def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) 
     """Return the counts (2,) for the result of a user's function.
 
     Raises:
-        TypeError: the result is neither booleans nor a number. Errors of the function have the name of the argument.
+        TypeError: the result is neither booleans nor a number. Errors that the function raises get the prefix
+            "accuracy".
     """
     try:
         found = accuracy(outputs, targets)
@@ -345,9 +348,9 @@ def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) 
 
 
 class Places:
-    """The places of a module's tensors in its tree of modules, where other tensors can be put.
+    """The places of a module's tensors in its tree of modules, in which other tensors can be put.
 
-    Works as torch.func.functional_call, but searches the tree only once, and not at every call.
+    Works as torch.func.functional_call, but searches the tree once instead of at every call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -370,7 +373,7 @@ class Places:
 
 
 def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
-    """Copy the value that the model has assigned in place of a buffer to the buffer.
+    """Copy a value that the model has assigned to a buffer's name into the buffer.
 
     Raises:
         ValueError: the value has another shape or dtype, or is not a tensor.
@@ -384,7 +387,7 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
     buffer.copy_(value.detach())
 
 
-# What a model keeps in Python -----------------------------------------------------------------------------------------
+# Attributes of a model ------------------------------------------------------------------------------------------------
 
 _COMMON = frozenset(vars(nn.Module()))
 
@@ -401,8 +404,8 @@ class _Plain(pickle.Pickler):
 def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str, bytes]:
     """Return path → pickled value of the modules' attributes besides parameters, buffers, submodules and the like.
 
-    Buffers that are not named in `buffers`, because `forward` has made them, count as attributes. Attributes that
-    cannot be pickled are left out.
+    Buffers that `buffers` does not name, because `forward` created them, count as attributes. Attributes that cannot be
+    pickled are left out.
     """
     found, known = dict[str, bytes](), dict[int, bytes]()  # modules may share an object, such as a configuration
     for path, value in _attributes(model):
@@ -427,7 +430,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def described_stranger(objective: Objective, parameter: Tensor) -> str:
-    """Return where a parameter is that belongs to no model, and what to do about it."""
+    """Describe a parameter that belongs to no model: its path and shape, and how to make nodes train it."""
     holders = [*_attributes(objective.model), ("loss_fn", getattr(objective.loss_fn, "__self__", None))]
     names = {
         id(p): f" {path}{keystr(key)}.{name}".rstrip(".")
@@ -451,7 +454,7 @@ def _is_attached(value: Any) -> bool:
     return isinstance(value, Tensor) and (is_wrapped(value) or value.grad_fn is not None)
 
 
-# Why a batch was not taken --------------------------------------------------------------------------------------------
+# Errors of the model --------------------------------------------------------------------------------------------------
 
 
 def explained(error: Exception, objective: Objective, batch: Any, nodes: int, when: str) -> Exception:
@@ -459,7 +462,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
 
     Args:
         batch: the batch that was computed, (K, B, …), or (B, …) with nodes=0.
-        nodes: the number of leading node dimensions, in front of a node's own batch.
+        nodes: the number of leading node dimensions, in front of one node's batch.
         when: names the step.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
@@ -505,7 +508,7 @@ def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str])
 
 
 def advice_on(kept: list[str]) -> str:
-    """Return what to do about attributes and buffers that hold tensors of an earlier graph."""
+    """Return advice about attributes and buffers that hold tensors of an earlier graph."""
     return (
         f"{', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a buffer "
         "(register_buffer), and detach what is written there"

@@ -1,7 +1,7 @@
-"""Prove an executor for a model: two steps of two nodes, by the executor and by the loop, on copies.
+"""Prove an executor for a model: compute two steps of two nodes by the executor and by the loop, on copies.
 
-The contract is that a model is a function of its parameters, buffers, batch and torch's generators. The proof is taken
-before the first step with each shape of batch. Losses, gradients and buffers must agree up to rounding.
+A model must be a function of its parameters, buffers, batch and torch's generators. `prove` runs before the first step
+with each shape of batch. Losses, gradients and buffers must agree up to rounding.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from vsim.engine.loop import LoopExecutor
 from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
 
-# Largest differences of losses, absolute or relative to a loss above 1; of gradients, relative to the norm of the
-# tensor's gradient, or to _LEAST_SHARE of the norm of all if that is larger, as a gradient that cancels out is nothing
-# but rounding; of buffers, relative to their norm, or to that of a hundredth in every entry, as the mean of normalized
-# outputs is nothing but rounding. If a rule is wrong, the relative error is about 1. In bfloat16, gradients of an MLP
-# were seen to differ by 0.13 on a GPU.
+# Largest allowed differences:
+# - of losses, absolute, or relative to a loss above 1;
+# - of gradients, relative to the norm of the tensor's gradient or, if larger, to _LEAST_SHARE of the norm of all
+#   gradients, because a gradient that cancels out is only rounding;
+# - of buffers, relative to the buffer's norm or, if larger, to the norm of a buffer with 0.01 in every entry, because
+#   the mean of normalized outputs is only rounding.
+# If a rule is wrong, the relative error is about 1. In bfloat16 on a GPU, gradients of an MLP differed by 0.13.
 _BOUNDS, _BOUNDS_OF_BFLOAT16 = (1e-4, 1e-2, 1e-3), (0.1, 0.3, 0.1)
 _LEAST_SHARE = 0.05
 
 
 class DifferError(Exception):
-    """A step differs from the reference by more than rounding; the message names what."""
+    """A step differs from the reference by more than rounding; the message names the loss, gradient or buffer."""
 
 
 class Proof(NamedTuple):
-    """The largest differences that a proof has found, on these nodes; and the forms of the operations."""
+    """The largest differences found by a proof, the nodes of the proof, and the forms of the operations."""
 
     nodes: Sequence[int]
     losses: float
@@ -53,7 +55,7 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Losses (n,), gradients (n, P) or their mean (1, P), buffers (n, …) of n nodes after a step; calls in it."""
+    """Losses (n,), gradients (n, P) or their mean (1, P), and buffers (n, …) of n nodes after a step; its calls."""
 
     losses: Tensor
     grads: Tensor
@@ -67,23 +69,23 @@ class Step(NamedTuple):
 
 
 def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evaluating: bool = False) -> Proof:
-    """Take two steps of the first and the last node, by an executor and by the loop, on copies; compare them.
+    """Compare two steps of the first and the last node, computed by an executor and by the loop, on copies.
 
-    In the second step each node has the other's batch, and is computed in a call of its own: the model's Python may run
-    for all nodes or for some.
+    In the second step, the nodes exchange their batches, and a separate call computes each node: the result must not
+    depend on how many nodes one run of the model's Python computes.
 
     Args:
         uncompiled: makes an executor of this kind.
         batch: a stacked batch (K, B, …).
-        evaluating: take these steps in evaluation mode, for a model whose draws differ from the loop's.
+        evaluating: take the steps in evaluation mode, for a model whose draws differ from the loop's.
 
     Raises:
-        VmapError: the executor cannot compute the model, or disagrees; the message names what differs.
-        Exception: of the model itself, which the loop raises.
+        VmapError: the executor cannot compute the model, or disagrees with the loop; the message names the difference.
+        Exception: the model itself raises an error in the loop.
     """
     whole = executor.replicas
     finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite().expand(whole.num_held)
-    alive = finite.nonzero().flatten().tolist()  # a run that has diverged may still have its rows
+    alive = finite.nonzero().flatten().tolist()  # rows of runs that have diverged may still be here
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
@@ -107,7 +109,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 apart.append(compared(executor, ours, theirs._replace(grads=mean)))
             if why := _kept_in(objective):
                 raise DifferError(why)
-        except Exception as error:  # they differ, or Python that an earlier call has changed fails
+        except Exception as error:  # the steps differ, or the model fails after an earlier call changed its Python
             why = _kept_in(objective)
             if isinstance(error, VmapError) and not why:
                 raise
@@ -140,7 +142,7 @@ def _steps(
     batches: Sequence[Any],
     shares: bool,
 ) -> Iterator[Step]:
-    """Take a step on each batch by new executors on copies of these rows; the weights stay. Yield each step.
+    """Take a step on each batch by a new executor on copies of these rows, without changing weights; yield each step.
 
     Args:
         make: makes an executor. shares: whether the rows share one row of weights and gradients.
@@ -166,7 +168,7 @@ def _kept_in(objective: Objective) -> str:
 
 
 def _losses_apart(ours: Tensor, theirs: Tensor, bound: float) -> float:
-    """Return the largest difference of losses, and check it."""
+    """Return the largest difference of losses; raise a DifferError if it exceeds the bound."""
     apart = float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).nan_to_num(0.0).max())
     if apart > bound or not torch.equal(ours.isfinite(), theirs.isfinite()):
         raise DifferError(f"the losses {ours.tolist()} differ from {theirs.tolist()} in eager PyTorch")
@@ -174,7 +176,7 @@ def _losses_apart(ours: Tensor, theirs: Tensor, bound: float) -> float:
 
 
 def _gradients_apart(replicas: Replicas, ours: Tensor, theirs: Tensor, bound: float) -> float:
-    """Return the largest relative difference of gradients (R, P), and check it."""
+    """Return the largest relative difference of gradients (R, P); raise a DifferError if it exceeds the bound."""
     own, other = replicas.views(ours), replicas.views(theirs)
     least, largest = float(_LEAST_SHARE * theirs.norm()), 0.0
     floor = 100 * torch.finfo(theirs.dtype).eps

@@ -1,14 +1,14 @@
 """The forms of operations for K nodes at once, under torch.func.vmap.
 
-For most operations, functorch has a rule that puts the node dimension into the operation. Some of these rules are slow,
-and rules of random operations do not draw from the nodes' own generators. Within a `Lowering`, the functions of this
-module that are marked with `rule` replace functorch's rules; the model's code stays unchanged. All other operations are
-left to functorch. CONTRIBUTING.md ("Add a lowering") shows an example.
+For most operations, functorch has a rule that puts the node dimension into the operation. Some of functorch's rules are
+slow, and its rules of random operations do not draw from the nodes' generators. Within a `Lowering`, the functions of
+this module that are marked with `rule` replace functorch's rules; the model's code stays unchanged. functorch computes
+all other operations. CONTRIBUTING.md ("Add a lowering") shows an example.
 
-Whether a rule is right for the model at hand, vsim's or functorch's, is shown by the proof of `vsim.engine.choose`.
+The proof in `vsim.engine.choose` checks that vsim's and functorch's rules are right for the model at hand.
 
-Under autocast, operations without a rule that autocast casts are called once for each node: functorch decomposes them
-first, and autocast would cast the parts otherwise.
+Under autocast, an operation that autocast casts and that has no rule is called once for each node: functorch would
+decompose the operation first, and autocast would cast the parts differently.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Nodes:
     """The nodes of one vmapped call. Rules unwrap and wrap the nodes' tensors with it.
 
     Args:
-        streams: a generator for each node of the vmapped call, in order, for random operations. None: these draw from
-            the default generator, the same numbers for all nodes.
+        streams: a generator for each node of the vmapped call, in order, for random operations. None: draw the same
+            numbers for all nodes, from the default generator.
         places: id of a stacked parameter → the tensor for its gradient. An operation that computes the whole gradient
             of a parameter may write it to this tensor and return the tensor; each place is used once.
 
     Attributes:
         num_nodes: the number of nodes in this vmapped call.
-        shared: id of a tensor that `spread_all` has expanded → the original, which is the same for all nodes.
-        way: how the current operation is called; rules may set it.
+        shared: id of a tensor that `spread_all` has expanded → the original, which all nodes share.
+        way: how the current operation is called; rules may change `way`.
         failed: the first error of an operation; the model may have handled it.
     """
 
@@ -67,7 +67,7 @@ class Nodes:
         self._level = -1
 
     def begin(self, level: int, num_nodes: int, device: torch.device) -> None:
-        """Note functorch's level of a vmapped call that begins."""
+        """Begin a vmapped call: note functorch's level, the number of nodes and the device."""
         self._level, self.num_nodes, self._device_type = level, num_nodes, device.type
 
     @property
@@ -87,8 +87,8 @@ class Nodes:
     def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
         """Return the arguments with a stacked tensor (K, …) for every tensor, including tensors that nodes share.
 
-        Returns None if a tensor belongs to another transform. `has_spread_own` is set to whether any tensor differs
-        between the nodes.
+        Returns None if a tensor belongs to another transform. Sets `has_spread_own`: whether any tensor differs between
+        the nodes.
         """
         found, self.has_spread_own = list(arguments), False
         for place, argument in enumerate(found):
@@ -128,7 +128,7 @@ class Nodes:
         """
         if all(self.of(t) is None for t in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        with torch.no_grad(), unwatched():  # a mode that captures operations has no numbers
+        with torch.no_grad(), unwatched():  # tensors in a mode that captures operations have no values
             return self._each(func, args, kwargs, None, on_host=True)
 
     def alone(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ class Nodes:
     def _each(
         self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None, on_host: bool = False
     ) -> Any:
-        """Call `func` once for each node; `on_host`, on copies of its tensors, to read all nodes' values at once."""
+        """Call `func` once for each node; with `on_host`, copy its tensors to the host first, for all nodes at once."""
         known: dict[int, Any] = {}  # F.multi_head_attention_forward asks whether query is key
 
         def mark(leaf: Any) -> Any:
@@ -223,7 +223,7 @@ def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
 
 
 def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
-    """Mark f(nodes, operation, *args, **kwargs), which gets the vmapped tensors as the model has them."""
+    """Mark f(nodes, operation, *args, **kwargs), which gets the model's vmapped tensors, as a form of operations."""
 
     def register(form: Form) -> Form:
         RULES.update(dict.fromkeys(operations, form))
@@ -294,7 +294,7 @@ def _attention(
 
 
 def _dropout(operation: Any, whole_features: bool, without_batch: int | None = None) -> None:
-    """Register a kind of dropout. An input with `without_batch` dimensions is (C, …), without a batch."""
+    """Register a kind of dropout. An input with `without_batch` dimensions is one example (C, …)."""
 
     @rule_of_wrapped(operation)
     def dropout(
@@ -359,7 +359,7 @@ def _hook(nodes: Nodes, operation: Any, tensor: Tensor, hook: Any) -> Any:
 
 @rule_of_wrapped(torch.Tensor.data_ptr)
 def _data_ptr(nodes: Nodes, operation: Any, tensor: Tensor) -> Any:
-    """Tell nn.LSTM on CUDA that its weights share a place, as it would otherwise move them."""
+    """Return one address for all weights, so that nn.LSTM on CUDA does not move them."""
     return 0 if is_wrapped(tensor) else NotImplemented
 
 
@@ -413,7 +413,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     lowered = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32
-    if lowered and not batched.favors_loops(x.device):  # autocast's rule, but for the CPU's
+    if lowered and not batched.favors_loops(x.device):  # autocast's rule, except on the CPU
         (x, weight, bias), lowered = (cast(t, torch.float32) for t in (x, weight, bias)), False
     if lowered or x.is_complex() or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return NotImplemented
@@ -501,13 +501,13 @@ def _convolution(
 
 
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
-    """Return whether a convolution is faster as groups of channels: if each node has little work.
+    """Return whether a convolution is faster as groups of channels, because each node has little work.
 
-    With more work, node by node is as fast, and its results have the memory layout that later operations expect. On a
-    CPU the bounds are measured, and groups of few channels are slow. On an accelerator a node has little work if its
-    launch may take as long as its arithmetic; cuDNN's kernels without groups are otherwise the faster ones
-    [github.com/pytorch/pytorch/issues/73764]. That bound is an estimate. It depends on shapes alone, because a trial by
-    the clock would give runs of one seed different bits.
+    With more work, calls node by node are as fast, and their results have the memory layout that later operations
+    expect. On a CPU, the bounds are measured, and groups of few channels are slow. On an accelerator, a node has little
+    work if its launch may take as long as its arithmetic; with more work, cuDNN is faster without groups
+    [github.com/pytorch/pytorch/issues/73764]. The bound for accelerators is an estimate from shapes alone, because
+    measured times would give runs of one seed different bits.
     """
     stride, *_ = geometry
     channels = weight.shape[1]
@@ -537,7 +537,7 @@ for _dims in (1, 2, 3):
 
 
 class Lowering(Nodes, TorchFunctionMode):
-    """Within this context, a function vmapped over nodes uses the forms of this module.
+    """Context in which a function vmapped over nodes uses the forms of this module.
 
     Args:
         streams, places: see `Nodes`.
@@ -584,12 +584,13 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# These return Python values that depend on a tensor's entries.
+# Operations that return Python values that depend on a tensor's entries.
 _READS = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
 )
-# Called once for each node, because functorch has no rule, or a wrong one (it fills with the last node's value, or sums
-# a gradient over expanded tensors), or because they draw internally, or compute no gradient of wrapped tensors.
+# Operations that are called once for each node, for one of four reasons: functorch has no rule; functorch's rule is
+# wrong (fills with the last node's value, or sums a gradient over expanded tensors); the operation draws internally; it
+# computes no gradient of wrapped tensors.
 _WHOLE = _names(
     """
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward

@@ -1,4 +1,4 @@
-"""Compute all nodes together."""
+"""Compute all nodes together by torch.func.vmap."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from vsim.engine.rules import Lowering
 from vsim.private_torch import has_backward_hooks, remove_batch_dim, unwatched, versions, within_vmap
 from vsim.trees import mapped, tensors_of
 
-# On the CPU, a vmapped call takes as many nodes as have this many weights together. Larger pieces gain nothing, as
-# their arithmetic is in large kernels already, and their temporaries leave the caches. Accelerators have kernels that
-# gain from more nodes, and no such caches; their limit is memory.
+# Upper bound of the weights of all nodes in one vmapped call on a CPU. Larger pieces gain nothing, because their
+# arithmetic is in large kernels already, and their temporaries do not fit in the caches. Kernels of accelerators gain
+# from more nodes; their limit is memory.
 WEIGHTS_AT_ONCE = 2**22
 _FEW = 8  # examples whose memory is measured for evaluation
 
@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 
 
 class Piece(NamedTuple):
-    """Nodes that are computed at once: rows, weights by name, gradients, buffers by name, and the number of nodes."""
+    """Nodes of one vmapped call: rows, weights by name, gradients, buffers by name, and the number of nodes."""
 
     rows: slice
     leaves: Views
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class _BeforeCall:
-    """The state that a vmapped call may change before it fails.
+    """The state before a vmapped call, which the call may change before it fails.
 
     Args:
         batch: the tensors of the call's batch.
@@ -77,16 +77,19 @@ class _BeforeCall:
 class VmapExecutor(Executor):
     """Computes all nodes together: `torch.func.vmap` over a call with a node's tensors.
 
-    Nodes are computed in pieces that fit in the caches of a CPU or, at the first batch of each shape, in the free
-    memory of an accelerator.
+    Nodes are computed in pieces that fit in the caches of a CPU or in the free memory of an accelerator, which is
+    measured at the first batch of each shape.
 
-    The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. If a
-    value differs between nodes, or if the model handles an error of an operation, the loop computes the nodes of this
-    call in this step. The loop also takes over a call that fails after an earlier call has succeeded.
+    The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. The
+    loop takes over a call of a step in three cases:
+
+    - a value that Python reads differs between nodes;
+    - the model handles an error of an operation;
+    - the call fails after an earlier call has succeeded.
 
     Attributes:
         calls: how often the first step called each operation in each way, see `Lowering`.
-        not_vmapped: number of calls that were left to the loop.
+        not_vmapped: number of calls that the loop has taken over.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,10 +103,10 @@ class VmapExecutor(Executor):
         self.not_vmapped = 0
         self._why_not_vmapped = ""
         self.has_worked = False
-        self.left: dict[Any, VmapError] = {}  # shapes of batches that are left to the loop, and why
+        self.left: dict[Any, VmapError] = {}  # shapes of batches that the loop computes → reason
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
-        self._homes: list[Tensor] = []  # of the row of weights that nodes share, where they share gradients, too
+        self._homes: list[Tensor] = []  # tensors of the shared row of weights, if nodes also share gradients
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
@@ -111,8 +114,8 @@ class VmapExecutor(Executor):
         """Cut the nodes into these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
-        # If only the sum of the gradients is needed, a shared row of weights is one leaf for all nodes. For gradients
-        # per node, the row is expanded to K rows.
+        # If gradients are shared, a shared row of weights is one leaf for all nodes. For gradients per node, the row is
+        # expanded to K rows.
         in_common = None
         if r.shares_grads:
             self._homes = [w.data[0] for w in r.views(r.weights).values()]
@@ -128,10 +131,10 @@ class VmapExecutor(Executor):
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
-        """Return the largest number of nodes in a vmapped call, as far as it does not depend on memory.
+        """Return the largest number of nodes in a vmapped call, without regard to free memory.
 
         Raises:
-            ValueError: the device cannot look up in tables of this size.
+            ValueError: the embedding tables are too large for the device.
         """
         most = replicas.num_held
         if batched.favors_loops(replicas.weights.device):
@@ -149,7 +152,7 @@ class VmapExecutor(Executor):
         """Cut the nodes for batches of these shapes. Equal shapes get equal pieces."""
         shapes = tuple(t.shape for t in tensors_of(batch))
         if shapes not in self._pieces_of:
-            with unwatched():  # a mode that counts the operations of this step must not see this
+            with unwatched():  # hide the measurement from modes that count the operations of this step
                 at_once = self._at_once_for(tree_map(lambda t: t[0], batch))
             self._pieces_of[shapes] = even_pieces(self.replicas.num_held, at_once)
         if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
@@ -160,17 +163,17 @@ class VmapExecutor(Executor):
         return self._fitting(node_bytes(self, batch))
 
     def _fitting(self, of_node: int) -> int:
-        """Return the number of nodes, each of which takes this many bytes, that fit into the free memory."""
+        """Return the number of nodes that fit into the free memory, if each takes `of_node` bytes."""
         weights = self.replicas.weights
         free = available_bytes(weights.device)
-        if self.settings.position.step <= 1:  # most optimizers make their state afterwards; Adam's takes two matrices
+        if self.settings.position.step <= 1:  # leave room for the optimizer's state; Adam's takes two matrices
             free -= 2 * weights.nbytes
         return min(self.at_once, nodes_that_fit(free, of_node, weights[0].nbytes))
 
     def _rows_at_once(self, batch: Any) -> int:
         """Return the largest number of rows that are evaluated at once on a shared batch (B, …).
 
-        A few examples are measured, as evaluation has larger batches than training.
+        Measures a few examples, because batches for evaluation are larger than for training.
         """
         if not self._fits_memory:
             return self.at_once
@@ -206,7 +209,7 @@ class VmapExecutor(Executor):
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
-        # An operation may write a gradient directly to its place if nothing is added to it or scaled later.
+        # An operation may write a gradient directly to its place if the gradient is not added to or scaled later.
         places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
         lowering = Lowering(self.generators[rows], {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
@@ -243,7 +246,7 @@ class VmapExecutor(Executor):
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
         """Compute the nodes of a piece one by one after a failed call, and return share · losses.
 
-        An error of the model itself is raised here again.
+        If the model itself is wrong, the loop raises the model's error.
         """
         losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
         if not self.has_worked and not isinstance(error, NodesDifferError):
@@ -264,7 +267,7 @@ class VmapExecutor(Executor):
                 write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
-        except Exception as error:  # e.g. a checkpointed part of the model, computed again outside of vmap
+        except Exception as error:  # such as of a checkpointed part of the model, computed again outside of vmap
             raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
@@ -274,7 +277,7 @@ class VmapExecutor(Executor):
         """Return the losses of the nodes of a piece, with their graph.
 
         Raises:
-            VmapError: modules have hooks on gradients. Autograd works outside of vmap, and would not call them.
+            VmapError: modules have hooks on gradients, which would not be called: autograd works outside of vmap.
         """
         if has_backward_hooks(self._submodules):
             raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
@@ -329,8 +332,9 @@ class VmapExecutor(Executor):
 
         Args:
             size: K, the number of nodes.
-            weights, buffers, batch: stacked over the nodes; nodes share the weights with `weights_of_all`, and the
-                batch with `batch_of_all`. The latter is for evaluation, where nodes draw the same random numbers.
+            weights, buffers, batch: stacked over the nodes.
+            weights_of_all: whether the nodes share `weights`.
+            batch_of_all: whether the nodes share `batch`, for evaluation; nodes then draw the same random numbers.
         """
         try:
             with within_vmap(size, "same" if batch_of_all else "different") as level:
@@ -344,7 +348,7 @@ class VmapExecutor(Executor):
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
-        if lowering.failed is not None:  # the model handled an error of some nodes as if it were all nodes'
+        if lowering.failed is not None:  # the model handled an error, which may be of some nodes only
             raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
 
@@ -355,7 +359,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
 
 
 def even_pieces(num_nodes: int, at_once: int) -> list[slice]:
-    """Cut nodes into pieces of at most `at_once`, as even as possible, because a last piece of one node is slow."""
+    """Cut nodes into even pieces of at most `at_once` nodes, because a last piece of one node would be slow."""
     count = -(-num_nodes // at_once)
     bounds = [num_nodes * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
