@@ -1,4 +1,4 @@
-"""Find runs that are alike: in the shapes of their batches, the code of their model, their optimizer."""
+"""Find runs with equal batch shapes, equal model code, or equal optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vsim.training.spec import RunSpec
 def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
     """Return a key of the shapes of a run's batches; the runs of a stack have equal keys."""
     drop_last = bool((spec.dataloader_kwargs or {}).get("drop_last", False))
-    # Nodes reach their smaller last batches at different steps; these batches are then computed separately.
+    # Nodes that reach their smaller last batch at different steps are computed separately there.
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
     last = int(batches.shard_sizes.max()) % spec.batch_size
     own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None
@@ -28,7 +28,7 @@ def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[A
 
 
 def same_model(first: nn.Module, other: nn.Module) -> bool:
-    """Return whether two models have the same code and constants, and differ only in weights and buffers."""
+    """Return whether two models differ at most in trainable weights and buffers: their code and constants are equal."""
     if first is other:
         return True
     modules, others = dict(first.named_modules()), dict(other.named_modules())
@@ -45,7 +45,7 @@ def _same_module(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Return whether all tensors agree in shape, dtype and trainability, and frozen parameters also in value."""
+    """Return whether all tensors have equal shape, dtype and trainability, and all frozen parameters equal values."""
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         own, theirs = (dict(of(model)) for model in (first, other))
         if list(own) != list(theirs):
@@ -80,7 +80,7 @@ def _equal(first: Any, other: Any) -> bool:
 
 
 def is_vsims(cls: type) -> bool:
-    """Return whether a class is one of vsim's."""
+    """Return whether a class is defined in vsim."""
     return cls.__module__.partition(".")[0] == "vsim"
 
 

@@ -1,9 +1,9 @@
 """Defer the local steps of asynchronous workers, and compute them together.
 
 Virtual time decides which steps are done, but not when they are computed, because workers do not depend on each other
-within a phase. Local steps are deferred until a worker's weights are read. Then all deferred steps are computed; each
-call takes one step of every worker that still has deferred steps. The other workers draw no random numbers and fetch no
-data in that call, so the result does not depend on the grouping.
+within a phase. Local steps are deferred until a worker's weights are read. Then all deferred steps are computed: each
+call takes one step of every worker that still has deferred steps. In that call, all other workers draw no random
+numbers and fetch no data, so the result does not depend on the grouping.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Workers:
     """The workers of a run; each call computes only the rows of the workers that step.
 
     Args:
-        run: a run that is set up, and restored if it resumes. engine: computes all rows of the run. few: computes some
-            of these rows.
+        run: a run that is set up, and restored if it resumes.
+        engine: computes all rows of the run. few: computes some rows of the run.
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
@@ -52,7 +52,7 @@ class Workers:
         self.run.node_losses = self.strategy.losses.tolist()
 
     def step(self, owed: Sequence[int]) -> None:
-        """Take this many local steps for each worker."""
+        """Take `owed[i]` local steps for worker i."""
         for taken in range(max(owed)):
             shapes: dict[Any, dict[int, Any]] = {}  # the last batch of a worker's epoch may be smaller
             for node in (node for node, steps in enumerate(owed) if steps > taken):
@@ -69,7 +69,7 @@ class Workers:
             raise retold(error, f"the batches of node {node} at step {self.run.cluster.step}: {error}")  # noqa: B904
 
     def _step(self, nodes: list[int], batch: Any) -> None:
-        """Let some workers take a local step on their stacked batch (n, B, …)."""
+        """Take a local step for some workers, on their stacked batch (n, B, …)."""
         replicas, run = self.engine.replicas, self.run
         batch = moved(batch, replicas.weights.device)
         try:

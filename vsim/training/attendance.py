@@ -1,7 +1,7 @@
-"""Between steps, nodes leave and join, rows are dealt to the clients of a new round, and runs end.
+"""Between steps, let nodes leave and join, assign rows to the clients of a new round, and drop runs that have ended.
 
-Present rows come first. A stack's rows are permuted so that those of the running runs' present nodes are first in the
-matrix; everything that has rows is then a view of them, or is cut to them.
+A stack's rows are permuted so that the rows of present nodes of running runs are first in the matrix. Every other
+object with rows is then a view of these first rows, or is cut to them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
 from vsim.training.run import Run
 from vsim.training.stack import Stack
 
-# Where the executor of another number of rows is compiled first, rows that have left are still computed up to this
-# share of all.
+# A compiled executor is compiled again for another number of rows. Therefore rows of ended runs are still computed
+# until they reach this share of all rows.
 _SHARE = 0.2
 
 
 def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
-    """Switch every run to the nodes that its plan names from step `step` on, and leave runs that have ended behind.
+    """Switch every run to its plan's nodes from step `step` on, and drop the rows of runs that have ended.
 
     Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
     In a round of clients, every row starts from the global weights.
 
     Raises:
-        CheckpointError: the model or a strategy has state that would stay behind.
+        CheckpointError: the model or a strategy has state that cannot move with the rows.
     """
     for stack in stacks:
         beginning = [run for run in stack.runs if run.begins_segment(step)]
@@ -68,7 +68,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             if not run.starts and run.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
-            if run.starts:  # the strategy was set up for all nodes, which are equal: nothing has to be sent
+            if run.starts:  # the strategy was set up for all nodes, which are equal: no node has to send anything
                 with run.collectives.unbilled():
                     run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
             else:
@@ -77,7 +77,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
 
 
 def _are_to_go(stack: Stack) -> bool:
-    """Return whether runs have ended whose rows are to be left out of what is computed."""
+    """Return whether to stop computing the rows of runs that have ended."""
     left = [len(run.nodes) for run in stack.taking if not run.is_running]
     if len(left) in (0, len(stack.taking)):
         return False
@@ -93,7 +93,7 @@ def _plan(run: Run) -> Plan:
 
 
 def _changes(run: Run, step: int) -> bool:
-    """Return whether the run's rows differ from the segment before."""
+    """Return whether the run needs other rows than in the segment before."""
     now = _plan(run).segment(step).nodes
     if run.clients is None:
         return now != run.cluster.active
@@ -104,15 +104,15 @@ def _changes(run: Run, step: int) -> bool:
 
 
 def rows_at_first(run: Run, step: int) -> list[int]:
-    """Return the rows, of a run that is set up with all nodes, of those that take part in `step` and are held here."""
+    """Return the rows of this process's nodes that take part in `step`; the run is set up with all nodes."""
     own = run.collectives.machines[run.collectives.rank]
     return [machine - own.start for machine in _plan(run).machines(step) if machine in own] or [0]
 
 
 def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
-    """Return the row that each node of `step` that is held here continues from; and what row −1 holds, which is sent.
+    """Return the row from which each of this process's nodes in `step` continues, and the content of row −1.
 
-    A joining node continues from its peer's row, which may be another process's.
+    A joining node continues from its peer's row. If another process holds that row, its content is sent, as row −1.
     """
     plan, collectives = _plan(run), run.collectives
     own = collectives.machines[collectives.rank]
@@ -132,7 +132,7 @@ def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
 
 @torch.no_grad()
 def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], Mapping[str, Any]]]) -> None:
-    """Permute a stack's rows so that those present in `step` come first, and let all that has rows follow.
+    """Permute a stack's rows so that rows present in `step` come first, and permute all state that has rows with them.
 
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
@@ -174,7 +174,8 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
 def _kept_view(run: Run) -> str:
     """Return the name of an attribute in which a strategy keeps a view of its weights or gradients; "" for none.
 
-    Rows that move would leave such a view to other nodes. A collection named in `derived` is made anew with them.
+    When rows move, such a view would show other nodes. A collection named in `derived` is allowed, because it is made
+    again when rows move.
     """
     matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
     for part, owner in owners(run.strategy).items():
@@ -196,7 +197,7 @@ def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) ->
     """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: key → the states that the data of runs with this key, whose batches are equal, draw from.
+        fetching: key → random states from which data are drawn; runs with equal keys have equal batches.
     """
     spec, batches, when = run.spec, run.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None
@@ -218,13 +219,13 @@ def _join(run: Run, step: int) -> None:
     joining = plan.joining(step)
     if not joining:
         return
-    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: they hold the copy already
+    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: the nodes have the copy already
     stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
     _seed(run, joining, step)
 
 
 def _bytes_of_a_node(run: Run) -> int:
-    """Return the bytes of all that one node holds: weights, buffers, and the state of optimizer and strategy."""
+    """Return the bytes of one node's weights, buffers, optimizer state and strategy state."""
     replicas, strategy = run.cluster.replicas, run.strategy
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
@@ -240,7 +241,7 @@ def _bytes_of_a_node(run: Run) -> int:
 
 
 def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
-    """Reseed the streams of nodes that begin to take part; a node gets a new seed each time that it returns."""
+    """Reseed the streams of nodes that begin to take part; a node gets a new seed each time it returns."""
     times, begin, active = _plan(run).times(step), set(nodes), run.cluster.active
     rows = {row: active[i] for row, i in enumerate(run.nodes) if active[i] in begin}
     for row, node in rows.items():

@@ -1,4 +1,4 @@
-"""Callbacks: a user's own code in a run, at its start, after every step and validation, and at its end."""
+"""Callbacks: a user's code that a run calls at its start, after every step and validation, and at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsim.training.spec import RunSpec
 
 
 class Callback:
-    """Base class for your own code in a run: inherit from it, and define the methods that you need.
+    """Base class for your code in a run: inherit from it, and define the methods that you need.
 
     Every method except `on_exit` gets the run, a `vsim.training.run.Run`. `run.done` is the number of completed steps,
     and `run.row` is the history's row of the last step. `run.strategy` and `run.cluster` are the run's strategy and
@@ -39,15 +39,15 @@ class Callback:
     restored when the run resumes. In a comparison every run has its own copies, see `vsim.ComparedRun`.
 
     Attributes:
-        here: with backend="process", whether the callback works in the process of `fit`. There it gets reports that
-            have only `row`, `max_steps` and `minibatch_size`, and `on_end` gets None. Otherwise the callback works in
-            every node's process, and the state of node 0's copy comes back at the end.
+        here: with backend="process", whether the callback works in the process of `fit`.
+            True: it gets reports with only `row`, `max_steps` and `minibatch_size`, and `on_end` gets None.
+            False: a copy works in every node's process, and the state of node 0's copy is returned at the end.
     """
 
     here = False
 
     def on_start(self, run: Run) -> None:
-        """Called before the first step of a new run (`run.starts`), or of a resumed run, whose state is restored."""
+        """Called before the first step of a new run (`run.starts`), or after the state of a resumed run is restored."""
 
     def on_step(self, run: Run) -> None:
         """Called after every step, when the step is in the history, and before it is saved."""
@@ -59,12 +59,12 @@ class Callback:
         """Called after the last step; not called if the run was interrupted or has failed."""
 
     def on_exit(self, failure: str) -> None:
-        """Called in the process of `fit` however the run ended; `failure` is why it missed its last step, or ""."""
+        """Called in the process of `fit` however the run ended; `failure`: why it did not finish, or ""."""
 
 
 @contextmanager
 def telling_exit(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Call `on_exit` of all callbacks when this context ends, with the error that ended it, if any."""
+    """Call `on_exit` of all callbacks when this context ends, with the error that ended the context, if any."""
     failure = ""
     try:
         yield
@@ -84,7 +84,7 @@ def tell(callback: Any, event: str, run: Any) -> None:
 
 
 def tell_row(callbacks: Sequence[Any], run: Any) -> None:
-    """Tell callbacks of `run.row`, a new row of the history; `run` is a Run, or a report from another process."""
+    """Call callbacks for `run.row`, a new row of the history; `run` is a Run, or a report from another process."""
     for callback in callbacks:
         if "train_loss" in run.row:
             tell(callback, "on_step", run)
@@ -98,10 +98,11 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
 
     Every call is checked for replaced parameters, writes that torch counts, and assignments to `requires_grad` and
     `.data`. Torch does not count writes through `.data`, so values are compared as well, after steps 0, 1, 2, 4, 8, …
-    and the last. Not seen: such writes if they are undone before, or in a process for each node; changes of buffers.
+    and the last. Not found: changes of buffers, and writes through `.data` that are undone before the next comparison
+    or happen with a process for each node.
 
     Args:
-        values: checksums of the parameters of known models, which are kept up to date.
+        values: checksums of the parameters of known models; updated here.
 
     Raises:
         ValueError: a parameter has changed.
@@ -164,8 +165,8 @@ class Monitor(Callback):
     """A callback that follows a column of the history.
 
     Args:
-        monitor: the column, a metric of `fit(metrics=…)` included.
-        mode: "min" or "max", which is better.
+        monitor: the column; may be a metric of `fit(metrics=…)`.
+        mode: "min" if lower is better, or "max".
         min_delta: a change counts as an improvement only if it is larger than this; at least 0.
 
     Attributes:
@@ -207,7 +208,7 @@ class Monitor(Callback):
             )
 
     def measured(self, run: Run, better: bool) -> None:
-        """Called at every step at which the column is measured; `better`: whether it has improved."""
+        """Called at every step at which the column is measured; `better`: whether the column has improved."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +221,7 @@ class Monitor(Callback):
 
 
 class EarlyStopping(Monitor):
-    """Ends a run when a column of the history has not improved for a while, as if that step were the run's last.
+    """Ends a run, as after its last step, when a column of the history has stopped improving.
 
     Args:
         monitor: the column. mode: "min" or "max".
@@ -293,14 +294,15 @@ def with_hooks(spec: RunSpec) -> list[Any]:
 
 
 class Relay:
-    """Passes a run's reports from other processes on to its record here, and to the callbacks that work here.
+    """Passes a run's reports from other processes to its record and callbacks in this process.
 
     Args:
         recorder: keeps the record.
-        callbacks: of the run. Some work in the process of `fit`, such as loggers; the others where the run trains.
+        callbacks: all callbacks of the run.
 
     Attributes:
-        here, there: the callbacks that work here, and where the run trains.
+        here: callbacks that work in the process of `fit`, such as loggers.
+        there: callbacks that work in the processes where the run trains.
     """
 
     def __init__(self, recorder: Recorder, callbacks: Sequence[Any]) -> None:
@@ -322,7 +324,7 @@ class Relay:
             tell_row(self.here, report)
 
     def end(self, states: Mapping[str, Any]) -> None:
-        """Tell the callbacks here that the run has ended, and give the others the states that they had there."""
+        """Call `on_end` of the callbacks here, and load `states` into the callbacks that worked there."""
         for callback in self.here:
             tell(callback, "on_end", None)
         for name, callback in savable(self.there).items():
@@ -330,7 +332,7 @@ class Relay:
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, for callbacks with a state. Names are class names, numbered from a class's second on."""
+    """Return name → callback, for callbacks with a state. Name: the class's, numbered if a class occurs repeatedly."""
     found: dict[str, Any] = {}
     for one in callbacks:
         if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):

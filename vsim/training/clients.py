@@ -1,4 +1,4 @@
-"""Keep the state of a population's clients while they do not take part, and make the models that clients use."""
+"""Keep the state of a population's clients between rounds, and make the models that clients use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from vsim.strategy.base import Algorithm
 
 
 class Clients:
-    """The lasting state of N clients; the n clients of a round have rows in the strategy's tensors.
+    """The lasting state of N clients, of which n have rows in the strategy's tensors in each round.
 
     A client that has not been drawn yet takes no memory.
 
     Args:
-        strategy: a strategy that is set up for a run; it declares the state of clients by `keep_client`.
-        store: a folder for the state; None: the host's memory.
-        claims: whether this process locks the folder; only one process of a run does.
+        strategy: a strategy that is set up for a run; its `keep_client` declares the state of clients.
+        store: a folder for the state; None: keep it in the host's memory.
+        claims: whether this process locks the folder; True in one process of a run.
 
     Raises:
-        TypeError: the strategy keeps state for each node, which a client would pass on to the next one in its row.
+        TypeError: the strategy keeps state for each node, which the next client in the same row would get.
         ValueError: another run uses the folder. OSError: the disk is full.
     """
 
@@ -44,7 +44,7 @@ class Clients:
                 f"{type(strategy).__name__} keeps {', '.join(odd)} for each node, which the clients of a population "
                 "would pass on to each other; with participation=Sample(…) a strategy keeps it by keep_client"
             )
-        # The state of a client that was never drawn; and client → its rows.
+        # The initial state of every client, and client → its rows.
         self._first = [value[0].clone() for _, _, value in self._values()]
         self.kept: dict[int, list[Tensor]] = {}
         self._files: list[Tensor] | None = None
@@ -60,10 +60,10 @@ class Clients:
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients drawn so far, their rows stacked in the same order, and the row of all other clients.
+        """Return the clients drawn so far, their stacked rows in the same order, and the row of clients not yet drawn.
 
         Raises:
-            ValueError: another run has used the folder since.
+            ValueError: another run has used the folder in the meantime.
         """
         self._check()
         kept = [torch.stack(rows) for rows in zip(*self.kept.values(), strict=True)]
@@ -85,12 +85,12 @@ class Clients:
             self._store.check_whole()
 
     def release(self) -> None:
-        """Let other runs use the folder, once this one has ended."""
+        """Unlock the folder for other runs, after this run has ended."""
         if self._store is not None:
             self._store.release()
 
     def leave(self, cluster: Cluster) -> None:
-        """Store the rows of the clients that take part now."""
+        """Store the rows of the present clients."""
         self._check_whole()
         with cluster.collectives.unbilled():
             all_rows = [cluster.collectives.all_gather(v, label="state of clients").cpu() for *_, v in self._values()]
@@ -103,7 +103,7 @@ class Clients:
         return [file[client].copy_(row) for file, row in zip(self._files, rows, strict=True)]
 
     def arrive(self, cluster: Cluster) -> None:
-        """Load the state of the clients that take part now into their rows."""
+        """Load the state of the present clients into their rows."""
         self._check_whole()
         values = [value for *_, value in self._values()]
         for row, node in enumerate(cluster.replicas.nodes if values else ()):
@@ -111,17 +111,17 @@ class Clients:
                 value[row] = own
 
     def of(self, owner: Stateful, client: int) -> dict[str, Tensor]:
-        """Return name → row, of a client's state in one part of the strategy, as it was stored last."""
+        """Return name → row of a client's last stored state, for one part of the strategy."""
         self._check_whole()
         rows = zip(self._values(), self.kept.get(client, self._first), strict=True)
         return {name: row for (part, name, _), row in rows if part is owner}
 
 
 class OwnModels:
-    """The models that the nodes or clients of a run use. All processes of the run have to make this object.
+    """The models that the nodes or clients of a run use. Every process of the run has to make this object.
 
     Args:
-        clients: the state of a population's clients; None: every node is a client, and all take part.
+        clients: the state of a population's clients; None if every node is a client, and all take part.
     """
 
     def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:
@@ -135,10 +135,10 @@ class OwnModels:
                 self._present.append({n: gather(getattr(module, n), label="state of clients") for n in names})
 
     def __call__(self, client: int, weights: Tensor, buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return copies of the global weights (P,) and buffers, with the client's own in their places.
+        """Return copies of the global weights (P,) and buffers, with the client's personal values put in.
 
         Raises:
-            ValueError: the client is a node that does not take part now, and has nothing of its own.
+            ValueError: the client is an absent node, and has no personal values.
         """
         weights, own_buffers = weights.clone(), {name: b.clone() for name, b in buffers.items()}
         for module, rows in zip(self._parts, self._present, strict=False):
@@ -153,7 +153,7 @@ class OwnModels:
 
 
 def lasting(strategy: Algorithm, placement: str) -> list[Tensor]:
-    """Return the tensors that a strategy and its parts have declared as "stacked" or "shared"."""
+    """Return the tensors that a strategy and its parts declare with this placement, "stacked" or "shared"."""
     values = [
         getattr(o, name)
         for o in owners(strategy).values()

@@ -1,4 +1,4 @@
-"""Train the runs of a comparison in ensembles that fit into memory; save and resume them together."""
+"""Train the runs of a comparison in ensembles that fit into memory; save and resume all runs together."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Entry:
     """One run of a comparison: its options and its outcome.
 
     Attributes:
-        name: the name of its strategy or setting, the same for all seeds.
-        spec: its options.
-        history, model: its record, and the mean of its nodes' final models if it reached its end.
+        name: the name of the run's strategy or setting, the same for all seeds.
+        spec: the run's options.
+        history: the run's record. model: the mean of the nodes' final models, once the run is complete.
         error: the error that ended the run. stopped_at: the step after which a rung stopped the run.
         finished_at: the step after which a callback stopped the run before the others.
     """
@@ -72,12 +72,12 @@ class Entry:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its history has a row."""
+        """Whether the history has a row."""
         return len(self.history) > 0
 
     @property
     def has_outcome(self) -> bool:
-        """Whether it reached its end, failed, or was stopped by a rung; a run without an outcome was interrupted."""
+        """Whether the run is complete, failed, or was stopped by a rung; an interrupted run has no outcome."""
         return any(one is not None for one in (self.model, self.error, self.stopped_at))
 
     @property
@@ -90,12 +90,12 @@ class Entry:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of its checkpoints; None if the run is not saved."""
+        """The folder of the run's checkpoints; None if the run is not saved."""
         return None if self.spec.saving is None else self.spec.saving.folder
 
 
 class Processes:
-    """The processes that compute a comparison: here, only this one."""
+    """The processes that compute a comparison. This class: a single process."""
 
     @property
     def is_first(self) -> bool:
@@ -105,18 +105,18 @@ class Processes:
     connect: Callable[[Ledger, RunSpec], Collectives] | None = None  # makes the collectives of a run
 
     def agreed(self, value: Any) -> Any:
-        """Return the first process's value, when all processes have called this."""
+        """Return the first process's value in every process; every process has to call this."""
         return value
 
 
 @dataclass
 class Outcome:
-    """A message from the first process: what is known of a run besides its steps.
+    """A message from the first process about a run, for everything except its steps.
 
     Attributes:
         error, stopped_at, finished_at: see `Entry`.
         record: the run's history before the processes train it, as plain values, and its last step.
-        weights, buffers: of the mean model (P,), and callbacks: the states of callbacks, if it has reached its end.
+        weights (P,), buffers: the mean model of a complete run. callbacks: the states of its callbacks.
     """
 
     error: Exception | None = None
@@ -129,7 +129,7 @@ class Outcome:
 
     @classmethod
     def of(cls, model: nn.Module, callbacks: Sequence[Any]) -> Outcome:
-        """Return the outcome of a run that has reached its end with this mean model."""
+        """Return the outcome of a complete run with this mean model."""
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).cpu()
         buffers = {name: b.cpu() for name, b in model.named_buffers()}
         states = {name: one.state_dict() for name, one in savable(callbacks).items()}
@@ -147,18 +147,19 @@ class Entries:
 
     Args:
         entries: the runs, which start under identical conditions.
-        device: where they are computed.
-        together: whether they train at the same time, as rows of one matrix; if not, one after the other.
+        device: computes the runs.
+        together: whether the runs train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
         portion: the portion of every run's nodes that the device holds.
         rungs: steps after which `keep` stops some of the names, see `vsim.sweep` and `vsim.tune`.
         keep: called with a rung's step and name → mean loss over the seeds (inf after a failure); returns the names
             that continue.
-        progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False. title: its title.
-        folder: where all entries are saved together, each in a folder of its own.
+        progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False.
+        title: title of the progress display.
+        folder: the comparison's folder, with a folder in it for each entry; None: nothing is saved.
         resume: whether to resume from that folder; "auto": if it holds a comparison.
-        configs: the configuration of each run, which the folder keeps.
-        processes: which process this is of those that compute the comparison.
+        configs: the configuration of each run, saved in the folder.
+        processes: the processes that compute the comparison, and this process's place among them.
         tell: called as tell(number of an entry, its `StepReport` or `Outcome`).
         interrupt: the request to stop after a step.
     """
@@ -181,24 +182,24 @@ class Entries:
     _told: dict[Entry, tuple[Any, ...]] = field(default_factory=dict, init=False)
 
     def run(self, train: Callable[[], None] | None = None) -> None:
-        """Train all entries to their ends.
+        """Train all entries to their last steps.
 
         Args:
-            train: trains them; default `train_here`.
+            train: trains the entries; default `train_here`.
 
         Raises:
-            Interrupted: on Ctrl-C; the entries hold their steps so far, and those that have ended their outcomes.
+            Interrupted: on Ctrl-C; the entries hold their steps so far, and ended entries their outcomes.
             Exception: an entry fails in its first step, when no progress is lost; a non-finite loss raises nothing.
         """
         with ExitStack() as holding:
             if self.processes.is_first:
                 holding.enter_context(held(self.folder, self._folders()))
                 self._check_folder()
-            self.resume = self.processes.agreed(self.resume)  # when the first process has checked the folder
+            self.resume = self.processes.agreed(self.resume)  # after the first process has checked the folder
             (train or self.train_here)()
 
     def train_here(self) -> None:
-        """Train all entries, or in one of several processes this process's rows of them."""
+        """Train all entries; with several processes, train this process's rows of all entries."""
         ensembles = self._ensembles()
         if len(ensembles) > 1 and self.together and self.rungs:
             raise ValueError(
@@ -227,19 +228,18 @@ class Entries:
                     raise Interrupted(max(step, 0), entries[0].spec.saving) from interrupted
 
     def train_elsewhere(self, launch: Callable[[Entries, Callable[[int, Any], None]], Any]) -> None:
-        """Train all entries in several processes, and keep their records here.
+        """Train all entries in several other processes, and keep the records in this process.
 
         If the processes fail after their first step, the entries keep their records and the error.
 
         Args:
-            launch: called with the entries to train and with a function that gets the messages of the first process
-                (see `tell`).
+            launch: called with the entries to train and a function for the first process's messages, see `tell`.
         """
         recorders = [Recorder(entry.history, False, entry.spec.label) for entry in self.entries]
         relays = [
             Relay(recorder, entry.spec.callbacks) for recorder, entry in zip(recorders, self.entries, strict=True)
         ]
-        losses: dict[int, float] = {}  # of every run that has taken a step
+        losses: dict[int, float] = {}  # number of an entry → last training loss
         with _Watch(self.entries, self.progress, self.title) as watch, ExitStack() as ending:
             for recorder, entry in zip(recorders, self.entries, strict=True):
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
@@ -268,14 +268,14 @@ class Entries:
                 launch(replace(self, entries=entries), receive)
             except Exception as error:
                 little = isinstance(error, CheckpointError) and all(len(e.history) <= 2 for e in self.entries)
-                if not losses or little:  # what the first step found
+                if not losses or little:  # an error of the first step
                     raise
                 for entry in self.entries:
                     if not entry.has_outcome:
                         entry.error = error
 
     def _prepared(self, configs: Sequence[RunSpec], entries: Sequence[tuple[Recorder, Entry]] = ()) -> Ensemble:
-        """Set up an ensemble of these configurations, which reports to `entries`."""
+        """Set up an ensemble of these configurations that reports to `entries`."""
         if entries:
             own = [entry for _, entry in entries]
             reporters = [self._reporter(recorder, entry) for recorder, entry in entries]
@@ -307,7 +307,7 @@ class Entries:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
             for recorder in recorders.values():
                 recorder.has_warned = not self.processes.is_first
-            # Tell every callback how its own run ended; in another process, `train_elsewhere` tells it.
+            # Call `on_exit` of every run's callbacks. With several processes, `train_elsewhere` does.
             for entry, recorder in recorders.items() if self.processes.connect is None else ():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
@@ -318,13 +318,13 @@ class Entries:
                 if len(running) > 1:
                     ensemble.check_draws(untouched, ensemble.runs[0], "the setup of a strategy")
                 for entry in running:
-                    entry.spec = replace(entry.spec, start=None)  # a checkpoint holds memory
+                    entry.spec = replace(entry.spec, start=None)  # free the checkpoint's memory
                 del configs
                 ensemble.tolerant = True
                 ensemble.ends_early = not any(r.has_begun for r in self.entries if r not in running)
                 ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
                 ensemble.watch = lambda ensemble: self._collect(ensemble, running, watch)
-                for run in self._stopped(ensemble, running):  # the checkpoint may be of a rung's step
+                for run in self._stopped(ensemble, running):  # the checkpoint may be from a rung's step
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):
                     run.rungs = self.rungs
@@ -344,7 +344,7 @@ class Entries:
                     )
 
     def _separate(self, entries: Sequence[Entry], untold: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Forget what `entries` have done together, and give them callbacks that have not been told of it.
+        """Discard the training of `entries` together, and replace their callbacks by `untold`, copies made before it.
 
         Raises:
             ValueError: halving and pruners need runs that train together.
@@ -367,10 +367,10 @@ class Entries:
             self._tell_outcome(entry, Outcome(record=(entry.history.as_plain(), 0)))
 
     def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
-        """Keep the models of runs that have ended, note which have left, and show the progress of all.
+        """Keep the models of complete runs, note which runs stopped early, and show the progress of all runs.
 
         Args:
-            last: whether training is over; other processes may not get here then.
+            last: whether training is over. An error may have kept other processes from this call.
         """
         alone = self.processes.connect is None
         for run, entry in zip(ensemble.runs, running, strict=True):
@@ -397,7 +397,7 @@ class Entries:
         watch.show(min(best, default=None), preparing, last)
 
     def _tell_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
-        """Tell an outcome, or how the run has ended, if that is not told yet."""
+        """Send an outcome. Without one, send how the run ended, unless that has been sent before."""
         known = _end_of(entry)
         if outcome is not None or known != self._told.get(entry, (None, None, None)):
             self._told[entry] = known
@@ -406,7 +406,7 @@ class Entries:
             self.tell(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs that a rung stops when all have reached it: `keep` does not name them."""
+        """Return the runs that `keep` does not name, when all unfinished runs have reached a rung; otherwise none."""
         step = min((run.done for run in ensemble.unfinished), default=0)
         if self.keep is None or step not in self.rungs:
             return []
@@ -441,7 +441,7 @@ class Entries:
     def _check_folder(self) -> None:
         """Raise a CheckpointError unless the folder is empty, or holds this comparison and it resumes.
 
-        race.json describes the comparison, and is written before any checkpoint.
+        race.json describes the comparison. It is written before any checkpoint.
         """
         if self.folder is None:
             return
@@ -485,7 +485,7 @@ class Entries:
         return (entry.folder for entry in self.entries if entry.folder is not None)
 
     def _resumed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Restore each entry to its own newest checkpoint that can be read; return the entries left to train."""
+        """Restore each entry from its newest readable checkpoint; return the entries left to train."""
         if self.folder is None or not self.resume:
             return list(entries)
         running, outdated = [], []
@@ -515,20 +515,20 @@ def _end_of(run: Entry | Outcome) -> tuple[Exception | None, int | None, int | N
 
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:
-    """Return copies of a run's callbacks, but not of what all runs share."""
+    """Return copies of a run's callbacks; model, data and loss function stay shared."""
     data = spec.train_dataset, spec.val_dataset, spec.test_dataset
     shared = {id(one): one for one in (spec.model, *data, spec.loss_fn)}
     return copy.deepcopy(list(spec.callbacks), shared)
 
 
 def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
-    """Return the options of a run for the processes where it trains; loggers and hooks work here."""
+    """Return a run's options for the processes where the run trains: without loggers and hooks, which work here."""
     spec = replace(spec, callbacks=relay.there, train_loss_hook=None, eval_loss_hook=None)
     return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
-    """Return where an entry is saved: its own folder within the comparison's folder."""
+    """Return where an entry is saved: in a folder of its name within the comparison's folder."""
     return Saving(folder_at(save_dir) / name, interval)
 
 
@@ -546,7 +546,7 @@ def matrix_bytes(spec: RunSpec) -> float:
 
 
 def _score(entry: Entry, step: int) -> float:
-    """Return the last validation loss up to a step, or else the mean training loss of the last tenth of steps."""
+    """Return the last validation loss up to a step; without one, the mean training loss of the last tenth of steps."""
     known = entry.history["step"] <= step
     validated = entry.history["global_loss"][known]
     if len(validated := validated[~np.isnan(validated)]):
@@ -571,7 +571,7 @@ def _finish(recorder: Recorder, entry: Entry, error: BaseException | None) -> bo
 
 
 def write_end(entry: Entry) -> None:
-    """Write how a run ended to its folder, which must exist."""
+    """Write how a run ended to end.json in its folder, which must exist."""
     assert entry.folder is not None
     content = {
         "step": int(entry.history["step"][-1]),
@@ -586,12 +586,12 @@ def write_end(entry: Entry) -> None:
 
 
 def _length(entry: Entry) -> list[int | None]:
-    """Return the options that decide the number of steps; if they change, a finished run continues."""
+    """Return the options that decide the number of steps; a finished run continues if they change."""
     return [entry.spec.max_steps, entry.spec.num_epochs]
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write a file with a checksum, atomically: a killed process leaves no partial file."""
+    """Write a file with a checksum atomically, so that a killed process leaves no partial file."""
     write_json(path, {**content, "sha256": _checksum(content)})
 
 
@@ -645,11 +645,11 @@ def take_end(entry: Entry, end: dict[str, Any]) -> None:
         entry.error = (Diverged if end["diverged"] else RuntimeError)(end["error"])
 
 
-# What a user sees while they train ------------------------------------------------------------------------------------
+# Progress shown during training ---------------------------------------------------------------------------------------
 
 
 class _Watch:
-    """Shows the runs to the user: a bar, or all curves in one figure."""
+    """Shows the progress of the runs: a bar, a table, or all curves in one figure."""
 
     def __init__(self, entries: Sequence[Entry], progress: bool | str, title: str) -> None:
         self.entries, self.progress, self.title = entries, progress, title
@@ -658,18 +658,18 @@ class _Watch:
         self.histories: dict[str, list[History]] = {}
         self.steps: dict[Entry, int] = {}  # the last step of every run that has begun
         self._next = 0.0
-        self._began = (0.0, -1)  # the time before the first step, and the number of steps that had been taken then
+        self._began = (0.0, -1)  # the time before the first step, and the steps taken until then
         if progress == "plot":
             self.live = LiveRace(self.histories, title)
         elif progress == "table":
             self.live = LiveTable(title)
 
     def show(self, best: float | None = None, preparing: str = "", last: bool = False) -> None:
-        """Update the figure, table or bar, unless it was updated a moment ago.
+        """Update the figure, table or bar, unless the last update was a moment ago.
 
         Args:
             best: the lowest training loss. preparing: other work before the next step.
-            last: update in any case.
+            last: update regardless of the last update.
         """
         longest = max(self.steps.values())
         steps = {entry: self.steps.get(entry) or entry.spec.max_steps or longest for entry in self.entries}
@@ -702,7 +702,7 @@ class _Watch:
         self.bar.update(0)
 
     def _time_left(self, steps: Mapping[Entry, int]) -> str:
-        """Return about how long the remaining steps will take, if they take as long as those since the first one."""
+        """Estimate the time for the remaining steps from the mean time of a step since the first."""
         taken = {entry: max(0, len(entry.history) - 1) for entry in self.entries}
         missing = sum(steps[entry] - own for entry, own in taken.items() if not entry.has_outcome)
         now, done = time.perf_counter(), sum(taken.values())

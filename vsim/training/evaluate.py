@@ -1,4 +1,4 @@
-"""Validate every node's own model and the global model, and measure how far apart the replicas are."""
+"""Validate every node's model and the global model, and measure how far apart the replicas are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vsim.training.stack import Stack
 
 # Columns of the node matrix that are compared at once, to bound the memory of the comparison.
 _COLUMNS_AT_ONCE = 2**18
-_OF_ONE_MODEL = 8  # batches that are joined when one model is evaluated alone
+_OF_ONE_MODEL = 8  # batches joined to one when a single model is evaluated
 _ONE_BY_ONE = 256  # examples for a standard error if the model cannot be vectorized over examples
 
 
@@ -39,8 +39,8 @@ class _Rows(NamedTuple):
     """R models to measure.
 
     Attributes:
-        weights: stacked (R, P). buffers: stacked (R, …). seed: of the models' random numbers.
-        python: for each model, the row of the node whose Python computes it; 0 if all nodes share their Python.
+        weights: stacked (R, P). buffers: stacked (R, …). seed: seed of the models' random numbers.
+        python: for each model, the row of the node whose Python object computes it; 0 if all nodes share one object.
     """
 
     weights: Tensor
@@ -50,20 +50,20 @@ class _Rows(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Stacked losses (R,) and accuracies (R,): None if the objective has none, NaN where no prediction counts."""
+    """Stacked losses (R,) and accuracies (R,); None: the objective has no accuracy; NaN: no prediction counts."""
 
     losses: Tensor
     accuracies: Tensor | None
 
 
 class Evaluator:
-    """Measures the runs of a group without changing anything in them.
+    """Measures the runs of a group without changing their state.
 
     Args:
         executor: computes the losses.
         batch: the validation examples, one batch (N, …) on the run's device.
-        batch_size: examples at a time.
-        rows_at_once: models that share one call.
+        batch_size: examples per call.
+        rows_at_once: models per call.
         total: number of examples in the dataset; default N.
     """
 
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-        """Return run → its validation columns of `History`, with a standard error after the run's last step."""
+        """Return run → the validation columns of `History`, with a standard error after the run's last step."""
         pieces = _cut(self.batch, self.num_examples, self.batch_size)
         try:
             own_python = self.executor.objective.differs
@@ -94,7 +94,7 @@ class Evaluator:
             columns = found[run]
             columns |= {"val_examples": self.num_examples, "val_total": self.total}
             if run.is_over:
-                # The first node's process computes it.
+                # The first node's process computes the standard error.
                 se = self._standard_error(own, columns["global_loss"]) if 0 in run.nodes else math.nan
                 columns["global_loss_se"] = se if run.is_alone else _told_by_first(run, se)
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
@@ -129,7 +129,7 @@ class Evaluator:
             except Exception:  # not vectorizable, or undefined for a single example
                 continue
             error = float(losses.std()) / math.sqrt(self.num_examples)
-            # Losses that weight examples differently may differ from the plain mean, but not by much.
+            # A loss that weights examples differently differs a little from the plain mean: allow that.
             return error if abs(float(losses.mean()) - loss) <= 3 * error + 1e-4 * abs(loss) else math.nan
         return math.nan
 
@@ -142,7 +142,7 @@ class Evaluator:
             yield self.executor.apply(function, rows.weights[0], buffers, piece, stream, objective)
 
     def _mean(self, metric: Metric, name: str, rows: _Rows, pieces: Sequence[Any]) -> float:
-        """Return a user's metric of the first model, averaged over the examples."""
+        """Return a user-defined metric of the first model, averaged over the examples."""
         total = examples = 0.0
         outcomes = self._applied(metric, rows, pieces)
         for piece in pieces:
@@ -160,7 +160,7 @@ class Evaluator:
         return total / examples
 
     def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
-        """Measure all rows, equal rows once. Rows with equal random draws share calls of up to `rows_at_once` rows."""
+        """Measure all rows, equal rows only once, in calls of up to `rows_at_once` rows with equal random draws."""
         distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
         for own in distinct:
@@ -195,7 +195,7 @@ def _measured_together(
     """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-    found: list[Tensor] = []  # of each piece, losses and, if known, right predictions and those that count (1 | 3, R)
+    found: list[Tensor] = []  # per piece (1 | 3, R): losses; if known, right predictions, and counted predictions
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
@@ -225,14 +225,13 @@ def _measured_together(
 def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
     """Return run → the "losses" (N,) of its global model on each of N datasets, and "accuracies" if known.
 
-    On the data of a client, its own model is measured where the strategy has personal layers, or where the client
-    first takes local steps.
-
-    Runs with the same data are measured together. With several processes, only the first node's process measures.
+    On a client's data, the client's model replaces the global model if the strategy has personal layers, or if
+    `client_val_steps` is given. Runs with the same data are measured together. With several processes, only the first
+    node's process measures.
 
     Args:
         of: "client" for the data of every client, or "test" for the test data.
-        briefly: measure only the first client, or one batch of the test data.
+        briefly: whether to measure only the first client, or one batch of the test data.
     """
     at_once = VmapExecutor.nodes_at_once(stack.whole, stack.executor.settings)
     own_python, groups = stack.executor.objective.differs, dict[Any, list[Run]]()
@@ -299,7 +298,7 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
 
 
 def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
-    """Return run → its validation columns, for runs with validation data. Runs with one evaluator share calls."""
+    """Return run → validation columns, for runs with validation data. Runs with the same evaluator share calls."""
     by_evaluator: dict[Any, list[Run]] = {}
     for run in runs:
         if run.evaluator is not None:
@@ -311,7 +310,7 @@ def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
 
 
 def _of_nodes(run: Run, own_python: bool) -> _Rows:
-    """Return the nodes' own models; a single model if all nodes are equal by construction."""
+    """Return the nodes' models, or a single model if all nodes are equal by construction."""
     replicas = run.cluster.replicas
     if replicas.shares_weights and not replicas.buffers and not own_python:
         return _Rows(replicas.weights, {}, run.spec.seed, [0])
@@ -320,7 +319,7 @@ def _of_nodes(run: Run, own_python: bool) -> _Rows:
 
 
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
-    """Return the global model and the mean replica, both computed with the first node's Python."""
+    """Return the global model and the mean replica, both computed by the first node's Python object."""
     assert run.global_weights is not None
     mean = run.global_weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
     candidates = torch.stack([run.global_weights, mean])  # (2, P)
@@ -329,10 +328,10 @@ def _of_cluster(run: Run, own_python: bool) -> _Rows:
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
-    """Return the distinct rows, one by one, and for each of `rows` the indices of the distinct rows that it holds."""
+    """Return the distinct rows, one by one, and for each element of `rows` the indices of its distinct rows."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
-    # Equal rows have equal sums of their bits. Sums of the numbers would depend on the number of rows on a GPU.
+    # Find candidates by the sum of a row's bits. A floating-point sum would depend on the number of rows on a GPU.
     known: dict[tuple[int, int], list[int]] = {}
     for own in rows:
         places.append([])
@@ -355,7 +354,7 @@ def _equal(one: _Rows, other: _Rows) -> bool:
 
 
 def _told_by_first(run: Run, value: float) -> float:
-    """Return the value that the first node's process gives, in all processes of a run."""
+    """Return the first node's process's value, in all processes of a run."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
         told = torch.full((num_held, 1), value, dtype=torch.float64)
@@ -372,7 +371,7 @@ def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]
         "average_loss": overall.losses[-1],
         "node_loss_min": local.min(),
         "node_loss_max": local.max(),
-        "node_loss_std": (local - local[0]).std(correction=0),  # of equal losses exactly 0
+        "node_loss_std": (local - local[0]).std(correction=0),  # exactly 0 for equal losses
         "global_formed": torch.tensor(
             not run.strategy.evaluates_mean or run.strategy.has_global_model(run.global_weights)
         ),
@@ -394,8 +393,8 @@ def replica_spread(weights: Tensor) -> dict[str, float]:
     {'divergence': 0.0, 'correlation': 1.0}
     """
     num_nodes = len(weights)
-    # Subtract row 0 first, so that equal rows are exactly 0 apart, however their mean is rounded. Sums over blocks of
-    # columns are read at once, and added up in float64 on the CPU, as MPS does not have it.
+    # Subtract row 0 first, so that equal rows are exactly 0 apart, however their mean is rounded. Read the sums over
+    # all blocks of columns at once, and add them in float64 on the CPU, because MPS has no float64.
     means = weights.mean(1, keepdim=True)
     blocks = weights.split(_COLUMNS_AT_ONCE, dim=1)
     lengths, squares = [], []

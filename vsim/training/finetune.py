@@ -1,4 +1,4 @@
-"""Local steps of one client by itself, as it would take them before it uses the global model."""
+"""Take a client's local steps that adapt the global model to the client's data before its validation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fine_tuned(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return weights (P,) and buffers after `client_val_steps` steps on the training data of a client.
 
-    The model is an ordinary copy in eager PyTorch, stepped by the strategy's inner optimizer, which begins without
-    state. Batches are shuffled by a generator of the client's own.
+    The model is an ordinary copy in eager PyTorch. The strategy's inner optimizer steps it, starting without state. A
+    generator of the client shuffles the batches.
     """
     spec, replicas, device = run.spec, run.cluster.replicas, weights.device
     (dataset,) = resolve(spec.train_dataset, spec.population, range(client, client + 1), True, "train_dataset")

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C during a run: complete the current step first, so that the state is consistent."""
+"""Handle Ctrl-C during a run: complete the current step before stopping, so that the state is consistent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Interrupted(KeyboardInterrupt):
     """Raised when a run is interrupted between two steps. Its state is consistent; `fit(resume=True)` resumes it.
 
     Args:
-        step: the last completed step. saving: where the run is saved, if it is.
+        step: the last completed step. saving: where the run is saved; None: it is not saved.
     """
 
     def __init__(self, step: int, saving: Saving | None) -> None:
@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """A request to stop after the current step. In its context, the first Ctrl-C makes the request; a second raises.
+    """A request to stop after the current step. In this context, the first Ctrl-C makes the request; a second raises.
 
     The handler is installed only in the main thread, and only in place of Python's default handler of SIGINT.
 
@@ -40,7 +40,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.insisted = False
-        self._installed: list[bool] = []  # by each context that is entered: a run's is within that of its comparison
+        self._installed: list[bool] = []  # for each nested context: a run's lies within its comparison's
 
     def request(self) -> None:
         """Ask the run to stop. May be called from any thread."""

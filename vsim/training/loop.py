@@ -33,7 +33,7 @@ from vsim.trees import tensors_of
 
 
 class Drawn(BaseException):
-    """One of several runs draws from global random generators. It has none of its own, so it has to train by itself."""
+    """One of several runs draws from the global random generators, which they share: the runs must train separately."""
 
 
 @dataclass(eq=False)
@@ -41,10 +41,10 @@ class Ensemble:
     """Runs that are set up to train together, with everything that the training loop needs.
 
     Attributes:
-        runs: in the order in which they were given. stacks: the same runs, grouped as they are computed.
+        runs: all runs, in the given order. stacks: the same runs, grouped by what is computed together.
         interrupt: the request to stop after a step.
         tolerant: whether the other runs continue when a run fails; if False, the error is raised.
-        ends_early: whether an error in the first step is raised nevertheless, because no progress is lost.
+        ends_early: whether to raise an error in the first step in any case, because no progress is lost.
         watch: called as f(ensemble) when a step is reported for all runs.
         stopping: called as f(ensemble) after a step; returns the runs to stop there.
         memory: returns the bytes of a device that this process holds.
@@ -63,10 +63,10 @@ class Ensemble:
     values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
 
     def train(self) -> None:
-        """Train to the last step, and report every step when it is done.
+        """Train to the last step, and report every completed step.
 
         Raises:
-            Interrupted: a process of the run was asked to stop; raised after the step.
+            Interrupted: a process of the run was asked to stop; raised after the current step.
         """
         try:
             with self.interrupt:
@@ -78,7 +78,7 @@ class Ensemble:
             self.end()
 
     def steps(self) -> Iterator[int]:
-        """Train, and yield the number of every step when it is done and reported.
+        """Train, and yield the number of every step after it is reported.
 
         Unlike `train`, this does not handle Ctrl-C, and leaves calling `end` to the caller.
         """
@@ -94,7 +94,7 @@ class Ensemble:
                 run.left_states = global_states(run.cluster.weights.device)
             if run.clients is not None:
                 run.clients.release()
-            run.cluster.gradient_at = None  # of the stack, whose memory is free then with the last name of the run
+            run.cluster.gradient_at = None  # refers to the stack, whose memory would otherwise stay in use with the run
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
 
@@ -120,7 +120,7 @@ class Ensemble:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process holds all nodes; either all runs are so, or none is."""
+        """Whether this process holds all nodes of all runs; otherwise it holds a part of every run."""
         return self.runs[0].is_alone
 
     @property
@@ -150,7 +150,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
             attend(ensemble.stacks, ensemble.training, step)
-        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # others resumed from a later step
+        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # the rest resumed from a later step
         stops = False
         for stack in ensemble.stacks:
             if taking.intersection(stack.runs):
@@ -209,7 +209,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         try:
             with runs[0].computing():
                 losses = stack.losses_and_grads(batch) if stack.taking else torch.empty(0)
-        except Exception as error:  # in the model or the data, which all runs of the stack share
+        except Exception as error:  # from the model or the data, which all runs of the stack share
             given = stack.few.batch if isinstance(batch, Uneven) else batch
             _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
             return False
@@ -218,7 +218,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         _take_own_steps(ensemble, stack)
     runs = [run for run in runs if run.trains]
     if any(run.is_over or run.is_validated for run in runs):
-        synchronize(device)  # or the time of a validation would have the rest of these steps
+        synchronize(device)  # otherwise the time of a validation would include the rest of these steps
     seconds = time.perf_counter() - started
     num_nodes = sum(run.cluster.num_nodes for run in runs)
     for run in runs:
@@ -234,9 +234,9 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
     """
     stops = False
     stepping = [(run, run.taking) for run in stack.runs if run.trains and run.cluster.step == step]
-    # The one read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
-    # but a run with a non-finite loss would train on: it must leave with the weights of its last good step, and
-    # callbacks, loggers and early stopping get every step's losses in that step.
+    # The only read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
+    # but a run with a non-finite loss must end with the weights of its last good step, and callbacks, loggers and
+    # early stopping need each step's losses in that step.
     values = losses.tolist() if ensemble.is_alone else []
     others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
     for run, rows in stepping:
@@ -262,7 +262,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Let every run communicate and step. Some runs may share optimizer calls."""
+    """Take the communication and optimizer step of every run. Some runs may share optimizer calls."""
     for run in stack.taking:
         if not run.is_running:
             run.put_back_resting()
@@ -286,7 +286,7 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
 
 
 class _own(AbstractContextManager[None]):
-    """Context for the code of one run, whose errors end only this run."""
+    """Context for the code of one run: an error in it ends only this run."""
 
     def __init__(self, ensemble: Ensemble, run: Run) -> None:
         self.ensemble, self.run = ensemble, run
@@ -305,10 +305,10 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a run while the others continue; raise the error if it is alone, or if nothing would be lost."""
+    """Remove a failed run so that the other runs continue, or raise the error if they cannot or nothing is lost."""
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
-        raise error  # with several processes, others may not have this error
+        raise error  # with several processes, the other processes may not have this error
     run.error = error
 
 
@@ -381,7 +381,7 @@ def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport
         return
     try:
         found = _of_ended(stack, runs)
-    except Exception as error:  # in the model or the data, which all these runs share
+    except Exception as error:  # from the model or the data, which all these runs share
         _all_leave(ensemble, runs, error)
         return
     for run, (own, tested) in found.items():
@@ -392,7 +392,7 @@ def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
-    """Return the mean of the losses that are not NaN: of the nodes that took a step. NaN if no node did."""
+    """Return the mean loss of the nodes that took a step, whose losses are not NaN; NaN if no node did."""
     total = sum(losses)
     if math.isnan(total):
         known = [loss for loss in losses if loss == loss]
@@ -425,7 +425,7 @@ def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.is_over:
             with _own(ensemble, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
-                    # With several processes, an interrupt of one of them could not be heard by the others any more.
+                    # With several processes, the other processes could no longer learn of an interrupt of one process.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
                         tell(callback, "on_end", run)
                 run.concluded = True
@@ -449,7 +449,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
                 before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
                 ensemble.check_draws(before, runs[0], "the model or a metric")
-        except Exception as error:  # in the model or the data, which all these runs share
+        except Exception as error:  # from the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
@@ -466,7 +466,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
 def _of_ended(
     stack: Stack, runs: Sequence[Run], briefly: bool = False
 ) -> dict[Run, tuple[dict[str, list[float]], dict[str, float]]]:
-    """Return run → what `measured_on` finds on its clients' data, and the history's columns for the test data."""
+    """Return run → the result of `measured_on` on its clients' data, and the history's columns for its test data."""
     started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
@@ -485,7 +485,7 @@ def _of_ended(
 def _of_all_nodes(
     losses: Tensor, batch: Any, stepping: Sequence[tuple[Run, slice]], requested: bool
 ) -> dict[Run, Tensor]:
-    """Return run → a row for each of its nodes (K, 4), of all processes, in one message for all runs of a stack.
+    """Return run → a row for each of its nodes in all processes (K, 4), with one message for all runs of a stack.
 
     The columns are the loss, whether the node's process was asked to stop after this step, and the numbers of examples
     and of tokens in the node's batch.

@@ -19,13 +19,13 @@ from vsim.training.alike import is_vsims
 class Optimizers:
     """Steps the optimizers of runs whose rows are adjacent in one matrix.
 
-    With few rows, the call of an optimizer takes longer than its arithmetic. Adjacent runs whose optimizers have one
-    class and equal options are therefore stepped by one optimizer over all their rows. Each run keeps its own optimizer
-    nevertheless; its state is a view of the run's rows in the joint state. Schedules, checkpoints and runs that
-    continue alone use only the run's own optimizer.
+    With few rows, the call of an optimizer takes longer than its arithmetic. Therefore one joint optimizer steps all
+    rows of adjacent runs whose optimizers have the same class and equal options. Each run still has its own optimizer,
+    whose state is a view of the run's rows in the joint state. Schedules, checkpoints and runs that continue alone use
+    only the run's optimizer.
 
     Args:
-        strategies: in the order of their rows.
+        strategies: the runs' strategies, in the order of their rows.
     """
 
     def __init__(self, strategies: Sequence[Algorithm]) -> None:
@@ -36,13 +36,13 @@ class Optimizers:
                 self._together.append((neighbours, _Together(neighbours)))
 
     def part(self) -> None:
-        """Let every strategy's optimizer continue by itself."""
+        """Dissolve all joint optimizers, so that every strategy's optimizer continues alone."""
         for _, optimizer in self._together:
             optimizer.part()
         self._together = []
 
     def step(self, taking: set[Algorithm]) -> set[Algorithm]:
-        """Step the joint optimizers of strategies in `taking`; return the strategies that they step."""
+        """Step the joint optimizers of strategies in `taking`; return the strategies that were stepped."""
         remaining = []
         for strategies, optimizer in self._together:
             if not (optimizer.agree() and taking.issuperset(strategies)):
@@ -74,7 +74,7 @@ class _Together:
             mark_stepped(part)
 
     def agree(self) -> bool:
-        """Return whether all parts have equal options, and have taken equally many steps.
+        """Return whether all parts have equal options and the same number of steps.
 
         A schedule or hook may have changed the options of one part, or reset its state.
         """
@@ -117,7 +117,7 @@ class _Together:
             start = stop
 
     def part(self) -> None:
-        """Dissolve the joint optimizer, so that every part continues alone with its own state."""
+        """Dissolve the joint optimizer, so that every part continues alone with its state."""
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             own = part.state[parameter]
             for key, value in own.items():
@@ -149,9 +149,9 @@ def _can_join(upper: Algorithm, lower: Algorithm) -> bool:
 
 
 def _is_plain(strategy: Algorithm) -> bool:
-    """Return whether the strategy's optimizer is as its `OptimSpec` builds it, and steps once per training step.
+    """Return whether the strategy's optimizer is exactly what its `OptimSpec` builds, stepped once per training step.
 
-    A user's own strategy class may do anything with its optimizer, such as reset the state or add hooks.
+    A user's strategy class may change its optimizer, for instance by resetting the state or adding hooks.
     """
     optimizer = strategy.optim
     if not is_vsims(type(strategy)) or not isinstance(optimizer, Optimizer) or type(optimizer) not in ELEMENTWISE:
@@ -168,7 +168,7 @@ def _parameter(optimizer: Optimizer) -> Tensor:
 
 
 def _of_all_rows(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the state of an optimizer, with None in place of tensors that have a row per node."""
+    """Return the state of an optimizer, with None instead of tensors that have a row per node."""
     state = optimizer.state.get(parameter) or {}
     return {key: None if _is_stacked(value, len(parameter)) else value for key, value in state.items()}
 

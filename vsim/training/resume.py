@@ -31,7 +31,7 @@ from vsim.training.run import Run
 
 
 def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return name → value of the run's state: of what has a row for each node, and of what is equal on all."""
+    """Return the run's state as two maps name → value: state with a row for each node, and state equal on all nodes."""
     cluster, strategy = run.cluster, run.strategy
     stacked: dict[str, Any] = {
         "weights": cluster.replicas.weights,
@@ -55,14 +55,14 @@ def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
-    """Yield (name, part, attribute, placement) for all that the strategy and its parts declare."""
+    """Yield (name, part, attribute, placement) for all state that the strategy and its parts declare."""
     for part, owner in owners(run.strategy).items():
         for attribute, placement in placements_of(owner).items():
             yield f"{part}.{attribute}", owner, attribute, placement
 
 
 def undeclared(run: Run) -> Contents:
-    """Return what the strategy does not declare."""
+    """Return the contents of the strategy's attributes that it does not declare."""
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
     known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
@@ -71,7 +71,7 @@ def undeclared(run: Run) -> Contents:
 
 
 def check_declared(run: Run) -> None:
-    """Raise a CheckpointError if attributes have changed that are not declared, which a checkpoint would not hold."""
+    """Raise a CheckpointError if undeclared attributes have changed, because a checkpoint would not hold them."""
     parts, rows = owners(run.strategy), len(run.rows)
     if found := changed(run.undeclared, undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
@@ -92,7 +92,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def begin(run: Run) -> None:
-    """Note what the strategy does not declare, and find state that cannot be saved, before training."""
+    """Record the strategy's undeclared attributes before training, and raise an error if state cannot be saved."""
     run.undeclared = undeclared(run)
     if run.spec.saving is not None:
         _settings(run)  # in all processes
@@ -101,10 +101,10 @@ def begin(run: Run) -> None:
 
 
 def save_if_due(run: Run, stops: bool) -> bool:
-    """Save a run after a step if a checkpoint is due, or if the run stops here. Every process calls this.
+    """Save a run after a step if a checkpoint is due, or if the run stops here. Every process has to call this.
 
     Returns:
-        Whether the user's folder is up to date; if saving failed, a warning says why.
+        Whether the user's folder is up to date. If saving failed, a warning gives the reason.
     """
     saving = run.spec.saving
     if saving is None:
@@ -131,7 +131,7 @@ def _save(run: Run, folder: Path) -> None:
     checkpoint = captured(run)
     try:
         if run.is_first:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder may not exist yet
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only a temporary folder may be missing
             checkpoint.save(checkpoint_path(folder, run.done))
             prune(folder, run.done)
     finally:
@@ -182,13 +182,13 @@ def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
 def _gathered(
     run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
 ) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
-    """Return the state of all processes, in the first node's process, and the first problem of a process, in all."""
+    """Return the state of all processes, in the first node's process only, and in every process the first problem."""
     collectives = run.cluster.collectives
     text, contents = packed([stacked, shared])
     told = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
     if problems := [one for one, *_ in told if one]:
         return problems[0], {}, {}
-    # Each content is sent once, by the first process that has it.
+    # The first process that has a content sends it, so each content is sent once.
     first = {d: (rank, n) for rank, (*_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
     for digest, (rank, size) in first.items():
         flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
@@ -209,10 +209,10 @@ def _gathered(
 def rows_of(
     run: Run, rows: Sequence[int], matrix: bool = False, sent: Mapping[str, Encoded] | None = None
 ) -> dict[str, Encoded]:
-    """Return what these rows of a run hold, encoded.
+    """Return the encoded state of these rows of a run.
 
     Args:
-        matrix: weights and buffers, too. sent: what a row of another process holds; it is row −1.
+        matrix: whether to include weights and buffers. sent: the state of another process's row, here row −1.
     """
     held, found = [len(run.rows)], {}
     for name, value in _state(run)[0].items():
@@ -226,7 +226,7 @@ def rows_of(
 
 
 def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
-    """Fill the rows of a run, which may be fewer or more than before, with what `rows_of` returned.
+    """Fill the rows of a run, whose number may have changed, with the state that `rows_of` returned.
 
     Raises:
         ValueError: weights or buffers have other shapes.
@@ -244,7 +244,7 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
 
 
 def made_in_setup(run: Run) -> dict[str, Any]:
-    """Return name → value of what the strategy has declared as stacked."""
+    """Return name → value of the state that the strategy declares as stacked."""
     return {n: getattr(owner, own) for n, owner, own, placement in _declared(run) if placement == "stacked"}
 
 
@@ -259,8 +259,8 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     """Restore the checkpoint's state in a newly set up run, including the global random generators.
 
     Raises:
-        CheckpointError: the checkpoint is of another run (the message names the differences), or is beyond this run's
-            last step.
+        CheckpointError: the checkpoint is from another run (the message names the differences), or from a step beyond
+            this run's last step.
     """
     if not checkpoint.forks:
         _check_same(run, checkpoint)
@@ -296,7 +296,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     filled = {
         name: filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
         for name, live in _state(run)[1].items()
-        if name in checkpoint.shared or not name.startswith("callback ")  # new here
+        if name in checkpoint.shared or not name.startswith("callback ")  # a new callback
     }
     filler.check()
     for name, owner, attribute, placement in _declared(run):
@@ -306,7 +306,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     for own in run.strategy.schedulers:
         for other in own[1:]:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
-    if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # as many processes
+    if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # the processes hold the same numbers of nodes
         states = own_of(checkpoint.shared["process"], [*run.nodes], held)
         set_global_states(
             Filler(cluster.collectives, torch.device("cpu")).fill(states, None, "process"), cluster.weights.device
@@ -374,7 +374,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
-    """Restore the inner optimizers' state, or clear it if it does not fit, such as one row for all nodes."""
+    """Restore the inner optimizers' state; clear it if it does not fit, for instance with one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
@@ -392,7 +392,7 @@ def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Return whether an optimizer has all state that its options imply, and for all nodes if the nodes share it."""
+    """Return whether an optimizer has all state that its options imply, for every node if the nodes share it."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

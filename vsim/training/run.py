@@ -36,7 +36,7 @@ _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 
 class Diverged(FloatingPointError):
-    """Losses or weights of a run are not finite. All processes of the run find this at the same time."""
+    """Losses or weights of a run are not finite. All processes of the run raise this at the same time."""
 
 
 @dataclass(eq=False)
@@ -47,35 +47,36 @@ class Run:
 
     Attributes:
         spec: the run's options. report: called with the outcome of every step.
-        history: the record of these outcomes, if this process keeps one.
-        collectives: how nodes communicate. batches: stacked batches (R, B, …), with a plan of all that may take part.
+        history: the record of the outcomes of all steps; None if this process keeps no record.
+        collectives: how nodes communicate.
+        batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
         plan: which nodes take part in which steps; None: all nodes in all steps.
-        data_states: what the run's data draw from; None: from the process's random generators, which are the run's own.
+        data_states: the random states that the run's data draw from; None: the process's random generators.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
-        rows: the run's rows of the stack's matrix: of its present nodes that are held here, or one row if none is.
-        cluster: its nodes. strategy: its own copy.
-        generators: for randomness in the model, of as many nodes as are ever held here at once. made: what the strategy
-            declared as stacked in its setup, by name, for as many nodes.
-        objective: model and loss, shared with its stack.
+        rows: this process's rows of the stack's matrix for present nodes of the run; one row if no node is present.
+        cluster: the run's nodes. strategy: the run's copy of the strategy.
+        generators: for randomness in the model, one for each row that this process may hold at once.
+        made: name → state that the strategy declared as stacked in its setup, with as many rows.
+        objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
         evaluator: measures the run on the validation data; None without validation data.
-        validation: the examples of the validation, on the run's device, once they are known.
+        validation: the examples of the validation, on the run's device; None until they are found.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
         starts: whether the run's first row is still to be reported; False in a resumed run.
-        left_states: the states in which training left the process's random generators.
+        left_states: the states of the process's random generators after training.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
-        undeclared: what the strategy does not declare, as training began; see `vsim.checkpoint.undeclared`.
-        error: the error that ended this run; the others continue.
-        stopped: whether this run was stopped before the others.
-        concluded: whether its last step is reported and saved, and its callbacks know that it has ended.
-        trial_steps: in this number of steps, from the next one on, draws from the global random generators are found.
-        rungs: steps after which the run is validated, besides the requested ones.
+        undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
+        error: the error that ended this run; the other runs continue.
+        stopped: whether this run was stopped before the other runs.
+        concluded: whether the last step is reported and saved, and the callbacks have got `on_end`.
+        trial_steps: number of next steps in which draws from the global random generators are looked for.
+        rungs: steps after which the run is validated, besides the requested steps.
         node_losses: the losses of the nodes (K,) in the current or last step.
-        clients: the state of a population's clients, if the run has a population.
+        clients: the state of a population's clients; None without a population.
         client_data: validation data of each node or client, for measuring the final global model; may be empty.
-        test_data: the test data, for the same; may be empty.
+        test_data: the test data, for measuring the final global model; may be empty.
     """
 
     spec: RunSpec
@@ -117,9 +118,9 @@ class Run:
     lr: float = 0.0
     known_events: int = 0
     clients: Clients | None = None
-    # Rows, weights and buffers of the nodes that rest in this step.
+    # Rows, weights and buffers of nodes that rest in this step.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
-    # The global model's weights (P,), to be measured next.
+    # The global model's weights (P,), measured next.
     global_weights: Tensor | None = None
 
     # The clock ------------------------------------------------------------------------------------------------------
@@ -161,14 +162,14 @@ class Run:
         self.max_steps = self.done
 
     def begins_segment(self, step: int) -> bool:
-        """Return whether `step` is the run's next step and begins a segment of its plan, or a fork within a segment."""
+        """Return whether `step` comes next, and begins a segment of the run's plan, or a fork within a segment."""
         if self.plan is None or not self.is_running or self.done != step - 1:
             return False
         return self.starts or self.plan.segment(step).first == step
 
     @property
     def is_validated(self) -> bool:
-        """Whether a validation is due: in the first and the last row, at a rung, and every `val_interval` steps."""
+        """Whether a validation is due: for the first and the last row, at a rung, and every `val_interval` steps."""
         return self.evaluator is not None and (
             self.starts or self.is_over or self.done in self.rungs or _every(self.spec.val_interval, self.done)
         )
@@ -186,12 +187,12 @@ class Run:
 
     @property
     def is_to_be_moved(self) -> bool:
-        """Whether the run is to be saved, or its nodes come and go."""
+        """Whether the run's state must be savable or movable: the run is saved, or its nodes come and go."""
         return self.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
 
     @property
     def random_states(self) -> dict[str, Any]:
-        """The states of the global random generators, which the run's data, or the run alone, draws from."""
+        """The states of the global random generators from which the run's data draw; or, run alone, the whole run."""
         if self.data_states is not None:
             return self.data_states.states
         return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
@@ -203,12 +204,12 @@ class Run:
 
     @property
     def nodes(self) -> range:
-        """The places among the present nodes of those that this process holds."""
+        """The indices of this process's nodes among the present nodes."""
         return self.collectives.nodes
 
     @property
     def taking(self) -> slice:
-        """The rows of the matrix whose nodes take part, and are held here."""
+        """The rows of the matrix of this process's present nodes."""
         return slice(self.rows.start, self.rows.start + len(self.nodes))
 
     @property
@@ -217,13 +218,13 @@ class Run:
         return self.collectives.rank == 0
 
     def keep_resting(self) -> None:
-        """Save the rows that the next step computes of nodes that rest, or of a run that has ended."""
+        """Save the rows of resting nodes, or of a run that has ended, before the next step computes all rows."""
         rows = self.cluster.resting if self.is_running else [*range(len(self.nodes))]
         buffers = self.cluster.replicas.buffers
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     def put_back_resting(self) -> None:
-        """Restore the rows of nodes that rest in this step, which were computed with the others."""
+        """Restore the rows of resting nodes, which the step has computed with all rows."""
         if self._kept is None:
             return
         rows, weights, buffers = self._kept
@@ -233,7 +234,7 @@ class Run:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of the nodes (K,) in the last step, NaN for absent nodes; of a cohort, in the cohort's order."""
+        """The losses of the nodes (K,) in the last step, NaN for absent nodes; with a cohort, in the cohort's order."""
         spec, losses = self.spec, self.node_losses
         if self.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
@@ -262,8 +263,8 @@ class Run:
     def each_model(self, f: Callable[[nn.Module], object]) -> None:
         """Call f(model) for every copy of the model's Python with which this run computes.
 
-        All nodes may share one copy, also with other runs of a comparison, unless `together=False`. `f` may change
-        plain attributes, such as a temperature or a flag, from the next step on. Parameters belong to no node here.
+        All nodes, and unless `together=False` also other runs of a comparison, may share one copy. `f` may change plain
+        attributes, such as a temperature or a flag, from the next step on. Parameters of the copy belong to no node.
         """
         for model in self.objective.models():
             f(model)
@@ -273,14 +274,14 @@ class Run:
         """Set weights and buffers on all nodes, as if every rank called `model.load_state_dict(state, strict=False)`.
 
         Nothing is billed. Optimizers and strategies keep their own state: the outer weights of DiLoCo, for instance,
-        stay as they are, so that its next sync counts the change as part of the nodes' progress.
+        do not change, so that its next sync counts the change as part of the nodes' progress.
 
         Args:
             state: name → tensor, for some or all parameters and buffers. A parameter that requires no gradient is
                 shared with other runs, and cannot get another value.
 
         Raises:
-            ValueError: a name is unknown, or a value does not fit. Nothing is set then.
+            ValueError: a name is unknown, or a value does not fit. Then no value is set.
         """
         replicas, targets = self.cluster.replicas, {}
         rows = {**replicas.views(replicas.weights), **replicas.buffers}
@@ -304,10 +305,11 @@ class Run:
     def freeze(self, names: str | Iterable[str]) -> None:
         """Freeze parameters from the next step on, as if every rank called `requires_grad_(False)` on them.
 
-        Their gradient is zero before gradients are communicated, and the inner optimizer skips them: weight decay and
-        momentum leave them alone. For the strategy they are parameters as before: communicated, billed, averaged at a
-        sync if nodes differ, and moved by the momentum of an outer optimizer. Buffers of a frozen module, such as
-        running statistics, change as before. With several processes, call this in all of them.
+        Gradients of frozen parameters are set to zero before communication, and the inner optimizer skips the
+        parameters: weight decay and momentum do not change them. The strategy still communicates and bills frozen
+        parameters, averages them at a sync if nodes differ, and moves them by the momentum of an outer optimizer.
+        Buffers of a frozen module, such as running statistics, still change. With several processes, call this in every
+        process.
 
         Args:
             names: of parameters, or of modules: "encoder" stands for all parameters in `model.encoder`.
@@ -319,13 +321,13 @@ class Run:
         self.cluster.frozen |= {name: True for name in self._parameters_in(names) if name in trained}
 
     def unfreeze(self, names: str | Iterable[str]) -> None:
-        """Train frozen parameters from the next step on, with the optimizer state that they had when they were frozen.
+        """Train frozen parameters from the next step on, with their optimizer state from when they were frozen.
 
         Args:
             names: see `freeze`.
 
         Raises:
-            ValueError: a name is unknown, or the model has a parameter that requires no gradient itself.
+            ValueError: a name is unknown, or a parameter requires no gradient in the model itself.
         """
         own = self._parameters_in(names)
         if never := [name for name in own if name in self.cluster.replicas.frozen]:
@@ -336,7 +338,7 @@ class Run:
         self.cluster.frozen |= {name: False for name in own if name in self.cluster.frozen}
 
     def _parameters_in(self, names: str | Iterable[str]) -> list[str]:
-        """Return the parameters that have these names or are in modules with these names."""
+        """Return the parameters with these names, or in modules with these names."""
         replicas = self.cluster.replicas
         within: dict[str, list[str]] = {}
         of_model = {*(c.name for c in replicas.layout), *replicas.frozen}
@@ -355,14 +357,14 @@ class Run:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of the history that are measured at some or all steps."""
+        """The columns of the history that this run measures, at some or all steps."""
         validated = self.evaluator is not None
         apart = self.spec.correlation_interval is not None
         absent = {
             *(() if validated else VALIDATED),
             *(() if apart else SPREAD),
             *(ACCURACIES if self.spec.accuracy is False else ()),
-            *TESTED,  # of the last row, when the run is over
+            *TESTED,  # in the last row, when the run is over
         }
         own = [c for c in COLUMNS if c not in absent]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
@@ -370,7 +372,7 @@ class Run:
     @property
     def shares(self) -> tuple[bool, bool]:
         """Whether the nodes share one row of weights, and whether they share one row of gradients."""
-        # In an exact run every node has its row, so that it sums in the same order as with a process for each node.
+        # In a deterministic run every node has its row, to sum in the same order as with a process for each node.
         in_one = not self.spec.deterministic and min(map(len, self.collectives.ranges)) > 1
         strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
@@ -384,7 +386,7 @@ class Run:
         """Return a context for calls of the model in a step.
 
         Raises:
-            ValueError: with `deterministic=True`, the model draws where no node has a generator of its own.
+            ValueError: with `deterministic=True`, the model draws from `random` or `numpy.random`, which no node owns.
         """
         device = self.cluster.weights.device
         before = fingerprints(device) if self.spec.deterministic and self.trial_steps > 0 else {}
@@ -403,7 +405,7 @@ class Run:
             return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
 
     def client_model(self, client: int) -> nn.Module:
-        """Return a copy of the model that a node or client uses: the global one, with what is the client's own."""
+        """Return a copy of the model that a node or client uses: the global model with the client's personal values."""
         whole_number("client", client, at_least=0, at_most=self.spec.population - 1)
         with torch.no_grad(), self.strategy.evaluating():
             models = OwnModels(self.strategy, self.cluster, self.clients)
@@ -414,7 +416,7 @@ class Run:
         """Return the weights (P,) of the global model.
 
         Raises:
-            TypeError: the strategy returns something else than weights of this shape and dtype.
+            TypeError: the strategy does not return a tensor of the weights' shape and dtype.
         """
         weights, own = self.strategy.global_weights(), self.cluster.weights[0]
         if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
@@ -431,7 +433,7 @@ class Run:
         return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
 
     def mean_weights(self) -> Tensor:
-        """Return the mean of the nodes' weights (P,), as the strategy evaluates them."""
+        """Return the mean (P,) of the nodes' weights as the strategy evaluates them."""
         with torch.no_grad(), self.strategy.evaluating():
             return self.cluster.mean_weights()
 
@@ -442,7 +444,7 @@ class Run:
             losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
 
         Raises:
-            IndexError: the loss of a node on an accelerator has an index out of range.
+            IndexError: on an accelerator, the loss of a node has an index out of range.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -464,10 +466,11 @@ class Run:
             )
 
     def _check_indices(self, nodes: Sequence[int], odd: Collection[int], batch: Any) -> None:
-        """Raise an IndexError if an index was out of range in the loss of an odd node that is held here.
+        """Raise an IndexError if an index was out of range in the loss of one of this process's `odd` nodes.
 
         Args:
-            nodes: the nodes whose losses are known. batch: the batch of those that are held here.
+            nodes: the nodes whose losses are known. odd: nodes with a non-finite loss.
+            batch: the batch of this process's nodes.
         """
         held, replicas = [self.cluster.active[row] for row in self.nodes], self.cluster.replicas
         for place, node in enumerate(node for node in nodes if node in held):
@@ -482,7 +485,7 @@ class Run:
                 raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
 
     def check_weights(self) -> None:
-        """Raise `Diverged` if weights are not finite, which no loss shows after the last step."""
+        """Raise `Diverged` if weights are not finite. After the last step, no loss shows this."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return

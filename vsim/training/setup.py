@@ -62,13 +62,13 @@ WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
     "has to fit on a device whole"
 )
-# Models of at most this many weights get a row per node even if the nodes are equal, because copying the row is faster
-# than a separate call.
+# Models of at most this size (weights) get a row per node even if the nodes are equal, because copying the row is
+# faster than a separate call.
 _SMALL = 2**16
 
 
 def batches_of(spec: RunSpec, collectives: Collectives) -> BatchSource:
-    """Return the batches of the nodes that this process holds; of all that may take part, where these come and go."""
+    """Return the batches of this process's nodes; with participation, of all nodes that may take part."""
     everyone = spec.population
     held = collectives.nodes if spec.participation is None else range(everyone)
     datasets = resolve(spec.train_dataset, everyone, held, True, "train_dataset")
@@ -98,17 +98,17 @@ def prepare(
 
     Args:
         specs, reports, histories: one per run; reports and histories receive the outcomes.
-        connect: makes the collectives of a run, which say which nodes this process holds; None: all nodes.
+        connect: makes the collectives of a run, which know the nodes of this process; None: all nodes.
         interrupt: the request to stop that all runs share.
-        batches: makes the batches of a run. executor: computes the gradients; default as the specs say.
+        batches: makes the batches of a run. executor: computes the gradients; default: the executor that specs name.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
-        TypeError, ValueError: a spec is refused; with several runs, the run is named.
+        TypeError, ValueError: a spec is invalid; with several runs, the message names the run.
     """
     runs = []
     for spec, report, history in zip(specs, reports, histories, strict=True):
-        ledger = history.ledger  # may be of another run
+        ledger = history.ledger  # may belong to another run
         collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
         check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
         own = None if len(specs) == 1 else DataStates(spec.seed, device)
@@ -118,18 +118,18 @@ def prepare(
         with naming(spec.label if len(specs) > 1 else ""):
             plan = _plan_of(spec, own_batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
-            history.ledger.clock = {"compute": spec.compute.as_plain()}  # decides which nodes are late
+            history.ledger.clock = {"compute": spec.compute.as_plain()}  # compute times decide which nodes are late
         held = collectives, own_batches, plan, own
         runs.append(Run(spec, report, history, *held, client_data=client_data, test_data=test_data))
     return assemble(runs, executor or executor_of(specs[0].executor), device, interrupt)
 
 
 def bytes_of_node(spec: RunSpec) -> int:
-    """Return the bytes that a node takes at the least: for weights, gradients, buffers and the optimizer's state."""
+    """Return the least bytes of a node: its weights, gradients, buffers and optimizer state."""
     row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
     in_one = not spec.deterministic
     optim = spec.strategy.optim_spec
-    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # others may keep less than a row
+    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # else perhaps less than a row
     weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
     grads = 0 if in_one and spec.strategy.shares_grads else row
     of_generator = generator(spec.seed, NODE).get_state().nbytes
@@ -137,9 +137,9 @@ def bytes_of_node(spec: RunSpec) -> int:
 
 
 def _measured_at_the_end(spec: RunSpec) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
-    """Return the validation data of every node or client, and the test data in a list; empty where there are none."""
+    """Return the validation data of every node or client, and a list of the test data; either may be empty."""
     clients, test, everyone = spec.client_val_dataset, spec.test_dataset, range(spec.population)
-    train = isinstance(clients, Partition)  # which deals out one dataset: the training data, or another
+    train = isinstance(clients, Partition)  # splits one dataset: the training data, or another
     return (
         [] if clients is None else resolve(clients, len(everyone), everyone, train, "client_val_dataset"),
         [] if test is None else resolve(test, spec.num_nodes, range(1), False, "test_dataset"),
@@ -179,7 +179,7 @@ def assemble(
 
 
 def can_join(run: Run) -> bool:
-    """Return whether a run can share a stack: it trains in lockstep, and a row per node costs little."""
+    """Return whether a run can share a stack: its nodes step in lockstep, and a row per node costs little."""
     if run.spec.strategy.is_asynchronous:
         return False
     trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
@@ -187,14 +187,14 @@ def can_join(run: Run) -> bool:
 
 
 def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[Replicas]]:
-    """Return all rows of a stack, and what each of its runs holds, in their order."""
+    """Return all rows of a stack, and the rows of each run, in the runs' order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
     if len(runs) == 1:
         share_weights, share_grads = runs[0].shares
         whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
         return whole, [whole.rows(0, counts[0], runs[0].nodes.start)]
     whole = Replicas.of_several(models, counts, device)
-    # Shared rows are adjacent, so that one optimizer call can step them, too.
+    # Rows that a run's nodes share are adjacent, so that one optimizer call can step them, too.
     num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
     weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
     parts, start, next_weights, next_grads = list[Replicas](), 0, 0, 0
@@ -227,11 +227,11 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def _are_alike(first: Run, other: Run) -> bool:
-    """Return whether losses and gradients of two runs can be computed in one call."""
+    """Return whether one call can compute the losses and gradients of both runs."""
     one, two = first.spec, other.spec
-    if (first.plan is None) != (other.plan is None):  # with a plan, batches get smaller at other steps
+    if (first.plan is None) != (other.plan is None):  # with a plan, the steps with smaller batches differ
         return False
-    longest = max(first.steps, other.steps)  # the shorter one leaves its rows when it is over
+    longest = max(first.steps, other.steps)  # the shorter run leaves its rows when it is over
     return (
         first.start == other.start
         and one.minibatch_size == two.minibatch_size
@@ -253,7 +253,7 @@ def _stacked(
     loss_fn, accuracy = copied(spec.loss_fn, "loss_fn"), copied(spec.accuracy, "accuracy")
     objective = Objective(whole.module, loss_fn, accuracy).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    # On an accelerator a deterministic run takes all nodes at once: pieces that follow from free memory do not repeat.
+    # A deterministic run on an accelerator computes all nodes at once: the size of pieces would depend on free memory.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
     settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
@@ -268,7 +268,7 @@ def _stacked(
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
         run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
-    if spec.participation is not None:  # of all runs of the stack, which start at one step
+    if spec.participation is not None:  # so have all runs of the stack, and they start at the same step
         arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
     engine = stack.executor
     _find_validation_examples(runs, device)
@@ -277,7 +277,7 @@ def _stacked(
         if run.spec.start is not None:
             with run.fetching(), naming(run.spec.label if len(runs) > 1 else ""):
                 resume(run, run.spec.start)
-            run.spec = replace(run.spec, start=None)  # a checkpoint holds memory
+            run.spec = replace(run.spec, start=None)  # free the checkpoint's memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
     feed(stack, runs[0].done)
@@ -305,7 +305,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     spec = run.spec
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
-    run.collectives.position.begin(0, "end")  # the ledger may be of runs that start again
+    run.collectives.position.begin(0, "end")  # the ledger may be from an earlier start of the run
     cluster = Cluster(
         replicas,
         run.collectives,
@@ -361,7 +361,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
 
 
 def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None:
-    """Give every run with validation data its validation examples on `device`.
+    """Set the validation examples, on `device`, of every run with validation data.
 
     Runs with equal examples get the same object, and are measured together.
     """
@@ -387,7 +387,7 @@ def _equal_examples(one: Any, other: Any) -> bool:
 
 
 def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, batch: Any) -> int | None:
-    """Return the largest minibatch that fits into the memory of every process, None for the whole batch."""
+    """Return the largest minibatch that fits into the memory of every process; None: the whole batch."""
     assert spec.max_memory_usage is not None
     cluster = runs[0].cluster
     device = cluster.weights.device

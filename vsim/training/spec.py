@@ -54,8 +54,8 @@ _FLAGS = ("shuffle", "autocast", "deterministic", "compile")
 class RunSpec:
     """The options of a run. `Trainer.fit` documents the keyword arguments.
 
-    To add an option, add a field here and a line to the docstring of `fit`. The signatures of `fit`, `compare` and
-    `sweep` come from this class.
+    To add an option, add a field to this class and a line to the docstring of `fit`. The signatures of `fit`, `compare`
+    and `sweep` are made from this class.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.
@@ -122,7 +122,7 @@ class RunSpec:
     eval_loss_hook: Hook | None = None
 
     def __post_init__(self) -> None:
-        """Check the options, and replace them by their checked values. Checking these again changes nothing."""
+        """Check the options, and replace them by their checked values. A second check changes nothing."""
         if not isinstance(self.strategy, Algorithm):
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
         if not hasattr(self.strategy, "communication_modules"):
@@ -158,7 +158,7 @@ class RunSpec:
         object.__setattr__(self, name, value)
 
     def _take_attack(self) -> None:
-        """Make the strategy again, with the attack, and flip the labels that attackers learn from."""
+        """Rebuild the strategy with the attack, and flip the labels of attackers' training data."""
         strategy = self.strategy
         if self.attack is not None:
             if strategy.attack is not None:
@@ -318,7 +318,7 @@ class RunSpec:
 
     @property
     def population(self) -> int:
-        """The nodes, or clients, that may take part."""
+        """The number of nodes or clients that may take part."""
         return self.num_nodes if self.participation is None else self.participation.population(self.num_nodes)
 
     @property
@@ -359,8 +359,8 @@ Result = TypeVar("Result")
 def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Function], Function]:
     """Replace `**options` in a function's signature by the keyword arguments of `of`.
 
-    An unknown keyword raises a TypeError that names the nearest valid one. The function trains in any mode of its
-    caller: `torch.no_grad` and `torch.inference_mode` end where it begins.
+    An unknown keyword raises a TypeError that names the nearest valid keyword. The function can train in any mode of
+    its caller, because `torch.no_grad` and `torch.inference_mode` are switched off in it.
 
     Args:
         but: arguments of `of` that the function does not take.
@@ -392,7 +392,7 @@ def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Func
 
 
 def option_defaults() -> dict[str, Any]:
-    """Return option → default, for the options that have one."""
+    """Return option → default, for options with a default."""
     parameters = inspect.signature(RunSpec).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
@@ -403,5 +403,5 @@ def typed_by(
         RunSpec,
     ],
 ) -> Callable[[Callable[..., Result]], Callable[Concatenate[Any, Options], Result]]:
-    """Give a method the type that takes the keyword arguments of `spec`, for type checkers and editors."""
+    """Type a method as taking the keyword arguments of `spec`, for type checkers and editors."""
     return lambda method: method

@@ -30,12 +30,12 @@ class FewRows:
     """Computes a part of an executor's rows, on copies: rows whose batches have equal sizes, or rows at other weights.
 
     Args:
-        whole: as many rows as there can be.
+        whole: the largest number of rows.
         make: makes an executor for other rows and their random generators.
 
     Attributes:
-        engine: computes all rows that are present.
-        batch: the stacked batch (n, B, …) that was computed last.
+        engine: computes all present rows.
+        batch: the last computed stacked batch (n, B, …).
     """
 
     engine: Executor
@@ -99,7 +99,7 @@ class FewRows:
         return executor.replicas.grads.clone()
 
     def _placed(self, rows: list[int], weights: Tensor) -> Executor:
-        """Return the executor of the copies, which hold these weights (n, P) and the buffers of the rows."""
+        """Return an executor of copies of the rows, with these weights (n, P) and the rows' buffers."""
         whole, number = self.engine.replicas, len(rows)
         if number not in self._made:
             self._made[number] = self._make(self._copies.rows(0, number), [])
@@ -124,17 +124,17 @@ def _computed(executor: Executor, rows: list[int], batch: Any, minibatch_size: i
 class Stack:
     """Runs of equal model and shapes. Their nodes are rows of one matrix, whose gradients are computed in one call.
 
-    Present rows come first: those of the runs in `taking`, which are computed. Behind them are the rows of runs that
-    have ended, and rows that nobody has now.
+    Present rows come first: the rows of the runs in `taking`, which are computed. Then come the rows of runs that have
+    ended, and rows without a node.
 
     Attributes:
-        whole: all rows. If all nodes of a run share one row of weights or gradients, and other runs train beside it,
-            the run holds that row apart.
-        make: makes an executor for some of them and their random generators.
-        taking: the runs with present rows, in the order of these.
+        whole: all rows. If all nodes of a run share one row of weights or gradients, and the stack has other runs,
+            the run keeps that row outside the matrix.
+        make: makes an executor for some of the rows and their random generators.
+        taking: the runs with present rows, in the order of their rows.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
-        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the one that was computed last.
+        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the last computed batch.
         optimizers: the runs' optimizers, stepped in few calls.
         take_own_step: takes the step of the stack's only run, if the run is asynchronous.
         is_small: whether one thread computes the present rows.
@@ -151,13 +151,13 @@ class Stack:
     batch: Any = None
     take_own_step: Callable[[], None] | None = None
     is_small: bool = False
-    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # what runs hold apart, and their rows
+    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # rows outside the matrix, and their runs' rows
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
 
     def place(self, run: Run, rows: range) -> None:
-        """Give a run these rows, besides what it holds apart."""
+        """Give a run these rows of the matrix; rows that it keeps outside the matrix stay."""
         earlier, run.rows = run.cluster.replicas, rows
-        first = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has the row of one
+        first = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has one row
         own = self.whole.rows(rows.start, rows.stop, first)
         if storage_key(earlier.weights) != storage_key(self.whole.weights):
             own = replace(own, weights=earlier.weights)
@@ -167,7 +167,7 @@ class Stack:
         run.strategy.move_rows(earlier)
 
     def compute_first(self, taking: Sequence[Run]) -> None:
-        """Compute the rows of these runs, which come first in the matrix, from now on."""
+        """From now on, compute the rows of these runs, which come first in the matrix."""
         self.taking = [run for run in taking if run.nodes]
         key = storage_key(self.whole.weights)
         apart = (run for run in self.taking if storage_key(run.cluster.replicas.weights) != key)
@@ -188,7 +188,7 @@ class Stack:
         """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows.
 
         Raises:
-            ValueError: forward changes the copies of a shared row in different ways.
+            ValueError: forward changes the copies of a shared row differently.
         """
         self.batch = batch
         for own, rows in self._apart:
