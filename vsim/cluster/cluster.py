@@ -27,15 +27,15 @@ class Cluster:
     Attributes:
         replicas: the weights, gradients and buffers of the nodes held here.
         collectives: the only way for nodes to communicate.
-        generator: for random decisions of all nodes together (masks, islands, cohorts). It lives on the CPU, so that
-            the decisions do not depend on the device.
+        generator: for random decisions of all nodes together (masks, islands, cohorts); on the CPU, so that the
+            decisions do not depend on the device.
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
-        gradient_at: computes the gradients of the nodes held here at other weights; None where no step is computed.
+        gradient_at: computes the gradients of the nodes held here at other weights; None if steps are not computed.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
             the strategy steps them.
@@ -95,7 +95,7 @@ class Cluster:
 
     @property
     def clock(self) -> tuple[int, ...]:
-        """(K,) each node's own completed steps."""
+        """(K,) the number of steps that each node has completed."""
         if self.plan is None:
             return (self.completed,) * self.num_nodes
         step = max(1, self.completed)
@@ -132,16 +132,16 @@ class Cluster:
         return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
-        """Return stacked gradients (R, P) at weights `at`, stacked (R, P), as a second pass of every node would.
+        """Return stacked gradients (R, P) at weights `at`, stacked (R, P), as by a second pass of every node.
 
-        Nothing else changes: neither weights, gradients and buffers of the nodes, nor their random streams, so that all
-        gradients of a step draw the same numbers. Frozen parameters have a gradient of zero.
+        Weights, gradients, buffers and random streams of the nodes stay unchanged, so that all gradients of a step draw
+        the same numbers. Frozen parameters have a gradient of zero.
 
         Args:
             batch: stacked batch (R, B, …) of the nodes held here; default: the batch of the current step.
 
         Raises:
-            ValueError: `at` has another shape, or no step is computed: outside of a run, or on a virtual clock.
+            ValueError: `at` has another shape, or no step is being computed (outside of a run, or on a virtual clock).
         """
         if at.shape != self.weights.shape:
             raise ValueError(f"gradient(at=…) takes stacked weights {[*self.weights.shape]}, got {[*at.shape]}")
@@ -161,7 +161,7 @@ class Cluster:
         return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,), for evaluation, unbilled. Equal weights are not rounded."""
+        """Return the mean replica, shared (P,), for evaluation, unbilled; do not round weights equal on all nodes."""
         if self.replicas.shares_weights:
             return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce

@@ -36,7 +36,7 @@ _P = ParamSpec("_P")
 
 
 def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
-    """Make a collective wait for its result. `Collectives.start` calls the wrapped function, which only issues it."""
+    """Make a collective wait for its result. `Collectives.start` calls the wrapped function, which does not wait."""
 
     @wraps(issue)
     def collective(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
@@ -46,7 +46,7 @@ def _awaited(issue: Callable[_P, Finish]) -> Callable[_P, Tensor]:
 
 
 class Pending:
-    """A collective whose result is taken later; see `Collectives.start`. It is saved with a run.
+    """A collective whose result is taken later; see `Collectives.start`. A run saves its pending collectives.
 
     Attributes:
         due: the step at which the result is taken.
@@ -83,15 +83,18 @@ class Pending:
 class Collectives(ABC):
     """The collectives of a cluster of K nodes; every call is recorded in the ledger.
 
-    All collectives take `label`, the name in the ledger, and `payload_bytes`, the bytes that one node hands in if they
-    are not the bytes of its row (packed indices, fewer bits). `among` lists the nodes that take part; default all. For
-    `all_reduce` it may list several groups of nodes, each of which reduces separately. With `among`, results are
-    stacked, and a node that does not take part keeps its own row.
+    All collectives take the following arguments:
+
+    - `label`: the name in the ledger;
+    - `payload_bytes`: the bytes that one node hands in, if they are not the bytes of its row (packed indices, fewer
+      bits);
+    - `among`: the nodes that take part; default: all. `all_reduce` and `merge` also take a list of several groups, each
+      of which reduces separately. With `among`, results are stacked, and a node that does not take part keeps its row.
 
     Nodes are named by the numbers in `active`; rows and weights are in the order of `active`.
 
-    Nodes that take part now have the places 0 … n − 1 in `active`. A process without such a node calls the collectives,
-    too, with one row that no node receives: its shared state stays up to date.
+    Nodes that take part now have the places 0 … n − 1 in `active`. A process that holds none of them also calls the
+    collectives, with one row that no node receives, to keep its shared state up to date.
 
     Args:
         ledger: records the calls.
@@ -99,10 +102,10 @@ class Collectives(ABC):
             clients of a population. rank: the number of this process.
 
     Attributes:
-        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n. nodes: the
-            places of those held here. ranges: the places of those that each process holds.
+        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n.
+        nodes: the places in `active` that this process holds. ranges: the places that each process holds.
         is_alone: whether this process holds all machines.
-        position: the step and moment that calls now belong to: the ledger's.
+        position: the step and moment of the calls, shared with the ledger.
         label: the label of the last call.
     """
 
@@ -120,7 +123,7 @@ class Collectives(ABC):
         """Set the nodes that take part from now on, by their numbers in the ledger.
 
         Args:
-            machines: those that compute, one for each; default the first.
+            machines: the machines that compute for these nodes, in the same order; default: the first machines.
         """
         self.num_nodes, everyone = len(active), range(self.ledger.num_nodes)
         is_everyone = active == everyone if isinstance(active, range) else [*active] == [*everyone[: len(active) + 1]]
@@ -148,8 +151,9 @@ class Collectives(ABC):
             stacked: (R, …); for a mean also (1, …), a row that all nodes share.
             op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
-            summable: whether `payload_bytes` below the bytes of a row are right, because a sum of messages is no larger
-                than a message. Codes with a scale of each node are not: gather those. Without it, they get a warning.
+            summable: whether a sum of messages is no larger than a message, so that `payload_bytes` may be below the
+                bytes of a row without a warning. Gather messages that are not summable, such as codes with a scale for
+                each node.
 
         Returns:
             Shared (…); with `among`, stacked (R, …), where every row is the result of its own group.
@@ -181,8 +185,8 @@ class Collectives(ABC):
 
         Args:
             stacked: (R, …).
-            function: called with dense rows (n, …) and weights (n,), or None without weights; returns (…).
-            among, weights, the result: see `all_reduce`.
+            function: f(dense rows (n, …), weights (n,) or None) → (…).
+            among, weights: see `all_reduce`, also for the result.
         """
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
@@ -204,8 +208,8 @@ class Collectives(ABC):
     ) -> Finish:
         """Give every node the rows of all nodes: (R, …) → shared (K, …), in the order of the ranks.
 
-        With `among` of n nodes, the result is stacked (R, n, …), in their order. A node that does not take part gets
-        its own row n times.
+        With `among` of n nodes, the result is stacked (R, n, …), in the order of `among`. A node that does not take
+        part gets its row n times.
         """
         group = self._one_group(among)
         self._record("all_gather", label, stacked, [group], payload_bytes)
@@ -259,7 +263,7 @@ class Collectives(ABC):
                 src == dst neither sends nor pays.
 
         Returns:
-            Stacked (R, …): `dst` has the row of `src`; all other rows are unchanged.
+            Stacked (R, …): row `dst` is the row of `src`; all other rows are unchanged.
         """
         routes = [pair for pair in pairs_of(pairs, self.active) if pair[0] != pair[1]]
         self._record("send", label, stacked, routes, payload_bytes)
@@ -278,7 +282,7 @@ class Collectives(ABC):
     def push(self, stacked: Tensor, *, among: Nodes = None, label: str = "push", payload_bytes: Bytes = None) -> Finish:
         """Send rows to a server, which is not a node: (R, …) → shared (n, …), in the order of `among`.
 
-        The server's state is shared: every process computes what the server does with the rows.
+        The server's state is shared: every process computes the server's work on the rows.
         """
         group = self._one_group(among)
         self._record("push", label, stacked, [group], payload_bytes)
@@ -294,10 +298,10 @@ class Collectives(ABC):
         label: str = "pull",
         payload_bytes: Bytes = None,
     ) -> Finish:
-        """Fetch a value (…) from the server, which transmits it to every node that pulls.
+        """Fetch a value (…) from the server, which transmits the value to every node that pulls.
 
         Returns:
-            `shared` without `stacked`. Otherwise stacked (R, …): `shared` on the nodes that pull, and the rows of
+            Without `stacked`, `shared`. Otherwise stacked (R, …): `shared` on the nodes that pull, and the rows of
             `stacked` (R, …) on all other nodes.
         """
         group = self._one_group(among)
@@ -312,8 +316,8 @@ class Collectives(ABC):
         The simulator computes the result at once; processes send in the background.
 
         Args:
-            collective: the name of a method here; or a function that communicates through this object, such as a
-                compressor's exchange of several messages. Processes wait for a function at once, because its later
+            collective: the name of a method of this class; or a function that communicates through this object, such
+                as a compressor's exchange of several messages. Processes wait for a function at once, because its later
                 messages depend on earlier ones. arguments, options: of the method or function.
             delay: steps until the result is taken, at least 0. The ledger records that step as `due`, even if the run
                 ends before it.
@@ -342,10 +346,10 @@ class Collectives(ABC):
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Bill the calls of a block as part of the message before: all bytes count, and its latency is paid once.
+        """Bill the calls of a block as parts of one message: all bytes count, and latency is paid once.
 
-        The call before must be of the same step and moment, collective, nodes and delay; otherwise a message begins.
-        Processes send the parts one after another.
+        A call joins the previous call if step, moment, collective, nodes and delay are equal; otherwise it begins a new
+        message. Processes send the parts one after another.
         """
         before, self._joins = self._joins, True
         try:
@@ -402,13 +406,13 @@ class Collectives(ABC):
         self.ledger.record(event)
 
     def _named(self, group: Sequence[int]) -> Sequence[int]:
-        """Return nodes as the ledger numbers them."""
+        """Return the ledger's numbers of nodes at places in `active`."""
         if isinstance(self.active, range):  # all nodes
             return group if isinstance(group, range) else tuple(group)
         return tuple(self.active[node] for node in group)
 
     def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
-        """Write received values to the rows of those receiving nodes that are held here."""
+        """Write received values to the rows of receiving nodes that are held here."""
 
         def finish() -> Tensor:
             result = stacked.clone()
@@ -420,14 +424,14 @@ class Collectives(ABC):
 
         return finish
 
-    # What a backend defines -----------------------------------------------------------------------------------------
+    # Methods of a backend -------------------------------------------------------------------------------------------
 
     def of_processes(self, value: Any) -> list[Any]:
-        """Return the value of every process, in their order, when all have called this; it is not billed."""
+        """Return the value of every process, by rank; every process must call this method. Not billed."""
         return [value]
 
     def all_rows(self, stacked: Tensor, held: Sequence[int], label: str) -> Tensor:
-        """Return the rows (n, …) of all processes, in their order, when all have called this; it is not billed.
+        """Return the rows (n, …) of all processes, by rank; every process must call this method. Not billed.
 
         Args:
             stacked: the rows of this process. held: the number of rows of every process. label: for error messages.
@@ -435,11 +439,11 @@ class Collectives(ABC):
         return stacked
 
     def from_process(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the tensor of one process, when all have called this with tensors of its shape; it is not billed."""
+        """Return the tensor of process `rank`; every process must call this with a tensor of that shape. Not billed."""
         return tensor
 
     def told(self, value: Any, rank: int = 0) -> Any:
-        """Return the value of one process, when all have called this; it is not billed."""
+        """Return the value of process `rank`; every process must call this method. Not billed."""
         return value
 
     @abstractmethod
@@ -456,11 +460,11 @@ class Collectives(ABC):
 
     @abstractmethod
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-        """(R, …) → (n, …): for each of the n pairs (src, dst) whose `dst` is held here, the row of `src`."""
+        """(R, …) → (n, …): the row of `src`, for each of the n pairs (src, dst) whose `dst` is held here."""
 
     @abstractmethod
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        """(R, n, …) → (m, n, …): for the m nodes held here of a group of n, their parts of every row of the group."""
+        """(R, n, …) → (m, n, …): the parts of every row of a group of n for the m of its nodes that are held here."""
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
         """(R, …) → (n, …): the rows of n `sources`, received once if any of the `receivers` is held here."""

@@ -1,4 +1,4 @@
-"""Frozen parameters: optimizers skip them, as torch's skip a parameter whose gradient is None."""
+"""Make optimizers skip frozen parameters, as torch's optimizers skip a parameter whose gradient is None."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vsim.private_torch import storage_key
 
 Key = TypeVar("Key")
 
-# A key of a matrix's state: name → state that a parameter has besides its columns, such as its step count, for every
-# parameter that was skipped; None if it was never stepped.
+# Key of a matrix's state for parameters that were skipped: name → the parameter's state besides its columns, such as
+# the step count; None if the parameter was never stepped.
 _APART = "apart"
 
 
@@ -42,8 +42,8 @@ def skipping(cluster: Cluster) -> Iterator[None]:
     """Make the inner optimizer skip frozen parameters in this context, however it is stepped.
 
     An optimizer with a tensor for each parameter leaves out the frozen tensors. An optimizer over whole rows steps
-    ranges of columns instead, each with views of the rows' state. A parameter that was once skipped is a range with its
-    own step count, so that Adam's correction of the bias is the parameter's own after it is unfrozen.
+    ranges of columns instead, each with views of the rows' state. A parameter that was once skipped is a separate range
+    with a separate step count, so that Adam corrects the bias by the steps of this parameter after it is unfrozen.
     """
     if not cluster.frozen:
         yield
@@ -57,7 +57,7 @@ def skipping(cluster: Cluster) -> Iterator[None]:
 
 
 class _Parts:
-    """The tensors that an optimizer steps while parameters are frozen, in place of its own."""
+    """The tensors that an optimizer steps in place of its parameters while some of them are frozen."""
 
     def __init__(self, cluster: Cluster, optimizer: Optimizer) -> None:
         self.layout, self.frozen = cluster.replicas.layout, cluster.frozen
@@ -73,7 +73,7 @@ class _Parts:
         self.split: list[tuple[Tensor, list[tuple[str | None, slice, Tensor]]]] = []
 
     def divide(self, optimizer: Optimizer, *_: Any) -> None:
-        """Put ranges of columns, and tensors that are not frozen, in place of the tensors that are stepped."""
+        """Replace the optimizer's tensors by ranges of columns, and by tensors that are not frozen."""
         self.split, self.before = [], []
         for group in optimizer.param_groups:
             self.before.append({key: group[key] for key in ("params", "fused") if key in group})
@@ -90,7 +90,7 @@ class _Parts:
             group["params"] = stepped
 
     def _divided(self, optimizer: Optimizer, p: Tensor) -> list[tuple[str | None, slice, Tensor]]:
-        """Return (name, columns, part) of the ranges to step; the name is None if no parameter there was skipped."""
+        """Return (name, columns, part) of the ranges to step; the name is None if no parameter in it was skipped."""
         whole = optimizer.state.get(p) or {}
         apart: dict[str, Any] = whole.pop(_APART, {})
         numbers = {key: value for key, value in whole.items() if not _is_alike(value, p)}
@@ -112,7 +112,7 @@ class _Parts:
         return found
 
     def join(self, optimizer: Optimizer, *_: Any) -> None:
-        """Put the optimizer's tensors back, with the state of their ranges."""
+        """Restore the optimizer's tensors, and join the state of their ranges."""
         for group, entries in zip(optimizer.param_groups, self.before, strict=True):
             group.update(entries)
         for p, parts in self.split:

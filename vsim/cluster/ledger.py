@@ -27,7 +27,7 @@ BYTES_OF_A_STEP = 256  # least memory of the record of a step
 
 @dataclass
 class Position:
-    """Where a run is. The run writes it; what belongs to the run reads it.
+    """The current step and moment of a run, written by the run and read by its parts.
 
     Attributes:
         step: the number of the current step, from 1; between two steps, the number of completed steps.
@@ -54,7 +54,7 @@ class Event(NamedTuple):
         payload_bytes: bytes that one node hands in.
         groups: the groups of nodes that took part, separately and in parallel. In a broadcast, the first node of each
             group is the source.
-        joined: whether the message of the event before takes it along, and its latency is not paid again.
+        joined: whether the event is part of the previous event's message, and pays no latency.
     """
 
     step: int
@@ -110,16 +110,15 @@ class Ledger(Sequence[Event]):
 
     Attributes:
         num_nodes: K, or the number of clients in a population.
-        position: where the run is that this is the record of.
+        position: the current position of the recorded run.
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
         steps: recorded steps of the run, including steps without an event.
-        clock: the compute and network that the run's results depend on, as plain data: the compute that decided which
+        clock: the compute and network on which the run's results depend, as plain data: the compute that decided which
             nodes were late, or the compute and network of an asynchronous run.
-        seconds: for every step of an asynchronous run, the time at which it was done, and the compute time of a node
-            until then, averaged over the nodes.
+        seconds: for every step of an asynchronous run, the time at which the step was done, and the compute time per
+            node until then, averaged over the nodes.
         doubted: labels of all-reduces whose payload got a warning in this run.
-        total_wire_bytes: the total so far over all nodes. server_wire_bytes: the total of the server, which is not a
-            node.
+        total_wire_bytes: bytes transmitted so far by all nodes. server_wire_bytes: by the server, which is not a node.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -135,14 +134,14 @@ class Ledger(Sequence[Event]):
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self.doubted: set[str] = set()
         self._events: list[Event] = []
-        # Payload and wire bytes that all nodes have in common, each node's additional bytes, and their maximum. Most
-        # events concern all nodes alike, and must not cost a sum over all nodes.
+        # Payload and wire bytes that all nodes have in common, each node's additional bytes, and the maximum of the
+        # latter. Most events concern all nodes alike, and must not cost a sum over all nodes.
         self._alike = [0.0, 0.0]
         self._own = np.zeros((2, 1))
         self._most = [0.0, 0.0]
 
     def record(self, event: Event) -> None:
-        """Append an event. Only the collectives call this, and record every call, so that the count is complete."""
+        """Append an event. Only the collectives call this method, for every call, so that the count is complete."""
         event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
         payload, (wire, total, server) = event.payload_bytes, event._wire()
         of_all = traffic(event.collective, self.num_nodes)
@@ -162,7 +161,7 @@ class Ledger(Sequence[Event]):
         self._events.append(event)
 
     def attend(self, segment: Segment) -> None:
-        """Record the nodes that take part from here on, unless they are recorded already."""
+        """Record a segment of steps and its nodes, unless the segment is recorded already."""
         if not self.attendance or self.attendance[-1].first < segment.first:
             self.attendance.append(segment)
 
@@ -187,7 +186,7 @@ class Ledger(Sequence[Event]):
         return np.full(self.num_nodes, self._alike[1]) + self._own[1]
 
     def continue_from(self, other: Ledger) -> None:
-        """Begin with the record of another ledger, at this ledger's own position."""
+        """Begin with the record of another ledger, but keep this ledger's position."""
         record = {name: copy.copy(value) for name, value in vars(other).items()}
         vars(self).update(record, position=self.position)
 
@@ -213,7 +212,7 @@ class Ledger(Sequence[Event]):
         """Restore the ledger of K nodes from the output of `as_plain`.
 
         Raises:
-            TypeError, ValueError: a number is not what it counts, or too large for this machine to be true.
+            TypeError, ValueError: a number has a wrong type or range, or counts more than this machine's memory holds.
         """
         ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT))
         ledger.steps = countable("steps", plain["steps"], "steps", BYTES_OF_A_STEP, at_least=0)

@@ -1,4 +1,4 @@
-"""Muon for all nodes at once, and the parameters that it is meant for."""
+"""Muon for all nodes at once, and the choice of a model's parameters for Muon."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FACTORS = {
 class StackedMuon(torch.optim.Muon):
     """torch.optim.Muon over stacked matrices, with the products of all nodes in one call.
 
-    It is bitwise equal to one Muon per node if batched matrix products are bitwise equal to single products; otherwise
-    only close.
+    Bitwise equal to one Muon per node if batched matrix products are bitwise equal to single products, otherwise equal
+    up to rounding.
 
     Args:
         stacked: (R, n, m) each.
@@ -32,7 +32,7 @@ class StackedMuon(torch.optim.Muon):
         matrices = list(stacked)
         super().__init__([m[0].detach() for m in matrices], **options)  # checks the options
         self.param_groups[0]["params"] = matrices
-        for m in matrices:  # so that their memory is known from the start
+        for m in matrices:  # allocate the buffers now, so that the memory of the state is known
             self._buffer(m)
 
     @torch.no_grad()

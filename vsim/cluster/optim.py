@@ -1,4 +1,4 @@
-"""torch.optim on stacked rows: specifications of optimizers, and gradient clipping per node."""
+"""Specifications of torch.optim optimizers for stacked rows, and gradient clipping per node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vsim.cluster.replicas import Replicas, with_gaps
 from vsim.private_torch import CHECKS_OF_CAPTURE
 
 # Elementwise optimizers: every element of the update depends on that element alone, so that one optimizer over the
-# (K, P) matrix equals K optimizers. Any other class (Adafactor, a user's own) may mix elements, and is applied node by
+# (K, P) matrix equals K optimizers. Other classes (Adafactor, a user's class) may mix elements, and are applied node by
 # node. Muon is applied node by node in deterministic runs, and as `StackedMuon` otherwise.
 ELEMENTWISE = frozenset(
     {
@@ -38,8 +38,8 @@ ELEMENTWISE = frozenset(
     }
 )
 # Fused kernels pass over memory once, not once for each operation; the last bits may differ from separate operations.
-# Less precise weights would differ more, because separate operations each round, and torch's fused SGD is wrong for
-# bfloat16. Adagrad has a fused kernel on CPU and CUDA only.
+# Weights below float32 would differ more, because separate operations round each time, and torch's fused SGD is wrong
+# for bfloat16. Adagrad has a fused kernel on CPU and CUDA only.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 _FUSED_ON_SOME = frozenset({*_FUSED, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
@@ -64,8 +64,8 @@ class OptimSpec:
 
     Args:
         cls: a subclass of torch.optim.Optimizer, or the lower-case name of a class in torch.optim.
-        rest: the optimizer for the parameters that `cls` does not step: an `OptimSpec`, class or name. It uses the
-            learning rate of `cls` unless it has its own. None: `cls` steps all parameters.
+        rest: the optimizer for the parameters that `cls` does not step: an `OptimSpec`, class or name. Its default
+            learning rate is that of `cls`. None: `cls` steps all parameters.
         only: with `rest`, the names of the parameters that `cls` steps, or patterns such as "blocks.*.weight".
             Default: the hidden matrices, which are all matrices except embeddings and the last linear layer; a
             convolution's weights count as a matrix (out, rest).
@@ -117,13 +117,13 @@ class OptimSpec:
             raise kind(f"{self} is not possible: {error}") from error
 
     def state_names(self) -> frozenset[str]:
-        """Return the names of the state that the optimizer keeps for a tensor; empty for a user's own class."""
-        if self.cls not in OPTIMIZERS.values():  # a user's own class may not accept the sample
+        """Return the names of the state that the optimizer keeps for a tensor; empty for a user's class."""
+        if self.cls not in OPTIMIZERS.values():  # a user's class may not accept the sample
             return frozenset()
         sample = torch.zeros(2, 2, requires_grad=True)  # all of torch's optimizers accept it
         sample.grad = torch.zeros(2, 2)
         kwargs = dict(self.kwargs)
-        # Look for GPUs only if needed, because a process that has looked for GPUs cannot fork processes that use them.
+        # Look for GPUs only if needed: afterwards, processes forked from this one cannot use GPUs.
         if "capturable" in kwargs and torch.cuda.is_available():
             del kwargs["capturable"]
         optimizer = without_compiler(self.cls)([sample], **kwargs)
@@ -189,7 +189,7 @@ class OptimSpec:
         return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
-        """Build the optimizer of all nodes of `replicas`: a single one over the matrix if the result is the same."""
+        """Build the optimizer of all nodes of `replicas`: one optimizer over the matrix if the result is the same."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
             # If the nodes share one row of weights, all rows of gradients are equal: use the first.
@@ -226,12 +226,12 @@ class OptimSpec:
         memory in whole vectors, so that equal rows are rounded alike wherever a thread's part ends.
         """
         if deterministic and self.kwargs.get("fused"):
-            # In a node's own parameters, the last entries do not fill a vector, and are rounded in another way.
+            # On one node, a parameter's last entries may not fill a vector, and are then rounded differently.
             return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
     def build_shared(self, weights: Sequence[Tensor], grads: Sequence[Tensor], deterministic: bool) -> Optimizer:
-        """Build one optimizer that updates tensors as they are, in place from `grads`.
+        """Build one optimizer that updates the tensors `weights` in place from `grads`.
 
         Raises:
             ValueError: the specification has a `rest`, and so needs parameters with names.
@@ -267,10 +267,10 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _fills_lines(replicas: Replicas) -> bool:
-    """Return whether a fused kernel rounds a row as it rounds the row's parameters one by one.
+    """Return whether a fused kernel rounds a whole row as it rounds the row's parameters one by one.
 
-    The kernel reads a tensor in lines of 64 bytes, and may round an incomplete last line in another way. The results
-    are equal if every parameter but the last fills its lines.
+    The kernel reads a tensor in lines of 64 bytes, and may round an incomplete last line differently. The results are
+    equal if every parameter but the last consists of whole lines.
     """
     return all(c.shape.numel() * replicas.weights.element_size() % 64 == 0 for c in replicas.layout[:-1])
 
@@ -282,7 +282,7 @@ def _with_grad(weights: Tensor, grads: Tensor) -> Tensor:
 
 
 def _as_matrix(stacked: Tensor) -> Tensor:
-    """Return stacked weights (R, out, …) as (R, out, rest), in the same memory, with their gradient."""
+    """Return stacked weights (R, out, …) and their gradient as views (R, out, rest)."""
     assert stacked.grad is not None
     return _with_grad(stacked.flatten(2), stacked.grad.flatten(2))
 
@@ -295,7 +295,7 @@ def resolve_optim(
     Args:
         where: the function or class with these arguments, for errors.
         spellings: argument name → OptimSpec, class, name, or None; at most one given.
-        rates: argument name → learning rate or None; at most one given. It replaces the default's learning rate.
+        rates: argument name → learning rate or None; at most one given. Replaces the default's learning rate.
         default: the specification if none is given.
     """
     given, rate = only_one(where, **spellings), only_one(where, **rates)
@@ -315,8 +315,8 @@ def resolve_optim(
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
     """Scale every node's gradient so that its 2-norm is at most `max_norm`, as torch's clip_grad_norm_ does.
 
-    With `exact`, the norm is computed tensor by tensor by torch's own function, bitwise equal to a node alone;
-    otherwise over whole rows at once.
+    With `exact`, torch's function computes the norm tensor by tensor, bitwise equal to a node alone; otherwise the norm
+    is computed over whole rows at once.
     """
     grads = replicas.grads
     if exact:

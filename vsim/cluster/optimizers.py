@@ -1,4 +1,4 @@
-"""Joint optimizers that consist of several: one for each node, or one for each part of the parameters."""
+"""Joint optimizers: several optimizers stepped as one, one for each node or for each part of the parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JointOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all."""
+        """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -74,10 +74,10 @@ class NodeOptimizers(JointOptimizers):
         super().__init__(self._all)
 
     def attend(self) -> None:
-        """Step the present rows of the stacked tensors from now on, by as many of the optimizers."""
+        """Step the present rows of the stacked tensors from now on, with one optimizer per row."""
         self.optimizers = self._all[: len(self.stacked[0])]
         for optimizer in self._all:
-            mark_stepped(optimizer)  # or torch warns of absent nodes' schedules, which continue
+            mark_stepped(optimizer)  # otherwise torch warns, because the schedules of absent nodes continue
         for number in range(len(self.optimizers)):
             for own, stacked in zip(self._rows[number], self.stacked, strict=True):
                 own.data = stacked[number].detach()
@@ -95,23 +95,23 @@ StackedOptimizer = Optimizer | JointOptimizers
 
 
 def without_compiler(cls: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Return a subclass for checking arguments, without loading torch.compile; callers disable gradients themselves.
+    """Return a subclass for checking arguments, without loading torch.compile; callers must disable gradients.
 
-    torch's optimizers first load torch.compile, which takes a second and 70 MB, only to opt out of tracing.
+    torch's optimizers load torch.compile, which takes a second and 70 MB, only to opt out of tracing.
     """
     methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
     return type(cls.__name__, (cls,), methods)
 
 
 def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:
-    """Return the torch optimizers that a stacked optimizer is made of."""
+    """Return the torch optimizers of which a stacked optimizer consists."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     return [one for part in optimizer.optimizers for one in torch_optimizers(part)]
 
 
 def parts_of(optimizer: StackedOptimizer) -> list[StackedOptimizer]:
-    """Return the optimizers of a stacked optimizer's `OptimSpec.parts`."""
+    """Return the optimizers of the parts of the parameters, one for each of `OptimSpec.parts`."""
     if isinstance(optimizer, Optimizer | NodeOptimizers):
         return [optimizer]
     return list(optimizer.optimizers)
@@ -134,7 +134,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
     """Set the `weights` of an optimizer to the weights for evaluation within this context, and restore them after it.
 
     Schedule-free optimizers compute gradients at an interpolation, but are evaluated at an average. Their eval()
-    overwrites the interpolation with the average, and their train() restores it only up to rounding.
+    overwrites the interpolation with the average, and their train() restores the interpolation only up to rounding.
     """
     with_modes = _with_modes(optimizer)
     trained = weights.clone() if with_modes else weights
@@ -158,20 +158,20 @@ def move(tensors: Iterable[Tensor], earlier: Replicas, replicas: Replicas) -> No
 
 
 def nodes_of(optimizer: StackedOptimizer) -> list[NodeOptimizers]:
-    """Return the optimizers for each node that a stacked optimizer is made of."""
+    """Return the `NodeOptimizers` among the parts of a stacked optimizer."""
     if isinstance(optimizer, NodeOptimizers):
         return [optimizer]
     return [one for part in getattr(optimizer, "optimizers", ()) for one in nodes_of(part)]
 
 
 def forget(optimizer: StackedOptimizer) -> None:
-    """Reset a stacked optimizer, so that it keeps only its parameter groups."""
+    """Clear the state of a stacked optimizer; its parameter groups stay."""
     for one in torch_optimizers(optimizer):
         one.state.clear()
 
 
 def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
-    """Return the tensors whose `.grad` a stacked optimizer steps with."""
+    """Return the tensors that a stacked optimizer steps, by their `.grad`."""
     if isinstance(optimizer, NodeOptimizers):
         return list(optimizer.stacked)
     if isinstance(optimizer, JointOptimizers):
@@ -182,7 +182,7 @@ def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
 def states_by_node(optimizer: StackedOptimizer, name: str, replicas: Replicas) -> list[list[Tensor]]:
     """Return the state called `name` of all parameters, node by node, as tensors that can be read and written.
 
-    Before the first step there is no state; the tensors are then new, with the parameters' shapes.
+    Before the first step an optimizer has no state: the tensors are then zeros with the parameters' shapes.
 
     Raises:
         ValueError: the optimizer keeps no such state.

@@ -1,7 +1,7 @@
 """Plan which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
 
-A node that does not take part neither steps, counts, draws nor sends. Participation is decided in advance, from the
-seed. A `Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
+A node that does not take part does not step, count, draw or send. Participation is decided in advance, from the seed. A
+`Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDING = 1 + 1e-12  # tolerance for rounding when a number must be whole, or 
 
 
 class Participation(ABC):
-    """Which nodes take part in which steps of a run: `fit(participation=…)`."""
+    """A rule for which nodes take part in which steps of a run: `fit(participation=…)`."""
 
     needs_compute = False  # whether compute seconds decide which nodes take part
 
@@ -39,11 +39,11 @@ class Participation(ABC):
         return num_nodes
 
     def of_run(self, number: int) -> Participation:
-        """Return the participation of one of several runs, with separate storage for each run."""
+        """Return the participation of run `number` of several, with separate storage for each run."""
         return self
 
     def changes_nothing(self, num_nodes: int) -> bool:
-        """Return whether all of K nodes take part in all steps, as without a plan."""
+        """Return whether all K nodes take part in all steps, as without a plan."""
         return False
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Participation(ABC):
 
 
 class ByChance(Participation):
-    """Each node takes part in a round with a probability of its own, drawn each round; at least one node takes part.
+    """Each node takes part in each round with a given probability; at least one node takes part.
 
     Attributes:
         rounds: steps per round; None: from one sync of the strategy to the next.
@@ -70,10 +70,10 @@ class ByChance(Participation):
 
     @abstractmethod
     def missing(self, number: int, num_nodes: int) -> NDArray[np.float64] | float:
-        """Return (K,) the probability that each node misses round `number`, from 0; one number for all nodes alike.
+        """Return the probability that each node misses round `number` (from 0): (K,), or one number for all nodes.
 
         Raises:
-            ValueError: there are probabilities for another number of nodes.
+            ValueError: the probabilities are for another number of nodes.
         """
 
     def there(self, number: int, num_nodes: int, stream: torch.Generator) -> list[int]:
@@ -112,7 +112,7 @@ class Dropout(ByChance):
 
 
 class DayNight(ByChance):
-    """Nodes that take part by day and rarely by night; at least one takes part in every round.
+    """Nodes take part by day, and rarely by night; at least one node takes part in every round.
 
     In round r = 0, 1, … node k takes part with probability  night + (day − night) · (1 + cos 2π(r / period + z_k)) / 2,
     where z_k = ⌊k · zones / K⌋ / zones is its time zone. The first round is at noon in the first zone.
@@ -144,14 +144,14 @@ class DayNight(ByChance):
 
 
 class Availability(ByChance):
-    """Each node takes part with given probabilities; at least one takes part in every round.
+    """Each node takes part with the probabilities of a table; at least one node takes part in every round.
 
     >>> Availability([[1, 0.2], [0.2, 1]])  # two nodes take turns
     Availability(2 nodes, period=2)
 
     Args:
-        p: (K,) the probability of each node or client to take part in a round, or (T, K) of each in T rounds, after
-            which they start over; in [0, 1].
+        p: in [0, 1]; (K,) the probability that each node or client takes part in a round, or (T, K) the probabilities
+            for T rounds, which repeat.
         rounds: steps per round; default: from one sync of the strategy to the next.
     """
 
@@ -176,19 +176,20 @@ class Availability(ByChance):
 
 
 class ByLabel(Availability):
-    """Classes take turns: clients take part by what they have of the class whose turn it is.
+    """Classes take turns: a client takes part the likelier, the more examples of the current class it has.
 
-    In a turn of class c client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c n_kc,  where
-    n_kc are its examples of class c: surely if it has most of that class. At least one takes part in every round.
+    In a turn of class c, client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c n_kc,  where
+    n_kc is the number of its examples of class c: with probability 1 if c is its largest class. At least one client
+    takes part in every round.
 
     Args:
         counts: (K, classes) the examples of every client by class, such as `partition(…).counts`.
-        turn: rounds in which it is one class's turn.
+        turn: rounds of each class's turn.
         otherwise: the probability of a client without examples of the class, in [0, 1].
         rounds: steps per round; default: from one sync of the strategy to the next.
 
-    Deviations: in "YCycle" [Wang et al. 2023, FedGS] classes have their turns by their number, and all between a
-    client's smallest and largest label count as its own.
+    Deviations: in "YCycle" [Wang et al. 2023, FedGS], labels take turns in numerical order, and a client counts as
+    having every label between its smallest and its largest label.
     """
 
     @known_keywords
@@ -200,7 +201,7 @@ class ByLabel(Availability):
 
 
 def _table(name: str, value: Any, dims: tuple[int, ...], at_most: float = math.inf) -> NDArray[np.float64]:
-    """Return numbers of nodes, at least 0, as an array of one of these numbers of dimensions."""
+    """Return a value of each node, at least 0, as an array; raise an error unless its dimensions are in `dims`."""
     shape = f"numbers in {' or '.join(map(str, dims))} dimensions"
     try:
         found = np.asarray(value, np.float64).copy()
@@ -309,15 +310,15 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
         yield whole_number("Trace: a step", at, at_least=0), whole_number("Trace: a node", which, at_least=0), event
 
 
-# Who comes too late ---------------------------------------------------------------------------------------------------
+# Stragglers -----------------------------------------------------------------------------------------------------------
 
 
 class Stragglers(Participation):
-    """A rule for slow nodes: decides whose work in a round counts. Late work is lost, and late nodes start again.
+    """A rule that decides which nodes arrive in time in a round. The work of late nodes is lost; they start again.
 
     The rule needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. With
-    `participation=rule`, a round is from one sync of the strategy to the next. With `Sample(stragglers=rule)`, it is
-    the round of the cohort.
+    `participation=rule`, a round lasts from one sync of the strategy to the next. With `Sample(stragglers=rule)`, a
+    round is the cohort's.
     """
 
     needs_compute = True
@@ -325,7 +326,7 @@ class Stragglers(Participation):
 
     @abstractmethod
     def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
-        """Return how many nodes count, from the first arrival and at least 1, and the least duration of the round.
+        """Return the number of first arrivals that count, at least 1, and the least duration of the round in seconds.
 
         Args:
             arrivals: seconds from the beginning of the round, in ascending order.
@@ -333,7 +334,7 @@ class Stragglers(Participation):
         """
 
     def begun(self) -> Stragglers:
-        """Return the rule for one run, which is called for the run's rounds in order. Default: this stateless rule."""
+        """Return the rule for one run, whose rounds it is called for in order. Default: this rule, without state."""
         return self
 
     def plan(self, given: Round) -> Plan:
@@ -345,7 +346,7 @@ class Stragglers(Participation):
             yield rule.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
-        """Return a segment with the nodes whose work counts; `local` (N,) are the steps that each client must take."""
+        """Return a segment with the nodes that arrive in time; `local` (N,): the steps that each client must take."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
@@ -428,7 +429,7 @@ class DropSlowest(Stragglers):
 
 
 class OverCommit(Stragglers):
-    """Draw more clients than wanted, and end the round when the wanted number have arrived; for `Sample`.
+    """Draw more clients than wanted, and end the round when the wanted number of clients have arrived; for `Sample`.
 
     Args:
         factor: clients drawn for each client wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
@@ -446,24 +447,24 @@ class OverCommit(Stragglers):
 
 
 class Sample(Participation):
-    """Draw a cohort of n clients from a population of N for each round, without replacement; n rows serve them.
+    """Draw a cohort of n clients from a population of N for each round, without replacement; n rows serve the cohort.
 
-    A client starts a round from the global weights, with a fresh inner optimizer. It continues in its own data where it
-    stopped, with its own random stream and lasting state (`keep_client` of `vsim.cluster.state.Stateful`). With n = N
-    there are no cohorts: clients are nodes, which keep their weights and optimizers as in a run without
-    `participation`.
+    A client starts a round from the global weights, with a fresh inner optimizer. Its data, random stream and lasting
+    state (`keep_client` of `vsim.cluster.state.Stateful`) continue from the client's previous round. With n = N, and
+    without `epochs`, `stragglers` and `available`, no cohorts are drawn: clients are nodes, which keep their weights
+    and optimizers as in a run without `participation`.
 
     Args:
-        n: clients per cohort, which is the run's num_nodes.
+        n: clients per cohort; the run's num_nodes.
         of: N, the population. A dataset is split among N clients as by DistributedSampler; a factory is called as
             f(client, N, True).
         rounds: local steps per round; default: from one sync of the strategy to the next.
-        epochs: number of passes of each client through its own data per round, rounded up to whole batches. The client
-            then rests until the round ends. The round must be long enough for the client with the most data. None:
-            clients take all steps of a round.
+        epochs: passes of each client through its data per round, rounded up to whole batches; the client then rests
+            until the round ends. The round must be long enough for the client with the most data. None: clients take
+            all steps of a round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: wait for all clients.
         available: `DayNight`, `ByLabel`, `Availability` or `Dropout`: the clients from whom a cohort is drawn. If fewer
-            than n are there, the cohort is smaller. None: all clients.
+            than n clients are available, the cohort is smaller. None: all clients.
         store: a folder for the clients' state, with one file per tensor (in a comparison, one folder per run); None:
             memory. Files have their full size for the population from the start. Only one run at a time may use a
             folder.

@@ -25,8 +25,8 @@ class Segment(NamedTuple):
     Attributes:
         first, last: the numbers of the first and last step, from 1.
         nodes: the nodes that take part, in ascending order.
-        late: the nodes that computed but arrived too late, so that their work is lost.
-        seconds: the least duration of the steps, until a deadline.
+        late: the nodes that computed but arrived too late; their work is lost.
+        seconds: the least duration of the segment, until a deadline.
         steps: the number of local steps of each node, after which the node rests; empty: all steps of the segment.
     """
 
@@ -42,10 +42,10 @@ class Round(NamedTuple):
     """The facts about a run from which its plan is made.
 
     Attributes:
-        num_nodes, seed: of the run. period: steps from one sync of its strategy to the next.
+        num_nodes, seed: of the run. period: steps from one sync of the run's strategy to the next.
         seconds: the compute seconds of nodes, if known.
         epochs: (N,) the number of steps in an epoch of each node or client.
-        syncs: the steps of all syncs of the run, if they are not evenly spaced; `period` is then the shortest interval.
+        syncs: the steps of all syncs of the run, if intervals differ; `period` is then the shortest interval.
     """
 
     num_nodes: int
@@ -87,8 +87,8 @@ class Plan:
     Args:
         segments: an endless iterator over consecutive segments, from step 1 on.
         population: the number of nodes, or clients, that may take part.
-        renews: whether every segment is a round of clients, each of which starts from the global weights, with a fresh
-            optimizer. Otherwise nodes keep their state, and a joining node copies the state of another.
+        renews: whether every segment is a round of clients, which start from the global weights with fresh optimizers.
+            Otherwise nodes keep their state, and a joining node copies the state of another node.
         store: a folder for the clients' state; None: memory.
     """
 
@@ -97,7 +97,7 @@ class Plan:
     ) -> None:
         self.population, self.renews, self.store = population, renews, store
         self._coming, self._known = segments, [next(segments)]
-        # The number of a segment; each node's completed steps before it, and how often the node has begun to take part.
+        # The number of a segment and, before that segment, each node's completed steps and number of joins.
         self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
 
     def segment(self, step: int) -> Segment:
@@ -115,23 +115,23 @@ class Plan:
         return self._times
 
     def missed(self, step: int) -> list[int]:
-        """Return, for each node in the segment of `step`, how many of the run's steps it has missed before."""
+        """Return the number of the run's steps that each node in the segment of `step` has missed before."""
         segment, clock = self.segment(step), self.clock(step)
         return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
 
     def joining(self, step: int) -> Nodes:
-        """Return the nodes that join with the segment of `step`; all of its nodes if the plan renews."""
+        """Return the nodes that join with the segment of `step`; all nodes of the segment if the plan renews."""
         number = self._number_of(step)
         before = () if self.renews or number == 0 else self._known[number - 1].nodes
         return tuple(node for node in self._known[number].nodes if node not in before)
 
     def peer(self, step: int) -> int:
-        """Return the node that nodes joining at `step` copy: the first that stays, or else the first that leaves."""
+        """Return the node that nodes joining at `step` copy: the first node that stays, else the first that leaves."""
         before, now = self.segment(step - 1).nodes, self.segment(step).nodes
         return next((node for node in before if node in now), before[0])
 
     def machines(self, step: int) -> Nodes:
-        """Return the machines that compute in the segment of `step`: its nodes, or one machine per client."""
+        """Return the machines that compute in the segment of `step`: the nodes, or with clients the first machines."""
         nodes = self.segment(step).nodes
         return tuple(range(len(nodes))) if self.renews else nodes
 

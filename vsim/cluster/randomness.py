@@ -1,7 +1,7 @@
-"""Derive many independent random streams from one seed, and leave the process's own random state unchanged.
+"""Derive many independent random streams from one seed, and leave the process's global random state unchanged.
 
-Every stream is derived from the run's seed and a key by numpy's SeedSequence. Streams do not overlap, and adding a node
-or a consumer does not change the numbers of another.
+numpy's SeedSequence derives every stream from the run's seed and a key. Streams do not overlap, and an additional node
+or consumer does not change the numbers of other nodes or consumers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vsim.private_torch import default_mps_generator
 # The first element of a stream's key names the consumer.
 NODE, SHARED, GLOBAL, EVALUATION, LOADER, PARTICIPATION = range(6)
 _CPU = torch.device("cpu")
-# The global generators belong to the whole process, so only one thread at a time seeds and restores them. Two calls of
-# fit in two threads therefore train one after the other.
+# The global generators belong to the whole process, so only one thread at a time may seed and restore them: two calls
+# of fit in two threads train one after the other.
 _LOCK = threading.RLock()
 
 
@@ -78,9 +78,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def drawing_from(stream: torch.Generator) -> Iterator[None]:
-    """Make operations that draw from the default generator of `stream`'s device draw from `stream`.
+    """Make operations that draw from the default generator of `stream`'s device draw from `stream` instead.
 
-    At the end, the default generator's own state is restored, and `stream` has advanced by the draws.
+    At the end, the state of the default generator is restored, and `stream` has advanced by the draws.
     """
     with _LOCK:
         default = default_generator(stream.device)
@@ -120,10 +120,10 @@ def fingerprints(device: torch.device) -> dict[str, bytes]:
 
 
 class DataStates:
-    """The states of the global random generators for the data of one of several runs: those of a run of its own.
+    """The states of the global random generators for the data of one of several runs, as if it ran alone.
 
     Args:
-        seed: seeds the generators, as in `isolated`. device: its generator is one of them.
+        seed: seeds the generators, as in `isolated`. device: the device whose default generator is included.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class DataStates:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Use these states as the process's within this context; draws advance them."""
+        """Set the process's global generators to these states within this context; draws advance the states."""
         with preserved(self.device):
             set_global_states(self.states, self.device)
             try:
@@ -157,8 +157,8 @@ def preserved(device: torch.device = _CPU) -> Iterator[None]:
 def isolated(seed: int, device: torch.device) -> Iterator[None]:
     """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then restore them.
 
-    vsim itself draws from its own streams. This context is for draws of a user's dataset, model or hook, which then
-    depend only on `seed`.
+    For draws of a user's dataset, model or hook, which then depend only on `seed`. vsim itself draws from separate
+    streams.
     """
     with preserved(device):
         for g in (default_generator(_CPU), default_generator(device)):

@@ -1,4 +1,4 @@
-"""Reductions over nodes: the nodes that take part, their weights, and the kernel that reduces rows."""
+"""Reductions over nodes: groups of participating nodes, their weights, and the kernel that reduces rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def rows_on(device: torch.device, rows: Sequence[int]) -> Any:
-    """Return an index of rows of a tensor on a device, with which the host does not wait for the device if possible.
+    """Return an index of rows of a tensor on a device, so that indexing does not make the host wait, if possible.
 
-    On the CPU it is the list. Elsewhere a list would be copied, after everything that the device is computing; adjacent
-    rows are a slice.
+    The index is the list on the CPU. Elsewhere the host would wait for the device to copy a list; the index is a slice
+    for adjacent rows, and a tensor for other rows.
     """
     if device.type in ("cpu", "meta"):
         return list(rows)
@@ -29,7 +29,7 @@ def rows_on(device: torch.device, rows: Sequence[int]) -> Any:
 
 
 def rows_of(stacked: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return a copy of some rows of a *stacked* tensor, see `rows_on`."""
+    """Return a copy of some rows of a *stacked* tensor; see `rows_on`."""
     index = rows_on(stacked.device, rows)
     return stacked[index].clone() if isinstance(index, slice) else stacked[index]
 
@@ -49,7 +49,7 @@ def check_reduction(op: str, stacked: Tensor, weights: Tensor | None) -> None:
 
 
 def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce (R, …) over its rows in rank order. Every backend's exact results come from this kernel."""
+    """Reduce (R, …) over its rows in rank order. Every backend computes its exact results with this kernel."""
     if weights is not None:
         return torch.tensordot(weights.to(stacked), stacked, dims=1)
     if op == "mean":
@@ -101,13 +101,13 @@ def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> T
     """Return the weights (K,), scaled to sum to 1 over a group; None without weights.
 
     Raises:
-        ValueError: there is not one weight per node, or their sum over the group is 0 or not finite.
+        ValueError: `weights` does not have one weight per node, or the sum over the group is 0 or not finite.
     """
     if weights is None:
         return None
     if weights.shape != (num_nodes,):
         raise ValueError(f"weights must be one per node, ({num_nodes},), got the shape {tuple(weights.shape)}")
-    # Compute on the CPU, which always has float64; these are only a few numbers.
+    # Compute these few numbers on the CPU, which always has float64.
     own = weights[list(group)].cpu()
     total = own.sum().item()
     if not math.isfinite(total) or not total:

@@ -1,4 +1,4 @@
-"""A cluster is a matrix: row k is node k, column j is parameter j."""
+"""The replicas of a model as a matrix: row k is node k, column j is parameter j."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Replicas:
     """The replicas of one model on K nodes.
 
     Attributes:
-        module: a private copy of the user's model, for its code and module tree; its own tensors are not used.
+        module: a private copy of the user's model, for its code and module tree; the tensors in it are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters share one range, under the first of their names.
-        weights: stacked (K, P), one row per node; rows are contiguous and begin at multiples of 64 bytes, followed by
-            gaps of zeros if needed (see `vsim_kernels.alignment`, and `with_gaps`). (1, P) if the nodes are equal and
-            share one row.
+        weights: stacked (K, P), one row per node, or (1, P) if all nodes are equal and share one row. Rows are
+            contiguous and begin at multiples of 64 bytes, followed by gaps of zeros if needed (see
+            `vsim_kernels.alignment`, and `with_gaps`).
         grads: stacked (K, P); (1, P) if only the mean over the nodes is needed. Entries of parameters that the loss
             does not depend on are zero.
         num_held: the number of nodes held here: K in the simulator.
@@ -44,7 +44,7 @@ class Replicas:
         frozen: name → shared tensor, for parameters that do not require a gradient.
         first_node: the number of the node in row 0.
 
-    A Replicas may be a slice of rows of a larger one (see `rows`) and then shares its memory.
+    Replicas may be a slice of rows of larger Replicas (see `rows`), and then share their memory.
     """
 
     module: nn.Module
@@ -76,11 +76,11 @@ class Replicas:
             models: models that differ only in the values of weights and buffers; the first model's code is used.
             counts: the number of copies of each model.
             share_weights: whether all nodes share one row of weights; allowed with one model only.
-            share_grads: whether they also share one row of gradients.
+            share_grads: whether all nodes also share one row of gradients.
 
         Raises:
-            ValueError: no parameter is trainable, a parameter is not initialised yet or has gradient hooks, or the
-                trainable parameters differ in dtype or device, or are not floating-point; the message names them.
+            ValueError: no parameter is trainable; a parameter is not initialised yet, is not floating-point or has
+                gradient hooks; or trainable parameters differ in dtype or device. The message names the parameters.
         """
         trainable = {name: p for name, p in models[0].named_parameters() if p.requires_grad}
         _check_trainable(trainable)
@@ -138,7 +138,7 @@ class Replicas:
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
     def rows(self, start: int, stop: int, first_node: int | None = None) -> Replicas:
-        """Return rows start … stop − 1, which share memory with these; number nodes from `first_node`, if given."""
+        """Return rows start … stop − 1 as views; number their nodes from `first_node`, if given."""
         return replace(
             self,
             weights=self.weights if self.shares_weights else self.weights[start:stop],
@@ -149,10 +149,11 @@ class Replicas:
         )
 
     def moved_view(self, view: Tensor, earlier: Replicas) -> Tensor:
-        """Return the same columns of these rows as `view` has of the weights or gradients of `earlier`, of one matrix.
+        """Return the columns of `view`, which views the weights or gradients of `earlier`, in the rows of this object.
 
         Args:
-            view: a stacked tensor (R, …) with a row for each of the earlier rows of weights; any other is returned.
+            view: a stacked tensor (R, …) of the rows of `earlier`. Tensors in other memory are returned unchanged.
+            earlier: other rows of the same matrix.
         """
         pairs = ((earlier.weights, self.weights), (earlier.grads, self.grads))
         found = [pair for pair in pairs if storage_key(pair[0]) == storage_key(view)]
@@ -181,9 +182,9 @@ def kept_in_evaluation(model: nn.Module) -> list[str]:
 
 
 def idle_dropout(model: nn.Module) -> list[str]:
-    """Return the paths of parts that train, but in evaluation mode and so without their dropout.
+    """Return the paths of trainable parts whose dropout is off, because they are in evaluation mode.
 
-    The models of `from_pretrained` are such parts of a new module.
+    Models of `from_pretrained` are in evaluation mode, also as parts of a new module.
     """
     kept = kept_in_evaluation(model)
     idle = [m for path in kept if isinstance(m := model.get_submodule(path), nn.modules.dropout._DropoutNd) and m.p > 0]
@@ -196,9 +197,9 @@ def idle_dropout(model: nn.Module) -> list[str]:
 
 
 def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a (num_rows, num_columns) matrix of zeros whose rows begin and end, with gaps, at multiples of 64 bytes.
+    """Return a (num_rows, num_columns) matrix of zeros whose rows begin at multiples of 64 bytes, with gaps if needed.
 
-    The gaps are zeros, too, because they are written to files, and optimizers step them.
+    The gaps are zeros, too, because files include the gaps, and optimizers step them.
     """
     unit = ALIGNMENT // dtype.itemsize
     pitch = -(-num_columns // unit) * unit
@@ -206,7 +207,7 @@ def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.de
 
 
 def with_gaps(rows: Tensor) -> Tensor:
-    """Return rows (R, P) of a `matrix` with the gaps behind them, dense (R, pitch); a single row (P,) unchanged."""
+    """Return rows (R, P) of a `matrix` with the gaps behind the rows, dense (R, pitch); a single row (P,) unchanged."""
     if rows.dim() < 2:
         return rows
     return rows.as_strided((len(rows), rows.stride(0)), rows.stride())
@@ -248,7 +249,7 @@ def _check_present(model: nn.Module, device: torch.device) -> None:
 
 
 def copied(module: Copied, what: str) -> Copied:
-    """Return a deep copy of a model or loss, or raise a TypeError with the cure for old parametrizations of torch."""
+    """Return a deep copy of a model or loss, or raise a TypeError with advice about old parametrizations of torch."""
     try:
         return copy.deepcopy(module)
     except Exception as error:

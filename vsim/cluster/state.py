@@ -1,4 +1,4 @@
-"""State that lasts from step to step; it is declared where it is created, and saved with the run."""
+"""State that lasts from step to step, is declared when it is created, and is saved with the run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class CheckpointError(ValueError):
 
 
 class Stateful:
-    """Base of strategies, modules, selectors and compressors, whose state lasts from step to step and is saved.
+    """Base of strategies, modules, selectors and compressors with state that lasts from step to step and is saved.
 
-    State is declared when it is created, in the setup:
+    Declare state when creating it, in the setup:
 
         self.keep_shared(outer_weights=cluster.weights[0].clone())  # equal on all nodes
         self.keep_stacked(residual=torch.zeros_like(cluster.weights))  # a row for each node held here
 
-    Both set the attributes, which may be set again later. `keep_client` is `keep_stacked` for rows that belong to
-    clients of a population. A value is a tensor, a number, a text, a random generator (of torch, NumPy or Python), an
-    optimizer, a torch module, another object with `state_dict()` and `load_state_dict(state)`, or a list, tuple, dict
-    or set of these values. A stacked value may also be a list with an item for each node held here. When a run moves
-    between the simulator and processes, stacked values are cut or joined, and shared values must be equal.
+    Both methods set the attributes, which may be set again later. `keep_client` is `keep_stacked` for rows that belong
+    to clients of a population. A value is a tensor, a number, a text, a random generator (of torch, NumPy or Python),
+    an optimizer, a torch module, another object with `state_dict()` and `load_state_dict(state)`, or a list, tuple,
+    dict or set of these values. A stacked value may also be a list with an item for each node held here. When a run
+    moves between the simulator and processes, stacked values are cut or joined, and shared values must be equal.
 
     Tensors and containers may be made at any time. Generators, optimizers and objects must be made in the setup,
-    because a resumed run is set up first, and filled then. Other attributes are settings: a run with one that changes
-    cannot be saved; see `vsim.checkpoint.undeclared`.
+    because resuming a run first sets it up, and then restores their states. Other attributes are settings: a run whose
+    settings change cannot be saved; see `vsim.checkpoint.undeclared`.
 
     Attributes:
-        derived: names of attributes that follow from the others, and are not saved.
+        derived: names of attributes that are computed from other attributes, and are not saved.
         carried: names of shared attributes that a fork keeps, too.
     """
 
@@ -58,7 +58,7 @@ class Stateful:
         """Set stacked tensors whose rows belong to the clients that the nodes currently serve.
 
         If nodes serve a population, a client's row is kept until the next round in which the client takes part. The
-        tensors given here are the state of clients that have not taken part yet.
+        given tensors are the initial state of every client.
         """
         self.keep_stacked(**tensors)
         vars(self).setdefault("_of_clients", set()).update(tensors)
@@ -75,7 +75,7 @@ def placements_of(value: Any) -> dict[str, str]:
 
 
 def check_rows(value: Any, weights: Tensor) -> None:
-    """Raise a ValueError if a declared tensor has not a row for each node where it should, or has where it should not.
+    """Raise a ValueError if a stacked tensor lacks a row for each node, or a shared tensor has one.
 
     Args:
         weights: stacked (R, P).
@@ -98,9 +98,9 @@ def of_clients(value: Any) -> frozenset[str]:
 
 
 def owners(strategy: Any) -> dict[str, Stateful]:
-    """Return name → part, for a strategy and all its parts that declare state, in lists and tuples, too.
+    """Return name → part, for a strategy and all its parts that declare state, also in lists and tuples.
 
-    Names are those of classes, numbered from a class's second part on.
+    A name is the part's class name, with a number from the second part of a class on.
     """
     found: dict[str, Stateful] = {}
     counts: Counter[str] = Counter()

@@ -21,8 +21,8 @@ except ImportError:  # not on Windows
 class Store:
     """Tensors (N, …) in the files of a folder: `Sample(store=)`.
 
-    A run locks the folder while it trains, and writes its name there, so that it notices if another run has used the
-    folder since. Links are not followed.
+    A run locks the folder while it trains, and writes its name to the folder, to notice later whether another run has
+    used the folder. Links are not followed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class Store:
             os.close(lock)
 
     def check_whole(self) -> None:
-        """Raise an OSError if a file has been cut short: access to what it lacks would kill the process."""
+        """Raise an OSError if a file has been cut short: access to the missing part would kill the process."""
         for name, memory in self._files.items():
             if memory.size() < len(memory):
                 raise OSError(
@@ -88,7 +88,7 @@ class Store:
     def tensor(self, name: str, population: int, like: Tensor) -> Tensor:
         """Return a tensor (N, *shape) in a file, with a row of the shape of `like` for every client.
 
-        The file's space is allocated now, because a write to a full disk would later kill the process.
+        The file's space is allocated now, because a later write to a full disk would kill the process.
 
         Raises:
             OSError: there is not enough room, or the path is a link.

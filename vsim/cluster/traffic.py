@@ -1,4 +1,4 @@
-"""The payloads that each node transmits in a collective; all wire bytes follow from them."""
+"""The payloads that each node transmits in a collective, from which all wire bytes are computed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Traffic(NamedTuple):
     """The payloads that a group of n nodes hands in and transmits.
 
     Attributes:
-        handed: (n,) payloads that each node hands in, by its place in the group. sent: (n,) payloads that it transmits.
+        handed: (n,) payloads that each node hands in, by place in the group. sent: (n,) payloads that each transmits.
         busiest: payloads that the busiest node transmits. total: payloads that all nodes transmit. Both are exact.
-        server: payloads that the server transmits; it is not a node.
-        is_even: whether all nodes of the group hand in equally much, and transmit equally much.
+        server: payloads that the server, which is not a node, transmits.
+        is_even: whether all nodes of the group hand in the same number of payloads, and transmit the same number.
     """
 
     handed: NDArray[np.float64]
@@ -31,17 +31,17 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# Payloads that every node of a group of n transmits, and the last node, which in a chain passes none on.
+# n → payloads transmitted by every node of a group of n but the last, and by the last, which in a chain passes none on.
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)
 _COLLECTIVES: dict[str, _Places] = {
-    # A ring [Patarasu and Yuan 2009]: each node passes payloads on to its neighbour.
+    # In a ring [Patarasu and Yuan 2009], each node passes payloads on to its neighbour.
     "all_reduce": lambda n: (Fraction(2 * (n - 1), n),) * 2,
     "all_gather": lambda n: (Fraction(n - 1),) * 2,
     "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
     "broadcast": lambda n: (_ONCE, _NONE),
-    # From one node to another.
+    # Directly from one node to another.
     "all_to_all": lambda n: (Fraction(n - 1, n),) * 2,
     "send": lambda n: (_ONCE, _NONE),
     "push": lambda n: (_ONCE, _ONCE),
@@ -60,7 +60,7 @@ def traffic(collective: str, n: int) -> Traffic:
         n: at least 1.
 
     Raises:
-        ValueError: there is no such collective, or no node takes part.
+        ValueError: the collective is unknown, or `n` is below 1.
     """
     one_of("collective", collective, tuple(_COLLECTIVES))
     whole_number("n", n)
