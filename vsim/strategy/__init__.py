@@ -78,10 +78,9 @@ from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPART
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
 from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
-edit = average.edit  # the rule, not the module edit.py, which an import has put here
+edit = average.edit  # the rule: the imports above bind this name to the module edit.py
 
-# Short name → class and the arguments that the command line gives it where the user does not. DiLoCo and its variants
-# have the defaults of their classes.
+# Short name → class, and the command line's defaults where they differ from those of the class.
 STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "allreduce": (SimpleReduceStrategy, {}),
     "fedavg": (FedAvgStrategy, {"H": 10}),
@@ -113,14 +112,14 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "delayed_nesterov": (DelayedNesterovStrategy, {"H": 10, "outer_lr": 0.4, "momentum": 0.5}),
     "decoupled": (DecoupledDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
 }
-# What the command line compares where nothing is named. Some hundred steps are few rounds: DiLoCo's outer rate of 0.7,
-# made for H = 500, swings around the minimum there.
+# The strategies that the command line compares by default. A few hundred steps make few rounds, in which DiLoCo's outer
+# learning rate of 0.7, tuned for H = 500, overshoots the minimum.
 _FEW_ROUNDS = "H=10,outer_lr=0.4"
 COMPARED = [
     *("allreduce", "fedavg", f"diloco:{_FEW_ROUNDS}", "sparta", f"sparta_diloco:{_FEW_ROUNDS}", "demo", "alone"),
 ]
 
-# The same of papers' hyperparameters, as far as the papers name them.
+# Short name → class, and the paper's hyperparameters as far as the paper gives them.
 PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "diloco-paper": (
         DiLoCoStrategy,

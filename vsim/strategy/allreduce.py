@@ -13,13 +13,13 @@ class GradientAverage(CommunicationModule):
         g = average(g_1, …, g_K), by default mean_k g_k;  θ_k ← optimizer(θ_k, clip(g))
 
     Args:
-        average: how gradients become one: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
-            `vsim.strategy.average`. A clip() in it is of each node's gradient, max_norm of what comes out.
+        average: merges the gradients: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
+            `vsim.strategy.average`. clip() limits each node's gradient, max_norm the average.
 
     Payload: all gradients, every step, or what `average` sends in their place.
     """
 
-    only_once = True  # the nodes' gradients are equal then
+    only_once = True  # afterwards the nodes' gradients are equal
 
     def __init__(self, average: AverageLike = "mean") -> None:
         self.average = average_of(average, "GradientAverage")
@@ -28,7 +28,7 @@ class GradientAverage(CommunicationModule):
         self.average.setup(cluster)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        grads = cluster.replicas.grads  # one row, and the mean already, where the nodes share it
+        grads = cluster.replicas.grads  # one row, already the mean, if the nodes share it
         grads.copy_(self.average(grads, cluster, "gradients"))
 
 

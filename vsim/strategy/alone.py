@@ -12,10 +12,10 @@ class AloneStrategy(Algorithm, of=()):
 
         θ_k ← optimizer(θ_k, g_k)
 
-    The global model is that of node 0: the mean of models that never met is not a model that anyone trained.
+    The global model is node 0's, since the mean of independently trained models is not a trained model.
 
-    Payload: none; with cohorts, every client's weights at the end of a round: the next cohort begins with the first
-    client's.
+    Payload: none; with cohorts, every client's weights at the end of a round, since the next cohort starts from the
+    first client's.
     """
 
     family = "local steps"

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: outer steps with what has arrived, weighted by how stale it is."""
+"""Asynchronous DiLoCo: outer steps with the updates that have arrived, weighted by staleness."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ STALENESS: dict[str, Callable[[int], float]] = {"none": none, "sqrt": sqrt}
 
 
 class AsyncDiLoCoStrategy(AsynchronousStrategy):
-    """DiLoCo whose server steps when `buffer` workers have come, and workers do not wait [Liu et al. 2024,
+    """DiLoCo whose server steps after every `buffer` arrivals, and whose workers do not wait [Liu et al. 2024,
     arXiv:2401.09135].
 
         worker k   takes φ, H inner steps, sends its result; takes φ again
         server     of every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
 
-    φ_k is what worker k has taken, and s_k how often φ has been stepped since. With buffer=1 it is FedAsync's way, with
-    more FedBuff's, both with DiLoCo's optimizers.
+    φ_k is the φ that worker k took last, and s_k the number of outer steps since. buffer=1 is FedAsync's scheme, a
+    larger buffer is FedBuff's, both with DiLoCo's optimizers.
 
     Args:
-        H: inner steps of a phase, at least 1.
+        H: inner steps from taking φ to sending the result, at least 1.
         outer_optim, outer_lr: see `DiLoCoStrategy`.
-        staleness: w: "sqrt", 1 / √(1 + s); "none", 1; or a function of s, at least 0.
-        buffer: arrivals of an outer step, at least 1.
-        patience: instead of `buffer`: arrivals of an outer step for which earlier workers wait, at most K. With
-            math.inf all wait for all, which is DiLoCo, bit for bit if it is deterministic.
-        average: how the w(s_k) (φ_k − θ_k) become one; see `vsim.strategy.average`. They arrive one by one, so that
-            none is compressed.
+        staleness: the weight w(s): "sqrt" for 1 / √(1 + s), "none" for 1, or a function of s with values of at least 0.
+        buffer: arrivals per outer step, at least 1. Default: 1.
+        patience: in place of `buffer`: arrivals per outer step, at most K, where workers wait for the step. With
+            math.inf all workers wait for each other, which is DiLoCo, bitwise if deterministic.
+        average: merges the w(s_k) (φ_k − θ_k); see `vsim.strategy.average`. Messages arrive one by one and cannot be
+            compressed.
         options: see `Algorithm`.
 
-    Payload: all weights, up and down, of a worker after every H of its steps.
+    Payload: all weights, up and down, after every H steps of a worker.
 
     Deviations from the paper: none; it is the paper's baseline. FedAsync [arXiv:1903.03934] and FedBuff
     [arXiv:2106.06639] mix weights or take plain outer steps.
@@ -109,11 +109,11 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         return came if self.waits else [node]
 
     def _outer_step(self) -> None:
-        """Take an outer step with the arrivals, in the order of the nodes, whichever was first."""
+        """Take an outer step with the arrivals, in the order of the nodes, not of arrival."""
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
-            # φ is equal on all nodes: in the order of DiLoCo's sums.
+            # All nodes took the same φ: sum in DiLoCo's order, for bitwise equal results.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)
         else:
             moved = torch.stack([w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)])

@@ -1,4 +1,6 @@
-"""Asynchronous strategies: workers train at their own speeds, and a server steps the outer weights as they arrive."""
+"""Asynchronous strategies: workers train at their own speeds, and a server steps the outer weights as their results
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,22 @@ class OwnOptimizers(JointOptimizers):
 
 
 class AsynchronousStrategy(Algorithm):
-    """A server with outer weights φ, and workers that train alone between two visits. The base to subclass.
+    """Base class of a server with outer weights φ and workers that train alone between two visits to the server.
 
         worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ again
         server     at every arrival, in the order of virtual time: `receive`
 
-    Everything happens in the order of virtual time, and where it happens at once in that of the nodes. The run's step s
-    is s·K local steps of all workers together, so that it has seen as many examples as the step s of a run in lockstep;
-    what happens before the next local step is done belongs to it. The learning rate is that of the run's step.
+    Events happen in the order of virtual time; simultaneous events, in the order of the nodes. The run reaches step s
+    after s·K local steps of all workers together, with the number of examples of step s in lockstep. Events before the
+    next local step is done belong to step s. The learning rate is that of the run's step.
 
     Args:
         H: local steps from pulling to pushing, at least 1.
-        options: see `Algorithm`. Every worker has an inner optimizer of its own, which lasts.
+        options: see `Algorithm`. Every worker keeps its inner optimizer's state for the whole run.
 
     Attributes, besides `Algorithm`'s:
-        clock: the workers in virtual time; set before the setup.
-        step_workers: set by the training loop; called with the local steps that each worker has to catch up on.
+        clock: the workers in virtual time; set before `setup`.
+        step_workers: set by the training loop; called with the number of local steps that each worker owes.
 
     Payload: all weights, from a worker to the server and back, once a visit.
     """
@@ -54,15 +56,15 @@ class AsynchronousStrategy(Algorithm):
     clock: VirtualClock
     outer_weights: Tensor  # φ, shared (P,)
     taken: Tensor  # φ as each worker took it, stacked (K, P)
-    messages: dict[int, tuple[Tensor, Any]]  # on their way, by number: a shared row, and what is known with it
-    version: int  # how often φ has been stepped
+    messages: dict[int, tuple[Tensor, Any]]  # in flight: number → a shared row, and its facts
+    version: int  # the number of outer steps of φ so far
     versions: list[int]  # (K,) the version that each worker took
     waiting: list[int]  # workers that have arrived at the server and may not continue yet
-    owed: list[int]  # local steps that each worker has done in virtual time, and that are not computed yet
-    until: list[int]  # the local step with which each worker's phase ends
+    owed: list[int]  # local steps of each worker, done in virtual time but not computed yet
+    until: list[int]  # the local step that ends each worker's phase
     seen: list[int]  # examples of each worker, or tokens where batches hold token ids
-    outer_optims: list[Optimizer]  # that step φ, if there are any
-    losses: Tensor  # of each worker's last local step, stacked (K,); NaN before there is one
+    outer_optims: list[Optimizer]  # the optimizers that step φ, if any
+    losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first
     step_workers: Callable[[Sequence[int]], None]
 
     def __init__(self, H: int, *, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
@@ -95,24 +97,24 @@ class AsynchronousStrategy(Algorithm):
     # What a strategy says ---------------------------------------------------------------------------------------------
 
     def phase(self, node: int) -> int:
-        """Return the local steps of a worker's next phase; here H."""
+        """Return the number of local steps of a worker's next phase. Default: H."""
         return self.H
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         """Process a worker's weights at the server; return the waiting workers that pull φ now.
 
         Args:
-            weights: θ_k, shared (P,); `taken[node]` is where it began. staleness: the steps that φ has taken since.
+            weights: θ_k, shared (P,); `taken[node]` is the φ it started from. staleness: outer steps of φ since then.
         """
         raise NotImplementedError(f"{type(self).__name__} must define receive")
 
     def first_visit(self, node: int) -> int:
-        """Return the local steps after which a worker first sends something, known after the setup; here a phase."""
+        """Return the local steps before a worker's first message, known after `setup`. Default: one phase."""
         return self.until[node]
 
     @property
     def first_step(self) -> int:
-        """The run's step in which a worker first sends something, by the mean seconds of local steps."""
+        """The run's step of the first message, by the mean seconds of local steps."""
         own, nodes = self.clock.compute.node_seconds, range(self.cluster.num_nodes)
         seconds = [float(own[node % len(own)]) for node in nodes]
         first = min(self.first_visit(node) * seconds[node] for node in nodes)
@@ -139,12 +141,12 @@ class AsynchronousStrategy(Algorithm):
                 self.waited(number)
         self.catch_up()
         self.cluster.collectives.ledger.seconds.append((clock.now, clock.computed_seconds))
-        for optimizer in torch_optimizers(self.optim):  # of a worker that has taken no step yet
+        for optimizer in torch_optimizers(self.optim):  # also of workers that have not stepped yet
             mark_stepped(optimizer)
         self.sync()
 
     def catch_up(self) -> None:
-        """Compute all local steps that are done by now: workers know nothing of each other, so they go together."""
+        """Compute all owed local steps in one batch: workers do not depend on each other between visits."""
         if any(self.owed):
             self.step_workers(self.owed)
             self.owed = [0] * len(self.owed)
@@ -156,7 +158,7 @@ class AsynchronousStrategy(Algorithm):
         self.optim.optimizers[node].step()  # type: ignore[union-attr]
 
     def after_local_step(self, node: int) -> None:
-        """Go on with the phase of a worker, or end it."""
+        """Continue a worker's phase, or end it."""
         if self.clock.steps[node] < self.until[node]:
             self.clock.step(node)
         else:
@@ -164,13 +166,13 @@ class AsynchronousStrategy(Algorithm):
             self.push(node, self.cluster.weights[node])
 
     def push(self, node: int, row: Tensor, label: str = "outer gradient", facts: Any = None) -> None:
-        """Send a shared row (n,) of a worker to the server, and what else is known with it."""
+        """Send a worker's shared row (n,) to the server, with any facts about the row."""
         collectives = self.cluster.collectives
         (sent,) = collectives.push(row.expand(collectives.num_nodes, -1), among=[node], label=label)
         self.messages[self.clock.send(node, sent.nbytes, to_server=True)] = sent, facts
 
     def pull(self, node: int, row: Tensor, label: str = "outer weights", facts: Any = None) -> None:
-        """Send a shared row (n,) of the server to a worker."""
+        """Send the server's shared row (n,) to a worker."""
         sent = self.cluster.collectives.pull(row, among=[node], label=label)
         self.messages[self.clock.send(node, sent.nbytes, to_server=False)] = sent, facts
 
@@ -197,7 +199,7 @@ class AsynchronousStrategy(Algorithm):
         self.clock.step(node)
 
     def waited(self, number: int) -> None:
-        """Act when the server has waited as long as it wanted to; nothing here."""
+        """Act when a timer of the server ends. Default: no-op."""
 
     def measured(self) -> Mapping[str, float]:
         return {"clock_seconds": self.clock.now, "compute_seconds": self.clock.computed_seconds}

@@ -1,4 +1,4 @@
-"""Attackers: nodes that send anything but what they have computed, or that learn from wrong labels."""
+"""Attackers: nodes that send another vector than the one they computed, or train on wrong labels."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ DIRECTIONS = ("deviation", "sign", "unit")
 
 @dataclass(frozen=True, repr=False)
 class Attack:
-    """What a share of the nodes sends in place of its gradient or move g, or learns from.
+    """Make a share of the nodes send another vector in place of their gradient or move g, or train on wrong labels.
 
-    With μ and σ, the mean and the deviation of the other nodes' vectors by entry, which attackers know:
+    Attackers know the mean μ and standard deviation σ, by entry, of the other nodes' vectors g_i, and send:
 
-    - "sign_flip": −scale · g.
-    - "gaussian": normal noise of deviation `scale`.
-    - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
-      Φ⁻¹((n − m − s) / (n − m)) of n nodes and m attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1.
-    - "min_max", "min_sum": μ + γ p with the largest γ for which the vector is as near to each other node as two of
-      them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as near to all of them together,
-      Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS].
-    - "label_flip": attackers send what they have computed, from data with labels C − 1 − y for y.
+    - "sign_flip": −scale · g. - "gaussian": normal noise of deviation `scale`. - "alie": μ − z σ, "a little is enough"
+    [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default Φ⁻¹((n − m − s) / (n − m)) for n nodes and m
+    attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1. - "min_max", "min_sum": μ + γ p with the largest γ for which the
+    vector is as near to each other node as two of them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as
+    near to all of them together, Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS]. -
+    "label_flip": the vector computed from data with labels C − 1 − y in place of y.
 
     Args:
-        kind: one of these.
-        share: of the nodes that attack, in (0, 1), rounded up; with `seed`, which of them. Or `nodes`: their numbers.
+        kind: one of the above.
+        share: of the nodes that attack, in (0, 1), rounded up and drawn by `seed`. Or `nodes`: the attackers' numbers.
         scale: of "sign_flip" (1), "gaussian" (1) and "alie".
         direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
         classes: C, for "label_flip". It needs a dataset for each node, such as a `vsim.data.partition`, whose examples
             are (inputs, label), or dicts with a "label" or "labels".
         seed: of the draw of attackers.
 
-    Nodes that attack get the same average as the others. Nothing that they know of others is billed.
+    Attackers receive the same average as other nodes. The ledger does not bill their knowledge of other vectors.
     """
 
     kind: str
@@ -83,7 +81,7 @@ class Attack:
         """Return the numbers of the nodes or clients that attack, in ascending order.
 
         Raises:
-            ValueError: there is no other node, or a number is of none.
+            ValueError: all nodes would attack, or a number belongs to no node.
         """
         nodes = self.nodes
         if nodes is None:
@@ -123,9 +121,9 @@ class Attack:
                 rows[row].copy_(vector)
 
     def vector(self, others: Tensor, attackers: int) -> Tensor:
-        """Return what attackers send (P,) who know the rows (n − m, P) of all others: "alie", "min_max", "min_sum".
+        """Return the vector (P,) of attackers, given all others' rows (n − m, P): "alie", "min_max", "min_sum".
 
-        γ is in closed form: the distances are quadratic in it.
+        γ has a closed form, since the squared distances are quadratic in γ.
         """
         others = others.to(torch.promote_types(others.dtype, torch.float32))
         mean, deviation = others.mean(0), others.std(0, unbiased=False)
@@ -150,7 +148,7 @@ class Attack:
         return mean + gamma.to(mean) * toward
 
     def deviations(self, others: int, attackers: int) -> float:
-        """Return z of "alie" for so many other nodes and attackers; 0 where too few others remain."""
+        """Return z of "alie" for these numbers of other nodes and attackers; 0 if too few others remain."""
         if self.scale is not None:
             return self.scale
         supporters = max(1, (others + attackers) // 2 + 1 - attackers)

@@ -2,8 +2,8 @@
 
     gradients ─► optimize ─► sync
 
-A strategy is configured when it is made and holds no state then: a run works on a copy of its own, so that one object
-can be used for many runs. Code that is written as if for one node is in `vsim.strategy.per_node`.
+A strategy object holds arguments, but no state: every run works on a copy, so that one object serves many runs. For
+code written as if for one node, see `vsim.strategy.per_node`.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from vsim.strategy.when import When, schedule_of, syncs
 
 
 class CommunicationModule(Configured):
-    """One way of communicating. A subclass defines `sync`, which is called after the steps that its H says.
+    """A way of communicating. A subclass defines `sync`, which is called after the steps that H selects.
 
     Attributes:
-        H: a number of steps, or a schedule of `vsim.strategy.when`; 1 where a subclass sets none.
-        average: how the nodes' vectors become one, in a warm-up their gradients; the mean where a subclass sets none.
-        only_once: whether a second one of its kind, whatever its settings, would find nothing to do.
+        H: a number of steps, or a schedule of `vsim.strategy.when`; default: 1.
+        average: merges the nodes' vectors, and in a warm-up their gradients; default: the mean.
+        only_once: whether a second module of the same class, whatever its settings, would have nothing to do.
     """
 
     H: int | When = 1
     average: Average = Average()
     only_once = False
 
-    warmup: Average  # of gradients, with errors of its own; where the schedule has a warm-up
+    warmup: Average  # of gradients, with separate compression errors; only with a warm-up
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
@@ -78,29 +78,29 @@ class CommunicationModule(Configured):
 
     @property
     def first_step(self) -> int:
-        """The first step that it changes anything at, known after the setup. A shorter run gets a warning."""
+        """The first step at which the module has an effect, known after `setup`. A shorter run gets a warning."""
         return self.when.period or self.when.next
 
     @property
     def personal_bytes(self) -> int:
-        """Bytes of a node's weights that are its client's own, and that it does not pull with the others."""
+        """Bytes of a client's personal weights, which a node does not pull with the shared ones."""
         return 0
 
     @property
     def personal_buffers(self) -> Sequence[str]:
-        """Names of the buffers that are a client's own, and that the server does not see."""
+        """Names of the personal buffers of a client, which the server does not see."""
         return ()
 
     def remember(self, cluster: Cluster) -> None:
-        """Bring the state of clients up to date, where it is only written at a sync. Default: no-op."""
+        """Update the clients' state if the module otherwise writes it only at a sync. Default: no-op."""
 
     def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Write what is a client's own into a copy of the global weights (P,) and buffers: then these are its model.
+        """Write a client's personal values into a copy of the global weights (P,) and buffers, making them its model.
 
-        Default: no-op, as clients use the global model.
+        Default: no-op, since clients use the global model.
 
         Args:
-            own: name → row, of the client's state that this module keeps by `keep_client`.
+            own: name → row of the client's state that this module declares by `keep_client`.
         """
 
     def shared_weights(self, weights: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ class CommunicationModule(Configured):
         return weights
 
     def check_nodes(self, cluster: Cluster) -> None:
-        """Raise a ValueError if so many nodes as take part now are too few. Default: of the rule of `average`."""
+        """Raise a ValueError if too few nodes take part. Default: ask the rule of `average`."""
         self.average.rule.check(cluster.num_nodes)
 
     def check_optim(self, optim: OptimSpec) -> None:
-        """Raise an error if the nodes must not train with this inner optimizer. Default: no-op."""
+        """Raise an error if the module does not allow this inner optimizer. Default: no-op."""
 
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
@@ -128,7 +128,7 @@ class CommunicationModule(Configured):
     def communicate(self, cluster: Cluster) -> None:
         """Change `cluster.weights` in place, after the optimizer step number `cluster.step`.
 
-        Default: `sync` when H says so; in a warm-up, `follow`.
+        Default: `sync` after the steps that H selects; in a warm-up, `follow`.
         """
         due = self.when.is_due(cluster)
         if self.when.is_warmup(cluster.step):
@@ -137,26 +137,26 @@ class CommunicationModule(Configured):
             self.sync(cluster)
 
     def follow(self, cluster: Cluster) -> None:
-        """Called in place of `sync` in a warm-up, when weights are equal. Default: outer weights follow them."""
+        """Called in place of `sync` in a warm-up, when weights are equal. Default: copy them to the outer weights."""
         if isinstance(outer := vars(self).get("outer_weights"), Tensor):
             outer.copy_(self.shared_weights(cluster.weights)[0])
 
     def sync(self, cluster: Cluster) -> None:
-        """Change `cluster.weights` in place, after a step that H says. Default: no-op."""
+        """Change `cluster.weights` in place, after a step that H selects. Default: no-op."""
 
     def global_weights(self, cluster: Cluster) -> Tensor | None:
         """Return the shared weights (P,) that this module holds as the global model, if it does."""
         return None
 
     def measured(self, cluster: Cluster) -> Mapping[str, float]:
-        """Return name → number, the same names at any time: columns of the history, besides every run's.
+        """Return columns of the history for this module: name → number, with the same names in every call.
 
-        It is asked after every step, and before the first. Nothing is to be changed or sent.
+        Called before the first step and after every step. An override must not change or send anything.
         """
         return {}
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Make a context in which these are the weights to evaluate, where an outer optimizer has others."""
+        """Return a context that swaps in the weights to evaluate, for outer optimizers that keep separate ones."""
         return nullcontext()
 
 
@@ -186,20 +186,21 @@ OPTIONS = tuple(
 
 
 class Algorithm(Configured):
-    """An inner optimizer and an ordered list of communication modules. The base of all strategies that vsim has.
+    """An inner optimizer and an ordered list of communication modules. The base of all of vsim's strategies.
 
     A training step is `gradients`, `optimize` and `sync`. A subclass that extends `setup`, `gradients` or `sync` calls
     `super()`. For code that is written as if for one node, subclass `Strategy`.
 
-    A strategy of fixed modules names them and has their arguments, docstring and checks, besides the options below:
+    A strategy of fixed modules names them in its class statement, and inherits their arguments, docstring and checks,
+    in addition to the options below:
 
         class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
 
-    `of` is a module or several; `positions` are the arguments that may be given by position, by default inner_optim;
-    `names` has a module's names of arguments → the strategy's, and None for those that it does not take.
+    `of` is one module class or several; `positions` are the arguments that may be positional, by default inner_optim;
+    `names` maps a module's argument to the strategy's name for it, or to None to drop it.
 
     Args:
-        communication_modules: communicate in this order. Without any, every node trains alone.
+        communication_modules: communicate in this order. Default: none; every node trains alone.
         inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its name in small letters. Default
             AdamW. EXO Gym's name for it, optim_spec, is the same argument.
         lr: its learning rate; also inner_lr.
@@ -208,27 +209,27 @@ class Algorithm(Configured):
             s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
             step s of T.
         lr_scheduler_kwargs: arguments of the scheduler.
-        attack: what some nodes send in place of what `average` is of, or learn from; see `vsim.Attack`.
+        attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
         warmup_steps: w. cosine_anneal: on for "cosine", off for "lambda_cosine". max_steps: T; default the run's.
 
     Attributes during a run:
         cluster: the nodes. optim: the inner optimizer.
-        settings: what it was made with, which must be the same in a run that resumes.
+        settings: the strategy's arguments, which must be the same in a run that resumes.
 
-    `str(strategy)` is the call that makes it. Strategies that vsim has name their `family`, the section of
-    docs/strategies.md, whose tables are made from the classes.
+    `str(strategy)` is the call that makes the strategy. vsim's strategies set `family`, their section in
+    docs/strategies.md, whose tables are generated from the classes.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
     common = OPTIONS
 
-    # Whether all nodes have equal weights at every step by construction, so that one row serves them all, and whether
-    # only the mean of their gradients is used. Promises of one class; its subclasses have to repeat them.
+    # Whether all nodes have equal weights at every step by construction, so that one row is enough for all, and whether
+    # only the mean of their gradients is used. A subclass does not inherit these promises, but has to repeat them.
     shares_weights = False
     shares_grads = False
     # Whether its nodes train on a virtual clock, each at its own speed; see `vsim.strategy.asynchronous`.
     is_asynchronous = False
-    # Methods of `Strategy` that nothing here calls.
+    # Methods of `Strategy` that this class never calls.
     uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
 
     def __init_subclass__(
@@ -246,7 +247,7 @@ class Algorithm(Configured):
         for promise in ("shares_weights", "shares_grads"):
             setattr(cls, promise, cls.__dict__.get(promise, False))
 
-    if TYPE_CHECKING:  # with `of`, the arguments are those of modules
+    if TYPE_CHECKING:  # with `of`, the modules' arguments
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -272,7 +273,7 @@ class Algorithm(Configured):
             if not isinstance(module, CommunicationModule):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
         for i, module in enumerate(communication_modules):
-            for other in communication_modules[:i]:  # a module holds state, or does the same again
+            for other in communication_modules[:i]:  # a module holds state, and may be idempotent
                 again = module.only_once or not (vars(module) or vars(other))
                 if module is other or (type(module) is type(other) and again):
                     raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
@@ -295,7 +296,7 @@ class Algorithm(Configured):
         self.schedule = Schedule(*map(given.get, of_schedule))
 
     def _attacked(self, attack: Attack) -> list[CommunicationModule]:
-        """Return the modules, where attackers send vectors with averages that the attack acts on."""
+        """Return copies of the modules, with the attack in their averages."""
         name = type(self).__name__
         if not isinstance(attack, Attack):
             raise TypeError(f"{name}: attack must be a vsim.Attack, got {attack!r}")
@@ -315,7 +316,7 @@ class Algorithm(Configured):
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:
-        """Return the inner optimizer where none is given."""
+        """Return the default inner optimizer."""
         return OptimSpec(torch.optim.AdamW)
 
     def check(self) -> None:
@@ -351,10 +352,10 @@ class Algorithm(Configured):
         return self.optim_spec.build_for(self.cluster.replicas, self.cluster.deterministic)
 
     def attend(self, changed: bool = True) -> None:
-        """Go on with the nodes that take part in step `cluster.step`.
+        """Continue with the nodes that take part in step `cluster.step`.
 
         Args:
-            changed: whether these are others than before the step.
+            changed: whether the set of nodes changed before the step.
         """
         for module in self.communication_modules:
             module.check_nodes(self.cluster)
@@ -362,7 +363,7 @@ class Algorithm(Configured):
                 module.attend(self.cluster)
 
     def move_rows(self, earlier: Replicas) -> None:
-        """Let the optimizer step the rows that nodes have now, `cluster.replicas`, in place of their `earlier` rows."""
+        """Make the optimizer step the nodes' current rows, `cluster.replicas`, in place of their `earlier` rows."""
         move(self._stacked_parameters(), earlier, self.cluster.replicas)
         for own in nodes_of(self.optim):
             own.attend()
@@ -380,7 +381,7 @@ class Algorithm(Configured):
         return self.cluster.gradient(at, batch)
 
     def communicate_gradients(self) -> None:
-        """Let the modules communicate the gradients."""
+        """Call `communicate_gradients` of all modules."""
         for module in self.communication_modules:
             known = len(self.cluster.collectives.ledger)
             module.communicate_gradients(self.cluster)
@@ -391,7 +392,7 @@ class Algorithm(Configured):
                 )
 
     def clip(self) -> None:
-        """Clip every node's gradient to `max_norm`, if there is one. Happens before every optimizer step."""
+        """Clip every node's gradient to `max_norm`, if set. Called before every optimizer step."""
         if self.max_norm is not None:
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
 
@@ -429,7 +430,7 @@ class Algorithm(Configured):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Make a context in which all weights are those to evaluate, where an optimizer has others."""
+        """Return a context that swaps in the weights to evaluate, for optimizers that keep separate ones."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.optim, self.cluster.replicas.weights))
             for module in self.communication_modules:
@@ -448,14 +449,14 @@ class Algorithm(Configured):
 
     @property
     def evaluates_mean(self) -> bool:
-        """Whether the global model is the mean replica: neither the strategy nor a module says otherwise."""
+        """Whether the global model is the mean replica: neither the strategy nor a module defines another."""
         modules = (type(module).global_weights for module in self.communication_modules)
         replaced = any(own is not CommunicationModule.global_weights for own in modules)
         return type(self).global_weights is Algorithm.global_weights and not replaced
 
     @property
     def is_personal(self) -> bool:
-        """Whether clients use models of their own, rather than the global model."""
+        """Whether clients use personal models in place of the global model."""
         modules = (type(module).personalize for module in self.communication_modules)
         return any(own is not CommunicationModule.personalize for own in modules)
 
@@ -463,7 +464,7 @@ class Algorithm(Configured):
         """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.
 
         Args:
-            mean: the mean replica (P,), if it is known: equal nodes have it, so that none has to send its weights.
+            mean: the mean replica (P,), if known; comparing with it spares a node from sending its weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
         held = type(self).global_weights is not Algorithm.global_weights or cluster.replicas.shares_weights
@@ -484,14 +485,14 @@ class Algorithm(Configured):
 
     @property
     def needs_compute(self) -> bool:
-        """Whether a schedule of syncs goes by compute seconds."""
+        """Whether a schedule of syncs depends on compute seconds."""
         return any(module.when.needs_compute for module in self.communication_modules)
 
     def syncs(self, max_steps: int | None, seconds: Seconds | None) -> tuple[int, ...]:
-        """Return the steps of all syncs of a run whose H is a schedule; none where it is a number.
+        """Return the steps of all syncs of a run whose H is a schedule; empty if H is a number.
 
         Raises:
-            TypeError: modules have several schedules, or it is not known how many steps the run has.
+            TypeError: modules have several schedules, or the run's number of steps is unknown.
         """
         schedules = [module.when for module in self.communication_modules if module.when.period is None]
         if not schedules:
@@ -551,5 +552,5 @@ class Algorithm(Configured):
 
     @property
     def _repeats(self) -> bool:
-        """Whether every step is known to send what the first one sends: a dry run takes one step then."""
+        """Whether every step certainly sends the same as the first, so that a dry run takes only one step."""
         return False

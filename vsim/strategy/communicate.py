@@ -17,7 +17,7 @@ _current: ContextVar[Collectives] = ContextVar("collectives")
 
 @contextmanager
 def communicating_through(collectives: Collectives) -> Iterator[None]:
-    """Make the functions of this module go through `collectives` for a block: the step of a strategy."""
+    """Return a context, for a step of a strategy, in which this module's functions use `collectives`."""
     token = _current.set(collectives)
     try:
         yield
@@ -40,12 +40,12 @@ def all_reduce(
         tensor: stacked (K, …), changed in place.
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
         label: its name in the ledger.
-        among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes, each of which reduces
-            on its own; default all. Other nodes neither send nor pay, and keep their rows. Where nodes come and go,
-            `self.cluster.active` has the participating ones.
-        payload_bytes: bytes that one node sends, if they are not those of its row: fewer bits, for instance.
-        summable: whether fewer bytes are enough because a sum of messages is no larger than a message, as of numbers in
-            bfloat16. Codes with a scale of each node are not: send those by all_gather. Without it, they get a warning.
+        among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes that reduce
+            separately; default all. Other nodes neither send nor pay, and keep their rows. When nodes come and go,
+            `self.cluster.active` lists the participating nodes.
+        payload_bytes: bytes that one node sends, if not those of its row, for instance with fewer bits.
+        summable: whether a sum of messages is no larger than one message, as with numbers in bfloat16. Codes with a
+            scale per node cannot be summed: send them by all_gather. Fewer bytes without summable=True get a warning.
     """
     collectives = _collectives("all_reduce", tensor)
     name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)
@@ -82,10 +82,10 @@ def all_gather(
     """Give every node the rows of all nodes.
 
     Args:
-        tensor_list: n stacked tensors (K, …) to fill in place, the one at position j with the row of the j-th of the n
-            nodes that take part; or None.
+        tensor_list: n stacked tensors (K, …) to fill in place, tensor j with the row of the j-th of the n nodes that
+            take part; or None.
         tensor: stacked (K, …): what every node sends.
-        among, label, payload_bytes: see all_reduce. Other nodes find their own row everywhere.
+        among, label, payload_bytes: see all_reduce. A node that does not take part finds its own row in every tensor.
 
     Returns:
         `tensor_list`, or a new list of n tensors of the shape of `tensor`, which share memory between nodes.
@@ -105,7 +105,7 @@ def all_gather(
 def send(tensor: Tensor, pairs: Pairs, *, label: str = "send", payload_bytes: Bytes = None) -> None:
     """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by that of node `src`.
 
-    All pairs are at the same time. A node is at most once a source, and at most once a destination.
+    All pairs send at the same time. A node is a source at most once, and a destination at most once.
     """
     tensor.copy_(_collectives("send", tensor).send(tensor, pairs, label=label, payload_bytes=payload_bytes))
 

@@ -1,4 +1,4 @@
-"""What a user configures: knows the spellings of EXO Gym, and shows the arguments that it was made with."""
+"""The base of objects that users configure: accepts EXO Gym's spellings, and shows the object's arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ALL = ("inner_optim", "lr")  # arguments of every strategy
 class Configured(Stateful):
     """Base of strategies, communication modules, compressors and selectors.
 
-    Its `repr` is the call that makes it. `derived` of a subclass adds to its parent's.
+    `repr` is the call that makes the object. `derived` of a subclass adds to its parent's.
 
     Attributes:
         common: the arguments that **options of an `__init__` stands for.
@@ -38,7 +38,7 @@ class Configured(Stateful):
             cls.__init__ = _checked(cls.__init__, cls.common)  # type: ignore[method-assign]
 
     def check(self) -> None:
-        """Raise an error if arguments contradict each other; called when it is made."""
+        """Raise an error if arguments contradict each other; called after `__init__`."""
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={shown(value)}" for name, value in arguments_of(self).items())
@@ -46,7 +46,7 @@ class Configured(Stateful):
 
 
 def arguments_of(configured: Configured) -> dict[str, Any]:
-    """Return the arguments that something was made with, by name."""
+    """Return the arguments that an object was made with, by name."""
     return dict(getattr(configured, "_given", {}))
 
 
@@ -71,7 +71,7 @@ def shown(value: Any) -> str:
 
 
 def _checked(init: Callable[..., None], common: tuple[Parameter, ...]) -> Callable[..., None]:
-    """Return `init` with EXO Gym's spellings, and an error for unknown arguments; the outermost one keeps them."""
+    """Make `init` accept EXO Gym's spellings and reject unknown arguments; the outermost call records them."""
     given = inspect.signature(init)
     parameters = []
     for parameter in given.parameters.values():

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: learners that never wait, and a syncer for each fragment that merges what has come."""
+"""Decoupled DiLoCo: learners that never wait, and a syncer for each fragment that merges arrived updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAPERS = rda("tokens")
 
 
 class DecoupledDiLoCoStrategy(AsynchronousStrategy):
-    """AsyncDiLoCo in fragments, merged once a quorum has come and a grace period has passed: Decoupled DiLoCo
+    """AsyncDiLoCo in fragments, merged once a quorum has arrived and a grace period has passed: Decoupled DiLoCo
     [Douillard et al. 2026, arXiv:2604.21428].
 
         learner k      after every H of its steps, fragment by fragment:  send θ_k; train on
@@ -30,23 +30,23 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         fragment           φ ← outer optimizer(φ, merger of φ_k − θ_k, weighted by tokens²/steps);  send it to them
         learner k      τ of its steps after sending, or when the answer is there:  θ_k ← φ
 
-    The slack is the time from the quorum until the first learner that has come needs its answer; the syncer waits for a
-    share γ of it. A learner that comes too late is in the next round; a fragment whose answer a learner still awaits is
-    not sent again. With τ > 0 no learner waits.
+    The slack is the time from the quorum until the first of the arrived learners needs its answer; the syncer waits for
+    a share γ of the slack. A learner that arrives later joins the next round. A learner that still awaits a fragment's
+    answer does not send the fragment again. With τ > 0 no learner waits.
 
     Args:
         H: steps of a learner between two syncs of one fragment, at least the number of fragments. The paper uses 24.
         fragments, pattern: see `StreamingDiLoCoStrategy`. The paper has 24.
-        delay: τ, 0 ≤ τ < H. With 0 a learner waits until its answers are there.
-        quorum: learners that a merge needs, from 1 to K.
+        delay: τ, 0 ≤ τ < H. With 0 a learner waits for its answers.
+        quorum: the number of learners that a merge needs, from 1 to K.
         grace: γ in [0, 1].
         outer_optim, outer_lr: see `DiLoCoStrategy`.
-        average: how the φ_k − θ_k become one; see `vsim.strategy.average`. The paper's rda("tokens") keeps lengths
-            where directions differ, and weights by tokens²/steps since the fragment was last sent (examples², where
-            batches hold no token ids). Messages arrive one by one, so that none is compressed.
+        average: merges the φ_k − θ_k; see `vsim.strategy.average`. The paper's rda("tokens") keeps lengths where
+            directions differ, and weights learners by tokens²/steps since they last sent the fragment (examples² if
+            batches hold no token ids). Messages arrive one by one and cannot be compressed.
         options: see `Algorithm`.
 
-    Payload: each fragment, up and down, of a learner after every H of its steps.
+    Payload: each fragment, up and down, after every H steps of a learner.
 
     Deviation from the paper: the slack follows from the run's `compute` and `network`; there is no failure detector.
     """
@@ -79,11 +79,11 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             raise ValueError(f"delay must be below H, after which a fragment is sent again; got {delay} for H={H}")
 
     outer_gradient: Tensor  # shared (P,)
-    came: list[list[tuple[int, Tensor, float, float]]]  # of each fragment: node, θ_k (n,), weight, when it is wanted
-    closing: list[float]  # of each fragment: when the round that it is in ends
-    sent: list[list[list[int]]]  # of each learner and fragment: when it was last sent, its steps and tokens
+    came: list[list[tuple[int, Tensor, float, float]]]  # per fragment: node, θ_k (n,), weight, time of need
+    closing: list[float]  # per fragment: the time at which its current round ends
+    sent: list[list[list[int]]]  # per learner and fragment: the learner's steps and tokens at the last send
     awaited: list[list[bool]]  # the same shape: whether an answer is on its way
-    answers: list[dict[int, Tensor]]  # of each learner: fragment → φ (n,)
+    answers: list[dict[int, Tensor]]  # per learner: fragment → φ (n,)
     timers: dict[int, int]  # number → fragment
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")
 
@@ -125,7 +125,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             row, wanted = self.parts[i].of(self.cluster.weights[node]), self.delay * self.clock.step_seconds(node)
             self.push(node, row, label, (i, weight, self.clock.now + wanted))
             awaited[i], sent[i] = True, [own, self.seen[node]]
-        if self.delay or not sending:  # with τ = 0 it waits for the answers
+        if self.delay or not sending:  # with τ = 0 the learner waits for the answers
             self.clock.step(node)
 
     def _take(self, node: int, i: int, phi: Tensor) -> None:
@@ -153,7 +153,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self._merge(self.timers[number])
 
     def _merge(self, i: int) -> None:
-        """Step a fragment with what has come, in the order of the nodes, and answer."""
+        """Step a fragment with the arrived updates, in the order of the nodes, and answer."""
         nodes, weights, share, _ = zip(*sorted(self.came[i], key=lambda one: one[0]), strict=True)
         self.came[i], self.closing[i] = [], math.inf
         self._forget_timers(i)
@@ -177,7 +177,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
         phi, i = message
         if self.delay:
-            self.answers[node][i] = phi  # in the middle of a step: taken after it
+            self.answers[node][i] = phi  # during a local step, to be taken after the step
             return
         self._take(node, i, phi)
         if not any(self.awaited[node]):

@@ -32,7 +32,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         c: in [0, 1/N], the share of the momentum in each of the steps between.
         outer_lr: ε. momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
-            phases take about as long.
+            phases take about the same time.
         options: see `Algorithm`.
 
     Payload: all weights, up and down, of a worker after every H_k of its steps.
@@ -77,7 +77,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
             return self.H
         seconds = self.clock.compute.node_seconds
         own = self.H * float(seconds.min() / seconds[node % len(seconds)])
-        return max(1, math.floor(own + 1e-9))  # which rounding may leave below a whole number
+        return max(1, math.floor(own + 1e-9))  # 1e-9, since rounding may fall below a whole number
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         N, c, g = self.N, self.c, self.taken[node] - weights

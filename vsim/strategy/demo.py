@@ -15,23 +15,23 @@ from vsim.strategy.compression import DCTTopK
 class DeMoStrategy(Algorithm):
     """Send the largest cosine coefficients of the momentum, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
 
-    As the authors' code has it:
+    As in the authors' code:
 
         θ ← (1 − lr·λ) θ;  δ_k ← β δ_k + lr·g_k
         q_k = the largest DCT coefficients of every tile of δ_k;  δ_k ← δ_k − DCT⁻¹(q_k)
         θ ← θ − lr · sign(DCT⁻¹(mean of the q_k, of each coefficient over the nodes that sent it))
 
-    The weights of all nodes stay bitwise equal; the momentum δ_k is each node's own. See `DCTTopK` for tiles, bytes
-    and warnings.
+    The weights of all nodes stay bitwise equal; each node has its own momentum δ_k. See `DCTTopK` for tiles, bytes and
+    warnings.
 
     Args:
         compression_decay: β in [0, 1].
-        compression_topk: coefficients that a node sends of a tile.
+        compression_topk: coefficients that a node sends per tile.
         compression_chunk: upper limit for the sides of a tile.
         weight_decay: λ, decoupled, at least 0.
         index_bytes: "int64", or "packed" to the bits that an index needs.
-        options: see `Algorithm`, but for the inner optimizer: it is the sign step above. lr is
-            1e-3 by default; max_norm clips every node's gradient before it enters δ_k.
+        options: see `Algorithm`, except inner_optim, since the sign step above takes its place. lr is 1e-3 by default;
+            max_norm clips every node's gradient before it enters δ_k.
 
     Payload: min(k, h·w) · (8 + 4) bytes for each tile (h, w), every step.
 
@@ -72,7 +72,7 @@ class DeMoStrategy(Algorithm):
         return type(self) is DeMoStrategy and not self.communication_modules
 
     def gradients(self) -> None:
-        super().gradients()  # clips: what the optimizer sees are signs
+        super().gradients()  # clips, since the optimizer only sees signs
         cluster = self.cluster
         if self.weight_decay:
             for frozen, own in ranges(cluster.replicas.layout, lambda name: cluster.frozen.get(name, False)):

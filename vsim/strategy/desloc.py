@@ -1,4 +1,4 @@
-"""DES-LOC: local steps, where weights and the optimizer's moments are averaged, each at a period of its own."""
+"""DES-LOC: local steps, where weights and the optimizer's moments are averaged, each with its own period."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsim.cluster.optimizers import states_by_node
 from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.fedavg import AveragingCommunicator
 
-# What torch's optimizers call their moments.
+# Names of the moments in torch's optimizers.
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
 
@@ -20,12 +20,12 @@ class StateAverage(CommunicationModule):
     """s_k = mean_j s_j after every H-th step, for one kind of state s that the inner optimizer keeps.
 
     Args:
-        name: what the optimizer calls it, such as "exp_avg". H: steps between syncs.
+        name: the optimizer's name for s, such as "exp_avg". H: steps between syncs.
 
-    Payload: as many bytes as the state has, every H steps.
+    Payload: the bytes of the state, every H steps.
 
     Raises:
-        ValueError: at a sync, the inner optimizer keeps no such state.
+        ValueError: at a sync, the inner optimizer has no such state.
     """
 
     def __init__(self, name: str, *, H: int) -> None:
@@ -37,7 +37,7 @@ class StateAverage(CommunicationModule):
         sizes = [tensor.numel() for tensor in nodes[0]]
         flat = [[tensor.reshape(-1) for tensor in node] for node in nodes]
         rows = torch.stack([own[0] if len(own) == 1 else torch.cat(own) for own in flat])  # (R, P)
-        with cluster.collectives.joined():  # what is due in the same step
+        with cluster.collectives.joined():  # with all averages due in the same step
             mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
         parts = [part.view_as(tensor) for part, tensor in zip(mean.split(sizes), nodes[0], strict=True)]
         torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
@@ -53,8 +53,8 @@ class DESLOCStrategy(Algorithm):
     RMSprop or Adagrad. H = H_m = H_v is local Adam; without the moments it is FedAvg.
 
     A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token it has not met) has
-    v_k = 0 there. When the others' m reaches it before their v does, Adam steps by lr·m/eps, and weights explode. Where
-    gradients are sparse let v come with m, H_v = H_m, or choose a larger eps.
+    v_k = 0 there. If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode. With
+    sparse gradients, average v and m together, H_v = H_m, or choose a larger eps.
 
     Args:
         H: steps between averagings of the weights, at least 1. K_x in the paper.
@@ -63,11 +63,11 @@ class DESLOCStrategy(Algorithm):
         options: see `Algorithm`.
 
     Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step, in one message where averagings meet.
-    AMSGrad's maximum of the second moments is averaged as they are, for as much again.
+    AMSGrad's maximum of the second moments is averaged with them, for the same number of bytes again.
 
     Raises:
-        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for; or it is
-            two, of which each would need periods of its own.
+        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for; or is two
+            optimizers, each of which would need its own periods.
 
     Deviations from the paper: none in the update; `max_norm` clips by norm where its analysis clips by element.
     """
@@ -97,7 +97,7 @@ class DESLOCStrategy(Algorithm):
         self.communication_modules += [*first, *second]
 
     def _averages(self, argument: str, given: int | None, default: int, names: tuple[str, ...]) -> list[StateAverage]:
-        """Return the averages of the moments among `names` that the optimizer keeps, of the period that is given."""
+        """Return averages, with the given period, of the moments among `names` that the optimizer keeps."""
         H, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
         averages = [StateAverage(name, H=H) for name in names if name in kept]
         if given is not None and not averages:

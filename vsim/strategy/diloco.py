@@ -8,19 +8,19 @@ from vsim.strategy.outer import OuterStep
 
 
 class DiLoCoCommunicator(OuterStep):
-    """Step shared weights φ with an outer optimizer by what the nodes have moved, after every H-th step.
+    """Step shared weights φ with an outer optimizer by the nodes' merged moves, after every H-th step.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = average_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    The inner optimizer's state survives the sync. With the default outer optimizer the first move is 0.7 · 1.9 · Δ, as
-    torch.optim.SGD's Nesterov momentum has it.
+    The inner optimizer's state survives the sync. With the default outer optimizer the first move is 0.7 · 1.9 · Δ, by
+    torch.optim.SGD's definition of Nesterov momentum.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`. The paper uses 500.
         outer_optim: the outer optimizer: an `OptimSpec`, class or name. Default SGD, lr 0.7, momentum 0.9, Nesterov.
         outer_lr: the outer learning rate.
-        average: how the φ − θ_k become one: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
+        average: merges the φ − θ_k: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
 
     Payload: all weights every H steps, or what `average` sends in their place.

@@ -1,4 +1,4 @@
-"""Dion: send orthonormal low-rank factors of the momentum every step, and keep what they leave out for later."""
+"""Dion: send orthonormal low-rank factors of the momentum every step, and keep the remainder for later."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class DionStrategy(Algorithm):
         M_k ← M_k − (1 − μ) P R_kᵀ
         X ← (1 − lr·λ) X − lr √(n/m) P Qᵀ
 
-    and of all other parameters: X ← inner optimizer(X, mean_k g_k). The weights of all nodes stay equal; the momentum
-    M_k is each node's own. Only its mean matters: one node with the mean gradient would take the same steps.
+    and of all other parameters: X ← inner optimizer(X, mean_k g_k). The weights of all nodes stay equal; each node has
+    its own momentum M_k. Only the mean of the M_k matters: one node with the mean gradient would take the same steps.
 
     Args:
         inner_optim: the optimizer of the other parameters: vectors, embeddings and the last linear layer. Default AdamW
             with betas (0.9, 0.95).
         rank_fraction: in (0, 1]; the rank r of P (n, r) and Q (m, r) is this share of min(n, m), rounded up.
-        mu: μ in [0, 1], what remains in the momentum of that which has been stepped by.
+        mu: μ in [0, 1], the share of an applied step that remains in the momentum.
         weight_decay: λ of the matrices, decoupled, at least 0.
         only: names of the matrices, or patterns such as "blocks.*.weight". Default: the hidden ones; see `OptimSpec`.
-        options: see `Algorithm`. lr is the rate of the matrices, and of the others unless `inner_optim` has its own:
-            1e-3 by default, 0.02 in the authors' configurations. max_norm clips every node's gradient before M_k.
+        options: see `Algorithm`. lr is the rate of the matrices, and of other parameters unless `inner_optim` has its
+            own: 1e-3 by default, 0.02 in the authors' configurations. max_norm clips every node's gradient before M_k.
 
-    Payload: 4·r·(n + m) bytes a matrix, 4 bytes of every other parameter, every step. A matrix that this makes no
-    smaller, r·(n + m) ≥ n·m, sends its gradient instead; the steps are the same.
+    Payload: 4·r·(n + m) bytes a matrix, 4 bytes of every other parameter, every step. For a matrix with r·(n + m) ≥
+    n·m, the gradient is sent instead, with the same steps.
 
     Raises:
         ValueError: in the setup, the model has no hidden matrix, or `only` names a vector.
 
-    Deviations from the paper: what is taken out of M_k is made with the node's own R_k, where the authors' code has the
-    mean of all. The mean of the M_k is the same, but they do not drift apart.
+    Deviations from the paper: M_k is reduced with the node's own R_k; the authors' code uses the mean of all R_k. The
+    mean of the M_k is the same, but the M_k do not drift apart.
     """
 
     family = "data parallel"
@@ -102,7 +102,7 @@ class DionStrategy(Algorithm):
         self.keep_shared(basis=basis)
 
     def gradients(self) -> None:
-        super().gradients()  # clips: what the optimizer sees of the matrices are steps
+        super().gradients()  # clips, since the optimizer sees steps of the matrices
         cluster = self.cluster
         grads = cluster.replicas.views(cluster.replicas.grads)  # name → (R, *shape)
         means = average_message([grads[name] for name in self.averaged], cluster, "gradients")

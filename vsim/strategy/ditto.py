@@ -1,4 +1,4 @@
-"""Ditto: federated averaging, and a model of each client's own that a spring ties to the global one."""
+"""Ditto: federated averaging, and a personal model for each client that a proximal term keeps near the global one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vsim.strategy.when import When, interval
 
 
 class PersonalModels(CommunicationModule):
-    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step, with φ the weights of all nodes after every H-th step.
+    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step, where φ is all nodes' weights after every H-th step.
 
-    Give it after the module that makes the weights equal there. max_norm clips the gradients at θ_k.
+    Place this module after the one that makes the weights equal. max_norm clips the gradients at θ_k.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -52,18 +52,18 @@ class PersonalModels(CommunicationModule):
 
 
 class DittoStrategy(Algorithm, of=(AveragingCommunicator, PersonalModels), names=FEDERATED):
-    """FedAvg, next to which each client trains a model of its own near the global one: Ditto [Li et al. 2020,
+    """FedAvg, where each client also trains a personal model near the global one: Ditto [Li et al. 2020,
     arXiv:2012.04221].
 
         v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)),  θ_k ← optimizer(θ_k, g_k);  after every H-th step
         φ ← Σ_j w_j θ_j, θ_k ← φ
 
-    v_k is what client k uses, and never leaves it; both models see the same batches. λ = 0 is training alone.
+    Client k uses v_k, which never leaves the client; both models see the same batches. λ = 0 is training alone.
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: v_k takes as many steps as θ_k, by plain SGD whatever the inner optimizer; the running
-    statistics of v_k are those of the global model.
+    Deviations from the paper: v_k takes one step for each step of θ_k, by plain SGD whatever the inner optimizer; the
+    running statistics of v_k are those of the global model.
     """
 
     family = "federated"

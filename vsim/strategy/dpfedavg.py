@@ -18,42 +18,43 @@ from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.when import When, interval
 
-LEAST_NOISE = 1e-3  # below, ε says nothing, and its computation overflows
+LEAST_NOISE = 1e-3  # below it, ε is meaningless, and its computation overflows
 
 
 class PrivateAverage(AveragingCommunicator):
-    """Average what clients have moved, clipped and with a server's noise, after every H-th step.
+    """Average the clients' moves, clipped and with a server's noise, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k)
         after every H-th step, for n nodes:
             φ ← φ + 1/n · (Σ_k (θ_k − φ) · min(1, C / ‖θ_k − φ‖) + noise),  θ_k ← φ
             noise ~ N(0, (z·C)²) in every entry
 
-    The history's column "epsilon" has ε of (ε, δ)-differential privacy that has been spent: no more can be learned from
-    all weights that were sent to clients about whether a given client, with all its data, took part.
+    The history's column "epsilon" is the ε of (ε, δ)-differential privacy spent so far: it limits what all weights sent
+    to clients reveal about whether a given client, with all its data, took part.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when` that has no warm-up.
-        clip: C, the 2-norm that what a node has moved is scaled to at most; above 0, and finite where there is noise.
+        clip: C, the largest 2-norm of a node's move; above 0, and finite where there is noise.
         noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
         delta: δ in (0, 1), well below one in the number of clients.
 
     Payload: all weights every H steps.
 
     Raises:
-        ImportError: with noise, where Google's dp-accounting is not installed.
+        ImportError: with noise, if Google's dp-accounting is not installed.
 
-    The noise simulates that of a server which is trusted. It is drawn from the generator that the nodes share, which is
-    none for secrets: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics, and
-    the losses in the history are not protected.
+    The noise simulates that of a trusted server. It comes from the nodes' shared generator, which is not a
+    cryptographic one: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics,
+    and the losses in the history are not protected.
 
-    ε is by Rényi differential privacy, and assumes Poisson sampling, in which every client joins a round by chance with
-    probability q, and neighbours that differ by one client added or removed. With participation=Sample(n, of=N) q is
-    n/N, as is common, though such cohorts have a fixed size: for those, and neighbours that differ by one client
-    replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are drawn
-    and come too late count, too. Without Sample, or where rounds= keeps a cohort for several averagings, q is 1.
+    ε is computed by Rényi differential privacy. It assumes Poisson sampling, where every client joins a round
+    independently with probability q, and neighbouring populations that differ by one client added or removed. With
+    participation=Sample(n, of=N), q is n/N, as is common, though such cohorts have a fixed size: for them, and one
+    client replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are
+    drawn but arrive too late count as well. Without Sample, or if rounds= keeps a cohort for several averagings, q is
+    1.
 
-    Deviations from the paper: n is that of the round, not its expectation; the paper takes the moments accountant.
+    Deviations from the paper: n is the round's, not its expectation; the paper uses the moments accountant.
     """
 
     rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with this share of the population and noise
@@ -75,7 +76,7 @@ class PrivateAverage(AveragingCommunicator):
         self.delta = real_number("delta", delta, above=0, below=1)
         if self.noise_multiplier:
             real_number("noise_multiplier", noise_multiplier, at_least=LEAST_NOISE)
-            _accounting()  # an error, if there is none, now
+            _accounting()  # raise the error now if it is missing
             if self.clip == math.inf:
                 raise ValueError("clip must be finite where there is noise, whose size it sets; or noise_multiplier=0")
 
@@ -109,19 +110,19 @@ class PrivateAverage(AveragingCommunicator):
 
 
 def _share(cluster: Cluster, begun: int) -> float:
-    """Return the probability with which a client was drawn for this round: 1 where it is not left to chance."""
+    """Return the probability with which a client was drawn for this round: 1 if cohorts are not drawn."""
     if cluster.plan is None or not cluster.plan.renews:
         return 1.0
     segment = cluster.plan.segment(cluster.step)
     if (
         segment.first - 1 < begun or segment.last > cluster.step
-    ):  # a cohort of several averagings, not drawn for this one
+    ):  # a cohort for several averagings, not drawn for this one
         return 1.0
-    return (len(segment.nodes) + len(segment.late)) / cluster.population  # clients are late for a reason
+    return (len(segment.nodes) + len(segment.late)) / cluster.population  # late clients were drawn, too
 
 
 def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
-    """Return ε of rounds with noise z in which each client takes part with probability q, by (q, z) → their number.
+    """Return ε for `rounds`, (q, z) → the number of rounds with noise z that a client joins with probability q.
 
     Source: Rényi differential privacy of the subsampled Gaussian mechanism [Mironov et al. 2019, arXiv:1908.10530], by
     Google's dp-accounting.

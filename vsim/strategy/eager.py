@@ -16,22 +16,22 @@ from vsim.strategy.when import When, interval
 
 
 class EagerDiLoCoCommunicator(CommunicationModule):
-    """After every H-th step each node takes an outer step with what has arrived of the round before.
+    """After every H-th step each node takes an outer step with the result of the round before.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
             g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (delayed: g_k = D(t−1))
             φ_k ← outer optimizer(φ_k, g_k);  θ_k ← φ_k
 
-    with D(0) = d_k(0) = 0. In the mean that has arrived, each node puts its own fresh distance in place of its old one,
-    so that the nodes' outer weights differ. With one node it is DiLoCo. The global model is the mean of the φ_k.
+    with D(0) = d_k(0) = 0. In the mean that arrives, each node replaces its old distance by its fresh one, so that the
+    nodes' outer weights differ. With one node this is DiLoCo. The global model is the mean of the φ_k.
 
     Args:
         H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         outer_optim, outer_lr: see `DiLoCoCommunicator`; elementwise.
-        eager: False: delayed, the outer step waits for what arrives; the φ_k are equal then.
+        eager: whether each node adds its fresh part at once. False: delayed; the φ_k are then equal.
 
-    Payload: all weights every H steps, due H steps later; what is sent last in a run is never applied.
+    Payload: all weights every H steps, due H steps later; the last messages of a run are never applied.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)

@@ -15,7 +15,7 @@ from vsim.strategy.base import Algorithm, Optim
 from vsim.strategy.outer import OuterStep
 from vsim.strategy.when import When
 
-ALPHA = 0.02  # of the moving averages of norms
+ALPHA = 0.02  # the weight of a new norm in the moving averages
 
 
 class EDiTCommunicator(OuterStep):
@@ -26,9 +26,9 @@ class EDiTCommunicator(OuterStep):
             D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
         Δ ← Δ · min(1, outer_max_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    ‖D_k‖ is anomalous if it is not finite, or further above the moving average of its own past than `threshold` times
-    its standard deviation (and times that of its recent z, if this is above 1). An anomalous norm does not move that
-    average. A tensor whose moves are all anomalous stays as it is.
+    ‖D_k‖ is anomalous if it is not finite, or above the moving average of the node's past norms by more than
+    `threshold` standard deviations (times the standard deviation of the recent z, if above 1). An anomalous norm does
+    not enter the average. A tensor whose moves are all anomalous does not change.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) first takes
@@ -43,14 +43,14 @@ class EDiTCommunicator(OuterStep):
     Payload: all weights and 4 bytes for each parameter tensor every H steps.
 
     Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
-    the plain one, so that 10 syncs are enough to judge by. The outer momentum of a tensor that stays decays.
+    a plain mean, so that 10 syncs are enough to judge by. The outer momentum of an unchanged tensor decays.
     """
 
     default_optim = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
 
-    mean: Tensor  # of the norms of a node's moves, by parameter tensor; a client's own, stacked (R, L)
+    mean: Tensor  # of the norms of a client's moves, by parameter tensor, stacked (R, L)
     variance: Tensor  # of those norms, stacked (R, L)
-    count: Tensor  # syncs that they are of, stacked (R, L)
+    count: Tensor  # number of syncs behind mean and variance, stacked (R, L)
     scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
 
     def __init__(
@@ -102,7 +102,7 @@ class EDiTCommunicator(OuterStep):
         cluster.weights.copy_(phi)
 
     def gate(self, norms: Tensor) -> Tensor:
-        """Return `norms` (R, L), infinite where they are anomalous; the others join the moving averages."""
+        """Return `norms` (R, L), infinite where anomalous; all other norms enter the moving averages."""
         away = norms - self.mean
         judged = (self.count >= self.gate_after) & (self.variance > 0)
         z = torch.where(judged, away / positive(self.variance).sqrt(), 0.0)

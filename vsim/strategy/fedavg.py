@@ -13,25 +13,25 @@ from vsim.strategy.when import When, interval
 
 
 class AveragingCommunicator(CommunicationModule):
-    """Average the weights of all nodes, or inside of islands, after every H-th step.
+    """Average the weights of all nodes, or within islands, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
 
     Args:
-        island_size: average only inside of random islands of this many nodes, drawn again at every sync; the last may
-            be smaller. Default: all nodes.
+        island_size: average only within random islands of this many nodes, drawn again at every sync; the last may be
+            smaller. Default: all nodes.
         every: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
             post-local SGD, QSR(…) the quadratic synchronization rule.
-        average: how weights become one: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. One that needs moves averages what the nodes have moved since the last sync, which
-            all must have shared: not with islands.
+        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
+            `vsim.strategy.average`. An average that needs moves takes those since the last sync, where all nodes must
+            have been equal: not with islands.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 
     Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
 
-    outer_weights: Tensor  # φ, which the nodes have moved from, shared (P,); where moves are averaged
+    outer_weights: Tensor  # φ, the start of the moves, shared (P,); only where moves are averaged
 
     def __init__(self, island_size: int | None = None, every: int | When = 1, *, average: AverageLike = "mean") -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)

@@ -1,4 +1,4 @@
-"""FedBN: federated averaging of all layers but the normalization, which is every client's own."""
+"""FedBN: federated averaging of all layers but the normalization layers, which stay with their client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
 
 class LocalNorms(PersonalAverage):
-    """Average the weights but for normalization layers, after every H-th step.
+    """Average all weights but those of normalization layers, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
 
@@ -24,11 +24,11 @@ class LocalNorms(PersonalAverage):
 
     Args:
         H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
-        average: how the shared parameters become one; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `AveragingCommunicator`.
 
     Payload: the shared weights every H steps.
 
-    Deviations from the paper: H counts steps, not epochs; norms that are no batch norms stay local, too.
+    Deviations from the paper: H counts steps, not epochs; normalization layers other than batch norm stay local, too.
     """
 
     buffers: tuple[str, ...] = ()

@@ -14,22 +14,22 @@ from vsim.strategy.scaffold import share_of_joining
 
 
 class DynamicRegularizer(SharedWeights):
-    """Make the clients' minima agree by a linear and a quadratic term in each loss, which every H-th step moves.
+    """Make the clients' minima agree by a linear and a quadratic term in each loss, updated after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
         after every H-th step, for n nodes of a population of N:
             h_k ← h_k − α (θ_k − φ);  h ← h − α · n/N · mean_k (θ_k − φ);  φ ← mean_k θ_k − h / α;  θ_k ← φ
 
-    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Where clients come to its minimum, h_k is
-    their gradient there, and φ stays only where these sum to 0. h / α is the sum of all earlier moves: where clients do
-    not come close in a round (a small α · lr · H), φ may swing.
+    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Once clients reach the minimum of that
+    loss, h_k is their gradient there, and φ is stationary only where the h_k sum to 0. h / α is the sum of all earlier
+    moves: if clients stay far from their minimum in a round (a small α · lr · H), φ may oscillate.
 
     Args:
         H: local steps of a round, at least 1.
         alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
 
-    Payload: all weights every H steps. Where nodes join, all add up their h_k once; the new ones get what is missing in
-    N·h, as in `ScaffoldStrategy`.
+    Payload: all weights every H steps. When nodes join, the h_k are summed once, and the new nodes get the difference
+    to N·h, as in `ScaffoldStrategy`.
 
     Deviations from the paper: H counts steps, not epochs.
     """

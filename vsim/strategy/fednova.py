@@ -1,4 +1,4 @@
-"""FedNova: federated averaging where clients may take different numbers of steps, without a pull to those with more."""
+"""FedNova: federated averaging without a bias towards clients that take more steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class NormalizedAverage(SharedWeights):
 
         θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
 
-    Where all clients take equally many steps it is FedAvg. They differ with Sample(n, of=N, epochs=E), where each takes
-    E epochs of its own data: FedAvg then comes to the minimum of another loss, in which clients count by p_k τ_k.
+    If all clients take the same number of steps, this is FedAvg. With Sample(n, of=N, epochs=E), each client takes E
+    epochs of its own data, so that the numbers differ: FedAvg would then minimize another loss, in which clients count
+    by p_k τ_k.
 
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        average: how moves of a step become one, and what p_k are; see `vsim.strategy.average`. Default: by examples.
+        average: merges the moves per step, and sets p_k; see `vsim.strategy.average`. Default: by examples.
 
     Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
 
-    Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. For momentum
-    and proximal terms the paper has other divisors.
+    Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. The paper
+    has other divisors for momentum and proximal terms.
     """
 
     steps: Tensor  # τ_k, of the round so far, stacked (R, 1)

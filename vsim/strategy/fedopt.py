@@ -25,7 +25,7 @@ class FedAdam(Optimizer):
     torch's Adam divides m by 1 − β₁ᵗ and v by 1 − β₂ᵗ, begins with v = 0, and has an eps of 1e-8.
 
     Args:
-        lr: at least 0. betas: (β₁, β₂), each in [0, 1]. tau: τ, above 0: how adaptive it is; the larger the less.
+        lr: at least 0. betas: (β₁, β₂), each in [0, 1]. tau: τ, above 0; the larger, the less adaptive.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step with the gradients as they are now."""
+        """Take a step with the current gradients."""
         for group in self.param_groups:
             lr, (beta1, beta2), tau = group["lr"], group["betas"], group["tau"]
             for p in group["params"]:
@@ -88,20 +88,19 @@ SERVERS = {
 
 
 class ServerStep(DiLoCoCommunicator):
-    """DiLoCo whose inner optimizers begin every round without a state.
+    """DiLoCo whose inner optimizers begin every round without state.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
 
-    The inner optimizers begin every round without a state, for in the next one other clients may be there: this is what
-    differs from DiLoCo.
+    Unlike in DiLoCo, the inner optimizers begin every round without state, since other clients may take part in it.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         outer_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg, "momentum" with
             lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
-        outer_lr: its learning rate, above 0; 0.03 by default, 0.1 of "adagrad".
-        average: how the φ − θ_k become one; see `vsim.strategy.average`.
+        outer_lr: its learning rate, above 0; 0.03 by default, 0.1 for "adagrad".
+        average: merges the φ − θ_k; see `vsim.strategy.average`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 

@@ -1,4 +1,4 @@
-"""FedPer: federated averaging of all layers but some, which are every client's own."""
+"""FedPer: federated averaging of all but some layers, which stay with their client."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Personal = str | Sequence[str] | None
 
 
 class PersonalAverage(AveragingCommunicator):
-    """Average the weights but for personal parameters, after every H-th step.
+    """Average all weights but personal parameters, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    Personal parameters never leave a client. A client that has not taken part yet has the model's. The global
-    model that is validated has their mean over the nodes, which no client has: `local_loss` is node 0's, and
-    `client_val_dataset` measures every client's own.
+    Personal parameters never leave a client. A client that has not taken part yet has the initial model's. The global
+    model that is validated has the mean of the nodes' personal parameters, which no client uses: `local_loss` is node
+    0's loss, and `client_val_dataset` measures every client's own model.
 
     Args:
         H: local steps between averagings, at least 1.
         personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
-        average: how the shared parameters become one; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `AveragingCommunicator`.
 
     Payload: the shared weights every H steps.
 

@@ -1,4 +1,4 @@
-"""FedProx: federated averaging, where a spring ties every node to the weights that its round began with."""
+"""FedProx: federated averaging, where a proximal term pulls every node towards its round's initial weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vsim.strategy.when import When, interval
 
 
 class ProximalTerm(CommunicationModule):
-    """g_k ← g_k + μ (θ_k − φ) before every optimizer step, with φ the weights of all nodes after every H-th step.
+    """g_k ← g_k + μ (θ_k − φ) before every optimizer step, where φ is all nodes' weights after every H-th step.
 
-    Give it after the module that makes the weights equal there. max_norm clips the gradient with the term in it.
+    Place this module after the one that makes the weights equal. max_norm clips the gradient with the term in it.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -48,7 +48,7 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: every node takes H steps, where the paper's may do as much as each has time for.
+    Deviations from the paper: every node takes H steps; in the paper, a node takes the steps that it has time for.
     """
 
     family = "federated"

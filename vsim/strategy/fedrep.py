@@ -23,19 +23,20 @@ class AlternatingAverage(PersonalAverage):
 
     Args:
         H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
-        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of them.
+        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of the
+            round.
         personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
-        average: how the shared parameters become one; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `AveragingCommunicator`.
 
     Payload: the shared weights every H steps.
 
-    Deviations from the paper: H counts steps, not epochs. In an optimizer with momentum, the part that rests has a
-    gradient of zero.
+    Deviations from the paper: H counts steps, not epochs. An optimizer with momentum sees a gradient of zero for the
+    part that is not trained.
     """
 
     begun: int  # the step after which the round began, and its steps
     length: int
-    resting: tuple[Fragment, Tensor] | None = None  # in a step: what it leaves, and its weights (R, p)
+    resting: tuple[Fragment, Tensor] | None = None  # in a step: the untrained part, and its weights (R, p)
     derived = (*PersonalAverage.derived, "resting")
 
     def __init__(
@@ -66,7 +67,7 @@ class AlternatingAverage(PersonalAverage):
                 view.zero_()
 
     def communicate(self, cluster: Cluster) -> None:
-        if self.resting is not None:  # momentum and weight decay have moved it
+        if self.resting is not None:  # undo momentum and weight decay
             part, kept = self.resting
             for view, own in zip(part.views(cluster.weights), part.cut(kept), strict=True):
                 view.copy_(own)

@@ -1,4 +1,4 @@
-"""Fragments of a model: parameters that are synchronized on their own, as columns of the matrix."""
+"""Fragments of a model: parameters that are synchronized separately, as columns of the matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATTERNS = ("strided", "sequential")
 
 
 class Fragment:
-    """Some parameters, by their columns in the matrix.
+    """A group of parameters, by their columns in the matrix.
 
     Attributes:
         parameters: in the order of their columns.
@@ -50,7 +50,7 @@ class Fragment:
         return list(values.split([stop - start for start, stop in self.ranges], dim=-1))
 
     def alone(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as if these were all parameters; a view of it where they are adjacent."""
+        """Return the cluster reduced to these parameters; a view if their columns are adjacent."""
         layout, stop = [], 0
         for c in self.parameters:
             layout.append(Columns(c.name, c.shape, stop, stop + c.stop - c.start))
@@ -61,7 +61,7 @@ class Fragment:
 
 
 def checked_fragments(fragments: Fragments, H: int) -> Fragments:
-    """Return `fragments=` as given, a number as an int; it is from 1 to H, each being sent once in H steps."""
+    """Return checked `fragments=`; a number is from 1 to H, since each fragment is sent once in H steps."""
     if not isinstance(fragments, list | tuple):
         return None if fragments is None else whole_number("fragments", fragments, at_most=H)
     whole_number("fragments: their number", len(fragments), at_most=H)
@@ -72,24 +72,24 @@ def checked_fragments(fragments: Fragments, H: int) -> Fragments:
 
 
 def first_step(i: int, H: int, parts: int) -> int:
-    """Return the step after which fragment i of `parts` is first sent: they are spread over H steps."""
+    """Return the step after which fragment i of `parts` is first sent: sends are spread over H steps."""
     return (i + 1) * H // parts
 
 
 def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> list[Fragment]:
-    """Return the fragments of a model, which have every parameter once.
+    """Return the fragments of a model; every parameter is in exactly one.
 
     Args:
         layout: the columns of all parameters.
         wanted: their number, or lists of names: of parameters, or of modules for all of their parameters. None: one for
-            every layer. Layers are the numbered modules, such as blocks.3; parameters of none (embedding, final norm,
-            head) are in the first fragment. Where there are fewer layers than fragments, the modules that have the
-            parameters take their place, such as blocks.3.attention.
+            every layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
+            norm, head) are in the first fragment. With fewer layers than fragments, the modules that hold the
+            parameters take the layers' place, such as blocks.3.attention.
         pattern: "strided", layer l is in fragment l mod n; or "sequential", neighbouring layers in one.
 
     Raises:
-        ValueError: there are fewer modules than fragments; a name is that of no parameter, or a parameter is in none or
-            in several of the lists.
+        ValueError: there are fewer modules than fragments; a name matches no parameter, or a parameter is in no list or
+            in several.
     """
     if wanted is not None and not isinstance(wanted, int):
         return [Fragment(part) for part in _listed(layout, wanted)]

@@ -24,7 +24,7 @@ from vsim.strategy.when import When, interval
 
 Pair = tuple[int, int]
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
-_MOST_NODES = 1024  # of a matrix whose second singular value is computed
+_MOST_NODES = 1024  # largest matrix whose second singular value is computed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RandomGraph:
 
     Args:
         degree: neighbours of a node, below the number of nodes; degree · nodes is even.
-        seed: of the draw, which does not depend on the run's seed.
+        seed: of the draw, independent of the run's seed.
     """
 
     degree: int
@@ -68,11 +68,12 @@ Topology = str | RandomGraph | tuple[Pair, ...]
 
 @dataclass(frozen=True)
 class Mixing:
-    """One multiplication by W: messages in rounds, in each of which a node is once a source and once a destination.
+    """One multiplication by W, by rounds of messages in which every node sends at most once and receives at most once.
 
     Attributes:
-        rounds: pairs (source, destination) of places. received: (rounds, n) what a node's message of a round counts.
-        own: (n,) what its own row counts.
+        rounds: pairs (source, destination) of places. received: (rounds, n), the weight of the message that a node
+            receives in a round.
+        own: (n,), the weight of a node's own row.
     """
 
     rounds: list[list[Pair]]
@@ -90,7 +91,7 @@ class Mixing:
 
 @lru_cache(maxsize=64)
 def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixing:
-    """Return the mixing of the nodes `active` that take part, after `number` mixings."""
+    """Return the mixing of the participating nodes `active` that follows `number` earlier mixings."""
     n = len(active)
     if topology == "one_peer_exponential":
         hop = 2 ** (number % _cycle(topology, n))
@@ -109,7 +110,7 @@ def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixi
 
 @lru_cache(maxsize=64)
 def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
-    """Return 1 − |λ₂(W)|; of graphs that change, 1 − the mean contraction in a cycle: ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
+    """Return 1 − |λ₂(W)|; for graphs that change, 1 − the mean contraction in a cycle: ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
 
     NaN for more than 1024 nodes.
     """
@@ -123,9 +124,9 @@ def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
 
 
 def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
-    """Return the edges among the nodes that take part, by their places: a named graph has as many nodes as there are.
+    """Return the edges among the nodes that take part, as places among them; a named graph has only these nodes.
 
-    Of a list of edges and of a `RandomGraph`, those remain whose two ends are there; numbers are of all nodes.
+    A list of edges and a `RandomGraph` number all nodes, and keep the edges whose two ends take part.
     """
     n = len(active)
     if topology == "torus":
@@ -142,7 +143,7 @@ def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
 
 
 def _cycle(topology: Topology, n: int) -> int:
-    """Return after how many mixings the graphs begin again: ⌈log₂ n⌉ of one peer."""
+    """Return the number of mixings after which graphs repeat: ⌈log₂ n⌉ for one peer."""
     return max(1, (n - 1).bit_length()) if topology == "one_peer_exponential" else 1
 
 
@@ -168,7 +169,7 @@ def _connected(edges: Iterable[Pair], num_nodes: int) -> bool:
 
 
 def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
-    """Cut arcs into as many rounds as the largest degree, in each of which a node sends once and receives once.
+    """Split arcs into d rounds, for the largest degree d; in a round, a node sends and receives at most once.
 
     The edges of a bipartite graph, of sources and destinations, are coloured by alternating paths [König 1916].
     """
@@ -202,7 +203,7 @@ def topology_of(given: Any) -> Topology:
         rows = [row for row in csv.reader(read_text(Path(given)).splitlines()) if row]
         numbers = [[int(n) if n.strip().isdecimal() else n for n in row] for row in rows]
         given = numbers[1:] if rows and not any(isinstance(n, int) for n in numbers[0]) else numbers  # after names
-    elif hasattr(given, "edges") and hasattr(given, "nodes"):  # of networkx
+    elif hasattr(given, "edges") and hasattr(given, "nodes"):  # a networkx graph
         if given.is_directed():
             raise ValueError("topology: the edges of a graph go both ways, got a directed graph")
         nodes = list(given.nodes)
@@ -225,31 +226,32 @@ class GossipCommunicator(CommunicationModule):
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
         W_kj = 1 / (1 + max(d_k, d_j)) of neighbours with degrees d, W_kk = 1 − Σ_j W_kj [Metropolis weights]
 
-    W is symmetric, and its rows and columns sum to 1: the mean of the nodes stays, and their distance from it shrinks
-    by |λ₂(W)| or more in a mixing. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
+    W is symmetric, and its rows and columns sum to 1: a mixing keeps the mean of the nodes, and shrinks their distance
+    from the mean to at most |λ₂(W)| of it. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
     [DIGing, Nedić et al. 2017, arXiv:1607.03218] the optimizer takes y_k, which follows the mean gradient, in place of
-    the node's own, so that nodes with different data come to the optimum of the mean at a constant learning rate:
+    the node's gradient, so that nodes with different data reach the optimum of the mean loss at a constant learning
+    rate:
 
         y ← W y + ∇f(x_new) − ∇f(x_old), at first ∇f(x);  x ← optimizer(W x, y), in the paper W x − α y
 
     Args:
-        topology: the graph: "ring"; "torus", of the most equal sides, a ring if K is prime; "exponential", k ± 2^m;
-            "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to
-            k + 2^(t mod ⌈log₂ K⌉), and takes half of itself and half of what comes; "complete"; `RandomGraph(degree)`;
-            a list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
+        topology: the graph: "ring"; "torus", with sides as equal as possible, a ring if K is prime; "exponential", k ±
+            2^m; "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to k
+            + 2^(t mod ⌈log₂ K⌉), and averages its row with the one it receives; "complete"; `RandomGraph(degree)`; a
+            list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
         H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
         tracking: whether to track gradients; with H = 1.
 
-    Payload: all weights, with tracking twice as much, to each neighbour every H steps: d rounds of messages for the
-    largest degree d, one after another, in each of which a node sends once and receives once. The ledger has the
-    edges of each round, and a network counts each node's own lines.
+    Payload: all weights, with tracking twice, to each neighbour every H steps: d successive rounds of messages for the
+    largest degree d, in each of which a node sends once and receives once. The ledger has the edges of each round, and
+    a network prices each node's own links.
 
-    Deviations from the paper: weights are averaged after the gradient step, not during it. Where nodes come and go, a
-    named graph is of those that take part; of other graphs, the edges among them remain. Tracking then starts again.
+    Deviations from the paper: weights are averaged after the gradient step, not during it. When nodes come and go, a
+    named graph is built for those that take part; other graphs keep the edges among them. Tracking then starts again.
     """
 
     correction: Tensor  # W y − g, stacked (R, P); with tracking
-    mixings: int  # since the graph began
+    mixings: int  # so far on this graph
     derived = ("graph",)
 
     def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
@@ -294,7 +296,7 @@ class GossipCommunicator(CommunicationModule):
         active, nodes = cluster.active, cluster.collectives.nodes
         now = mixing(self.graph, active, self.mixings % _cycle(self.graph, len(active)))
         self.mixings += 1
-        held = list(nodes) or [0]  # a process without a node that takes part has a row that nobody receives
+        held = list(nodes) or [0]  # without participating nodes, a process keeps one row that is never sent
         own, *received = torch.cat([now.own[None], now.received])[:, held].to(rows).unbind()
         mixed = rows * own[:, None]
         for pairs, counts in zip(now.rounds, received, strict=True):
@@ -315,7 +317,7 @@ class GossipStrategy(Algorithm, of=GossipCommunicator):
     family = "local steps"
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
-        """Return W (K, K) of a mixing; `number` counts mixings from 0, which a graph that changes depends on."""
+        """Return W (K, K) of mixing number `number`, from 0, on which graphs that change depend."""
         (gossip,) = self.communication_modules
         assert isinstance(gossip, GossipCommunicator)
         n, graph = whole_number("num_nodes", num_nodes), gossip.topology

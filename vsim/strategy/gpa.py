@@ -17,15 +17,15 @@ class GPAStrategy(Algorithm):
 
         g = mean_k ∇f_k(y);  z ← inner optimizer(z, clip(g));  x ← μ_x x + (1 − μ_x) z;  y = μ_y x + (1 − μ_y) z
 
-    All nodes compute with the same y; x is the global model that is evaluated. Weight decay is that of z. In the paper
-    GPA is an optimizer of one worker: what it takes over from DiLoCo is the outer step, smoothed over all inner steps,
-    and not the rare communication. On K nodes the worker is a data-parallel one, for which the authors offer their code
-    as well, and GPA sends what AllReduce does.
+    All nodes compute with the same y; x is the global model that is evaluated. Weight decay applies to z. In the paper
+    GPA is an optimizer of one worker: it smooths DiLoCo's outer step over all inner steps, but does not communicate
+    less often. On K nodes the worker is data parallel, which the authors' code supports as well, and GPA sends the same
+    bytes as AllReduce.
 
     Args:
         mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
             the default, 0.9967, to H = 32. 0 is the inner optimizer alone.
-        mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, where x is but an average.
+        mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, so that x is only an average.
         options: see `Algorithm`.
 
     Payload: all gradients, every step.
@@ -62,12 +62,12 @@ class GPAStrategy(Algorithm):
 
     def gradients(self) -> None:
         super().gradients()
-        self.cluster.replicas.weights.copy_(self.stepped)  # the gradient of y steps z
+        self.cluster.replicas.weights.copy_(self.stepped)  # the gradient at y steps z
 
     def sync(self) -> None:
         weights = self.cluster.replicas.weights
         self.stepped.copy_(weights[0])  # equal on all nodes
-        # Of x and y only the distances from z are scaled, so that with μ_x = 0 both are z to the bit.
+        # Only the distances of x and y from z are scaled, so that with μ_x = 0 both are bitwise equal to z.
         distance = (self.averaged - self.stepped).mul_(self.mu_x)
         self.averaged.copy_(self.stepped + distance)
         weights.copy_(self.stepped + distance.mul_(self.mu_y))

@@ -1,4 +1,4 @@
-"""Two levels or more: machines next to each other communicate often, all of them seldom."""
+"""Two levels or more: neighbouring machines communicate often, all machines rarely."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GroupAverage(CommunicationModule):
 
     Args:
         size: nodes in a group: 0 … size − 1, size … 2·size − 1, and so on.
-        H: steps between averagings. larger: modules that average over more nodes; where one of them averages weights
-            after the same step, or gradients before it, this one has nothing to add.
+        H: steps between averagings. larger: modules that average over more nodes; if one of them averages weights after
+            the same step, or gradients before it, this module skips the step.
         average: a rule of `vsim.strategy.average`.
     """
 
@@ -58,14 +58,14 @@ class GroupAverage(CommunicationModule):
 
 
 class HierarchicalStrategy(Algorithm):
-    """Groups of nodes that meet at periods of their own, such as machines in a DiLoCo worker: hierarchical local SGD
-    [Lin et al. 2018, arXiv:1808.07217].
+    """Nested groups of nodes, averaged with different periods, such as machines in a DiLoCo worker: hierarchical local
+    SGD [Lin et al. 2018, arXiv:1808.07217].
 
         levels = {4: 1, 16: 50}:  g_k ← mean of the gradients in k's group of 4, at every step;
                                   θ_k ← mean of all 16 nodes' weights, after every 50th step
 
-    Groups are of neighbouring nodes, as `Network.regions` numbers them: an inner level then uses the links inside a
-    region. Where several levels would average weights after the same step, or gradients in a warm-up, only the largest
+    A group has neighbouring nodes, as `Network.regions` numbers them: an inner level then uses the links inside a
+    region. If several levels would average weights after the same step, or gradients in a warm-up, only the largest
     does.
 
     Args:
@@ -74,14 +74,14 @@ class HierarchicalStrategy(Algorithm):
             `vsim.strategy.when`.
         outer: an outer optimizer for the largest level, which is then DiLoCo: an `OptimSpec`, class or name.
         outer_lr: its learning rate.
-        average: how vectors become one: for all levels, or size → average. Only the largest level takes clip() and
-            compress(), and rules that need moves.
+        average: merges vectors: for all levels, or size → average. Only the largest level takes clip() and compress(),
+            and rules that need moves.
         options: see `Algorithm`.
 
     Payload: all gradients or weights at each level, in its groups.
 
-    Deviations from torch.distributed's `HierarchicalModelAverager`: after H, 2H, … steps, not after 1, 1 + H, …; and
-    where H is 1 gradients travel in place of weights, as in DDP.
+    Deviations from torch.distributed's `HierarchicalModelAverager`: after H, 2H, … steps, not after 1, 1 + H, …; and if
+    H is 1, gradients are sent in place of weights, as in DDP.
     """
 
     family = "local steps"
@@ -121,7 +121,7 @@ class HierarchicalStrategy(Algorithm):
 
 
 def _checked(levels: Any) -> list[int]:
-    """Return the sizes of groups, in ascending order, once their periods are seen to be longer and longer."""
+    """Return the sizes of groups, in ascending order, after checking that larger groups have longer periods."""
     if not isinstance(levels, Mapping) or not levels:
         raise TypeError(f"levels must be a dict, nodes in a group → H, such as {{4: 1, 16: 50}}, got {levels!r}")
     sizes = sorted(whole_number("levels: nodes in a group", size, at_least=2) for size in levels)

@@ -25,14 +25,13 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
         outer_optim: the outer optimizer. Default SGD with Nesterov momentum, lr 0.8 and momentum 0.9; for a single node
             lr 0.7 and momentum 0.6.
         outer_lr: the outer learning rate.
-        average: how the φ − θ_k become one; with fewer bytes compress(StatisticalQuantizer(4), error_feedback=0.9). See
+        average: merges the φ − θ_k; with fewer bytes, compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 
-    Deviations from the paper: weight decay is that of the inner optimizers, as torch has it. The authors' code divides
-    it by the nodes and the steps of the run, which neither an optimizer nor its user needs to know here; for the same
-    give OptimSpec("muon", weight_decay=λ/(K·T), …).
+    Deviations from the paper: weight decay is defined as in torch. The authors' code divides it by the number of nodes
+    and the steps of the run; for the same effect, give OptimSpec("muon", weight_decay=λ/(K·T), …).
     """
 
     default_optim = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
@@ -65,7 +64,7 @@ class MuLoCoStrategy(Algorithm, of=MuLoCoCommunicator):
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:
-        # One learning rate for both: the steps of Muon are scaled to the size that AdamW's have. It is made here, since
-        # its check multiplies matrices, and an import must start no thread of OpenMP.
+        # One learning rate serves both: Muon's steps are scaled to the size of AdamW's. The spec is made here, since
+        # its check multiplies matrices, and an import must not start OpenMP's threads.
         adamw = OptimSpec("adamw", betas=(0.9, 0.95))
         return OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=adamw)

@@ -21,8 +21,8 @@ class PairCommunicator(CommunicationModule):
         after every H-th step node k meets one other, j, in pairs drawn each time:
             Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
 
-    φ_k is each node's own; γ pulls the two of a pair together, and as pairs change, all of them. If the number
-    of nodes is odd, one has no partner, and takes the step with j = k.
+    Each node has its own φ_k; γ pulls the φ_k of a pair together and, since pairs change, all φ_k. If the number of
+    nodes is odd, one has no partner, and takes the step with j = k.
 
     Args:
         H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.
@@ -32,11 +32,11 @@ class PairCommunicator(CommunicationModule):
 
     Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
     drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all
-    φ_k are equal, and none has been sent; those sent last are not used. The global model that is evaluated is the mean
+    φ_k are equal and are not sent; the φ_k sent last are not used. The global model that is evaluated is the mean
     replica.
 
-    Deviations from the paper: its random routing through pipelines is not part of this. With γ = β the mean of θ_k and
-    θ_j would do, without φ_k; both are sent all the same.
+    Deviations from the paper: random routing through pipelines is left out. With γ = β the mean of θ_k and θ_j would be
+    enough; Δ_k and φ_k are sent nevertheless.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
@@ -60,12 +60,12 @@ class PairCommunicator(CommunicationModule):
     def _drawn(self, cluster: Cluster) -> Tensor:
         active = torch.tensor(cluster.active)
         shuffled = active[torch.randperm(cluster.num_nodes, generator=cluster.generator)]
-        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number, the last has no partner
+        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number, the last node has no partner
         return torch.cat([pairs, pairs.flip(1)])
 
     def attend(self, cluster: Cluster) -> None:
         self.pairs = self._drawn(cluster)
-        if self.arriving is not None:  # with partners of whom nothing was sent yet
+        if self.arriving is not None:  # partners drawn again, who have not sent φ_j yet
             message = (self.outer_weights, self.pairs)
             until = self.when.until_next(cluster) % (self.when.period or sys.maxsize)
             self.arriving = cluster.collectives.start("send", *message, delay=until, label="outer weights")
@@ -85,7 +85,7 @@ class PairCommunicator(CommunicationModule):
 
 
 class NoLoCoStrategy(Algorithm, of=PairCommunicator):
-    """DiLoCo in random pairs, each node with outer weights of its own: NoLoCo [Kolehmainen et al. 2025,
+    """DiLoCo in random pairs, with separate outer weights on each node: NoLoCo [Kolehmainen et al. 2025,
     arXiv:2506.10911].
     """
 

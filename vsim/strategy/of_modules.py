@@ -1,4 +1,4 @@
-"""Strategies that are made of communication modules, and have their arguments."""
+"""Strategies that consist of communication modules, and take their arguments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def init_of(
     options: Sequence[Parameter],
     compose: Callable[..., None],
 ) -> Callable[..., None]:
-    """Return the `__init__` of a strategy: its arguments are an inner optimizer, those of the modules, and `options`.
+    """Return the `__init__` of a strategy: its arguments are inner_optim, the modules' arguments and `options`.
 
-    An argument that several modules have is given to all of them, with the default of the last.
+    An argument of several modules is passed to all of them; its default is the last module's.
 
     Args:
-        names: a module's name of an argument → the strategy's; None where the strategy has no such argument.
+        names: a module's name of an argument → the strategy's; None if the strategy does not take the argument.
         positions: arguments that may be given by position, in this order.
         compose: called with the strategy, its modules, inner_optim, and the options by name.
     """
     known = {"inner_optim": Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim")}
-    taken: list[dict[str, str]] = []  # of each module: its name of an argument → the strategy's
+    taken: list[dict[str, str]] = []  # per module: its name of an argument → the strategy's
     for module in modules:
         own = inspect.signature(module).parameters
         taken.append({theirs: name for theirs in own if (name := names.get(theirs, theirs)) is not None})
@@ -59,8 +59,8 @@ def init_of(
 def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | None]) -> str:
     """Return the docstring of a strategy: its own text, and the arguments and sections of its modules.
 
-    A module's first paragraph is left out, and where there are several modules all of their text. A section, such as
-    `Payload:`, is the strategy's own, or that of its last module.
+    One module adds its text without the first paragraph, several modules add none. A section, such as `Payload:`, is
+    the strategy's own if present, otherwise the last module's.
     """
     text, sections = _parts(own)
     entries: list[str] = []
@@ -88,7 +88,7 @@ def _parts(docstring: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _entries(args: str, names: Mapping[str, str | None]) -> list[str]:
-    """Return the entries of an Args section, by the strategy's names."""
+    """Return the entries of an Args section, with the strategy's names."""
     found = []
     for entry in re.split(r"\n(?= {4}\S)", args)[1:]:
         heads, colon, told = entry.strip().partition(":")

@@ -1,4 +1,4 @@
-"""The outer optimizer: steps weights φ that all nodes share by what the nodes have moved."""
+"""The outer optimizer: steps shared weights φ by the nodes' moves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OuterStep(SharedWeights):
     A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and gives φ to the nodes.
 
     Attributes:
-        default_optim: the outer optimizer where none is given.
+        default_optim: the default outer optimizer.
     """
 
     default_optim: ClassVar[OptimSpec] = NESTEROV
@@ -72,7 +72,7 @@ class OuterStep(SharedWeights):
 
 
 def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = NESTEROV) -> OptimSpec:
-    """Return the outer optimizer that is given as an `OptimSpec`, a class or a name, with its rate if that is given.
+    """Return an outer optimizer given as an `OptimSpec`, a class or a name, with `outer_lr` if given.
 
     Raises:
         ValueError: its learning rate is 0.

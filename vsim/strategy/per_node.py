@@ -31,7 +31,7 @@ from vsim.cluster.replicas import Columns, Replicas
 from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.communicate import communicating_through
 
-# What only arranges values: the result may have no node dimension in front, and mixes nothing.
+# Functions that only rearrange values: they mix no nodes, even if the result has no leading node dimension.
 _ARRANGES = (
     *("getitem", "select", "unbind", "split", "tensor_split", "chunk", "narrow", "index_select", "gather", "stack"),
     *("unsqueeze", "squeeze", "expand", "expand_as", "repeat", "tile", "roll", "flip", "einsum"),
@@ -110,16 +110,16 @@ class Strategy(Algorithm):
         self.optim = super().inner_optimizer()
 
     def _setup_scheduler(self) -> None:
-        """Nothing: the schedule is built when `_init_node` is done. Strategies written for EXO Gym call this there."""
+        """Do nothing: the schedule is built after `_init_node`, where strategies written for EXO Gym call this."""
 
     @property
     def num_nodes(self) -> int:
-        """K."""
+        """The number of nodes, K."""
         return self.cluster.num_nodes
 
     @property
     def local_step(self) -> int:
-        """Completed steps: 0 during the first."""
+        """Completed steps; 0 during the first step."""
         return self.cluster.completed
 
     @property
@@ -145,7 +145,7 @@ class Strategy(Algorithm):
             super().gradients()
 
     def after_optimizer(self) -> None:
-        """Communicate the weights, move on in the schedule, and count the step."""
+        """Communicate the weights, advance the schedule, and count the step."""
         if self.cluster.collectives.position.moment == "end":
             raise TypeError(f"{type(self).__name__}: step {self.cluster.step} is counted twice; call super() once")
         super().sync()
@@ -164,7 +164,7 @@ class Strategy(Algorithm):
         for parameter, grad in self._stepped:
             if parameter.grad is None:  # after self.optim.zero_grad() in the last step
                 parameter.grad = grad
-        matrix = self.cluster.replicas.weights.data_ptr()  # which one torch optimizer may step as a whole
+        matrix = self.cluster.replicas.weights.data_ptr()  # one torch optimizer may step the whole matrix
         is_whole = isinstance(self.optim, Optimizer) and [p.data_ptr() for p, _ in self._stepped] == [matrix]
         if is_whole and not isinstance(self.optim.state, StateByParameter):  # type: ignore[union-attr]
             self.optim.state = StateByParameter(self.optim.state, self.optim, self.model)  # type: ignore[union-attr, arg-type]
@@ -174,7 +174,7 @@ class Strategy(Algorithm):
             self.clip()
 
         def note(*_: Any) -> None:
-            self.cluster.collectives.position.moment = "weights"  # of what is communicated from here on
+            self.cluster.collectives.position.moment = "weights"  # of everything communicated from now on
 
         optimizers = torch_optimizers(self.optim)
         with ExitStack() as hooks, self._as_one_node("step"):
@@ -189,10 +189,10 @@ class Strategy(Algorithm):
 
     @contextmanager
     def _as_one_node(self, method: str) -> Iterator[None]:
-        """Make a context for a subclass's method: it communicates, assigns tensors, and must not mix nodes.
+        """Return a context for a subclass's method, which may communicate and assign tensors, but not mix nodes.
 
-        The same code runs at every step, so that nodes are watched in the first only. Nodes that share weights have no
-        stacked parameters.
+        Only the first step is checked for mixed nodes, since the same code runs at every step. Nodes that share weights
+        have no stacked parameters.
         """
         replicas, is_own = self.cluster.replicas, getattr(type(self), method) is not getattr(Strategy, method)
         shared = len(replicas.weights) != len(replicas.grads)
@@ -228,7 +228,7 @@ class StackedModel(nn.Module):
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
     def __deepcopy__(self, memo: object) -> StackedModel:
-        """A copy with its own memory: the snapshot that strategies keep of the weights."""
+        """Return a copy with its own memory, for strategies that keep a snapshot of the weights."""
         own = self._replicas
         buffers = copy.deepcopy(own.buffers)
         return StackedModel(replace(own, weights=own.weights.clone(), grads=own.grads.clone(), buffers=buffers))
@@ -244,11 +244,11 @@ class StackedModel(nn.Module):
         return self._replicas.module
 
     def made(self) -> list[nn.Parameter]:
-        """Return the stacked parameters, if anybody has asked for them."""
+        """Return the stacked parameters; empty before their first use."""
         return [*(self._stacked or {}).values()]
 
     def move(self, replicas: Replicas) -> None:
-        """Be the model of other rows, which the parameters have become views of."""
+        """Switch to the rows of `replicas`, which the parameters are already views of."""
         self._replicas = replicas
         weights, grads = (replicas.views(rows) for rows in (replicas.weights, replicas.grads))
         self._views = [(p, weights[name], grads[name]) for name, p in (self._stacked or {}).items()]
@@ -268,7 +268,7 @@ class StackedModel(nn.Module):
             parameter.grad = grads
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
-        if self._stacked is None:  # on first use: strategies that work on the matrix never need them
+        if self._stacked is None:  # on first use: strategies that work on the matrix need no stacked parameters
             self._stacked = {}
             weights = self._replicas.views(self._replicas.weights)
             grads = self._replicas.views(self._replicas.grads)
@@ -282,11 +282,11 @@ class StackedModel(nn.Module):
 
 
 class StateByParameter(defaultdict[Any, Any]):
-    """The state of an optimizer that steps all nodes as one matrix, also by the stacked parameters of the model.
+    """The state of an optimizer that steps all nodes as one matrix, also indexed by the model's stacked parameters.
 
     Args:
         state: the optimizer's own. optimizer: its only parameter is the matrix (R, pitch).
-        model: whose parameters views are asked for.
+        model: the stacked model whose parameters are the keys.
     """
 
     def __init__(self, state: Mapping[Any, Any], optimizer: Optimizer, model: StackedModel) -> None:
@@ -331,11 +331,10 @@ class NoMixing(TorchFunctionMode):
     """Raises a ValueError, within its context, where an operation on stacked tensors gives one result for all nodes.
 
     It follows stacked tensors from parameters and their gradients through operations: `p.grad.abs().max()` is found.
-    What functions under `torch.vmap` do with one node's tensors is theirs, and so is what is indexed (`p.grad[0]`).
-    Collectives and optimizers are not looked at.
+    Functions under `torch.vmap`, indexed tensors (`p.grad[0]`), collectives and optimizers are not checked.
 
     Args:
-        parameters: stacked (K, *shape). method: whose code it is, for the error.
+        parameters: stacked (K, *shape). method: the method that runs, for the error.
     """
 
     def __init__(self, parameters: Sequence[Tensor], method: str) -> None:
@@ -355,7 +354,7 @@ class NoMixing(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            if name == "view":  # a row of a stacked tensor is not next to the one before
+            if name == "view":  # rows of a stacked tensor are not adjacent in memory
                 raise ValueError(_message(name, self._method)) from error
             raise
         index = args[1] if name == "getitem" else None
@@ -378,7 +377,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_called_by_user() -> bool:
-    """Whether the operation that is now under way was called by a strategy: not by vsim, nor by an optimizer."""
+    """Whether the current operation was called by a user's strategy, not by vsim or an optimizer."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

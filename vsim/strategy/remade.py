@@ -1,4 +1,4 @@
-"""Strategies from the text of the call that makes them, which files keep."""
+"""Strategies made from the text of a call, as files keep it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsim import strategy
 from vsim.cluster.optim import OPTIMIZERS
 from vsim.strategy.base import Algorithm
 
-# What a call may name: vsim's own classes, and the functions of averages.
+# The names that a call may use: vsim's own classes, and the functions of averages.
 _OWN = {name: own for name in strategy.__all__ if callable(own := getattr(strategy, name))}
 _LONGEST = 10_000  # characters
 
@@ -38,7 +38,7 @@ def remade(call: str) -> Algorithm | None:
 
 
 def _sorted(call: str) -> str:
-    """Return a call with its arguments by name: their order may have been another when a file was written."""
+    """Return a call with its arguments sorted by name, since older files may have another order."""
     tree = ast.parse(call, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""SCAFFOLD: federated averaging, where control variates take the drift of every client's own data out of its steps."""
+"""SCAFFOLD: federated averaging, where control variates correct the drift of each client towards its own data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vsim.strategy.outer import SharedWeights
 
 
 def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) -> None:
-    """Give nodes that join equal parts of what is missing, so that shared `mean` (P,) stays the mean of all N rows.
+    """Set the rows of joining nodes, so that shared `mean` (P,) stays the mean of all N rows.
 
-    They have copied a peer's row of stacked `own` (R, P). N·mean less the rows of staying nodes is what joining and
-    absent nodes had; each joining one gets an equal part of it.
+    A joining node starts with a copy of a peer's row of stacked `own` (R, P). N·mean minus the rows of staying nodes is
+    the sum over joining and absent nodes, of which each joining node gets an equal part.
     """
     if cluster.plan is None or not (joining := cluster.plan.joining(cluster.step)):
         return
@@ -28,7 +28,7 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
 
 
 class ControlVariates(SharedWeights):
-    """Correct gradients by control variates, which every H-th step moves.
+    """Correct gradients by control variates, updated after every H-th step.
 
         θ_k ← θ_k − lr · (g_k − c_k + c)
         after every H-th step, for n nodes of a population of N:
@@ -42,14 +42,15 @@ class ControlVariates(SharedWeights):
         H: local steps of a round, at least 1.
         outer_lr: η_g, above 0.
 
-    Joining and absent nodes share N·c less the others' c_k equally: with a peer's c_k, c would no longer be the mean,
-    and the error would stay in every step.
+    Joining and absent nodes share N·c minus the other nodes' c_k equally: with a copy of a peer's c_k, c would no
+    longer be the mean of the c_k, an error in every later step.
 
     Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
-    message. A cohort that is drawn again pulls c with the weights; where nodes join, all add up their c_k once.
+    message. A newly drawn cohort pulls c with the weights; when nodes join, the c_k are summed once.
 
     Raises:
-        TypeError: the inner optimizer is another: with momentum, say, what a node has moved is not its mean gradient.
+        TypeError: the inner optimizer is not plain SGD: with momentum, for instance, a node's move is not its mean
+            gradient.
 
     Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
     first step of a warm-up, the control variates stay.
@@ -81,7 +82,7 @@ class ControlVariates(SharedWeights):
         self.keep_client(variates=torch.zeros_like(cluster.weights), rates=torch.zeros_like(cluster.weights[:, :1]))
 
     def attend(self, cluster: Cluster) -> None:
-        if cluster.plan is not None and cluster.plan.renews:  # clients who have got φ, and not c
+        if cluster.plan is not None and cluster.plan.renews:  # the clients have pulled φ, but not c
             with cluster.collectives.joined():
                 cluster.collectives.pull(self.variate, cluster.weights, label="pull of control variates")
         else:

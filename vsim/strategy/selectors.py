@@ -1,4 +1,4 @@
-"""Which entries a round of sparse averaging shares: columns of the node matrix, the same on all nodes."""
+"""Selectors of the entries that a round of sparse averaging shares: columns of the node matrix, equal on all nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vsim.strategy.configured import Configured
 
 
 class IndexSelector(Configured):
-    """Chooses, in every round, about a share p of the entries of every tensor. Subclass it.
+    """Base of selectors: in every round, choose about a share p of the entries of every tensor.
 
-    All nodes choose alike: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
-    tensor) and draws from `cluster.generator`, so that which entries they are need not be sent.
+    All nodes make the same choice: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of
+    every tensor) and draws from `cluster.generator`, so that no indices are sent.
 
     Args:
         p: share of the entries, 0 < p ≤ 1.
@@ -32,15 +32,15 @@ class IndexSelector(Configured):
         """Prepare for a run on `cluster`: make the state that lasts from round to round."""
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
-        """Return the entries of this round, the first being 0: distinct columns (m,), ascending, int64, shared."""
+        """Return the entries of a round, counted from 0: distinct columns (m,), ascending, int64, shared."""
         raise NotImplementedError(f"{type(self).__name__} must define select(cluster, round)")
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
-        """Learn what the nodes have at the columns `index` (m,) as they share them: stacked (R, m), or shared (m,)."""
+        """Receive the nodes' values at the shared columns `index` (m,): stacked (R, m), or shared (m,)."""
 
 
 class RandomIndexSelector(IndexSelector):
-    """Every entry with probability p, on its own: m ~ Binomial(P, p). Nothing of length P is drawn."""
+    """Choose every entry independently with probability p: m ~ Binomial(P, p), without P draws."""
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         # Independent draws for every tensor are independent draws for the whole row.
@@ -48,10 +48,10 @@ class RandomIndexSelector(IndexSelector):
 
 
 class ShuffledSequentialIndexSelector(IndexSelector):
-    """Every tensor is shuffled once and cut in c = ⌈1/p⌉ chunks; round r takes chunk r mod c.
+    """Shuffle every tensor once and cut it into c = ⌈1/p⌉ chunks; round r takes chunk r mod c.
 
-    The first chunks are one entry larger where c does not divide n. Every entry is shared once in c rounds, a share 1/c
-    of the rounds, which is p where 1/p is whole. A tensor of n < c entries has nothing to share in c − n of them.
+    If c does not divide n, the first chunks are one entry larger. Every entry is shared once in c rounds, at a rate of
+    1/c, which is p if 1/p is whole. A tensor of n < c entries has nothing to share in c − n of the c rounds.
     """
 
     order: Tensor  # shared (P,)
@@ -67,7 +67,7 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
 
 class PartitionedIndexSelector(IndexSelector):
-    """Every tensor is cut at random in c = min(⌈1/p⌉, n) parts, one for each round, and cut again after the last one.
+    """Cut every tensor at random into c = min(⌈1/p⌉, n) parts, one for each round, and again after the last round.
 
     Every entry of a tensor of n entries is shared once in every c rounds; the parts differ by at most one entry.
     """
@@ -98,12 +98,12 @@ class PartitionedIndexSelector(IndexSelector):
 
 
 def round_up(x: float) -> int:
-    """⌈x⌉, where an x that is whole but for the rounding of its computation (1 / (1 / 49) > 49) stays that number."""
+    """Return ⌈x⌉, but the whole number next to x if x differs by rounding errors only (1 / (1 / 49) > 49)."""
     return math.ceil(min(x, 2.0**62) * (1 - 1e-12))
 
 
 def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -> tuple[Tensor, Tensor]:
-    """Cut every tensor at random in `count` chunks, of which those beyond its number of entries are empty.
+    """Cut every tensor at random into `count` chunks; a tensor of fewer entries gets empty chunks.
 
     Returns:
         The columns of all tensors (n,), the first chunks' in front, ascending in every chunk, on the weights'
@@ -114,7 +114,7 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
     for own in cuts:
         sizes[: len(own)] += torch.tensor(own)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    if cluster.weights.is_meta:  # without values, only how many there are matters
+    if cluster.weights.is_meta:  # without values, only sizes matter
         return cluster.weights.new_empty(int(bounds[-1]), dtype=torch.int64), bounds
     columns, chunk_of = [], []
     for tensor, own in zip(tensors, cuts, strict=True):

@@ -19,20 +19,20 @@ class SlowMomentum(SharedWeights):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
 
-    with lr the inner learning rate of that step, so that a schedule of it moves the slow momentum's steps as well. The
+    with lr the inner learning rate of that step, so that a schedule of lr scales the slow momentum's steps as well. The
     inner optimizer's state survives the sync. α = 1 and β = 0 are FedAvg.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
         alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
         beta: β, the slow momentum, in [0, 1].
-        average: how the φ − θ_k become one; see `vsim.strategy.average`.
+        average: merges the φ − θ_k; see `vsim.strategy.average`.
 
     Payload: all weights every H steps, or what `average` sends in their place.
 
-    Deviations from the paper: its inner optimizer may communicate as well, by gossip or all-reduce; here the nodes
-    train alone between syncs. Of its three ways with that optimizer's buffers this is the one that maintains them. At a
-    learning rate of 0, such as at the first step of a warm-up, u only decays.
+    Deviations from the paper: the nodes train alone between syncs; in the paper the inner optimizer may also
+    communicate, by gossip or all-reduce. Of the paper's three options for the inner optimizer's buffers, this is the
+    one that keeps them. At a learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
 
     momentum: Tensor  # u, shared (P,)
@@ -52,7 +52,7 @@ class SlowMomentum(SharedWeights):
     def sync(self, cluster: Cluster) -> None:
         delta = self.average.of_distances(self.outer_weights, cluster.weights, cluster, "weights")
         self.momentum.mul_(self.beta)
-        move = self.momentum * cluster.lr + delta  # lr·u: of the two the one without a division
+        move = self.momentum * cluster.lr + delta  # lr·u, to avoid dividing by lr
         if cluster.lr:  # a warm-up begins at 0, where no node has moved
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))

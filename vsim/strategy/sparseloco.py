@@ -18,15 +18,15 @@ class SparseLoCoCommunicator(SharedWeights):
         after every H-th step:  e_k ← β·e_k + (φ − θ_k);  q_k = Q(the k largest entries of every tile of e_k)
                                 e_k ← e_k − q_k;  φ ← φ − α · mean(q_k);  θ_k ← φ
 
-    The mean of an entry is over the nodes that sent it, so that an entry which one node alone sends moves φ as far as
-    one that all send. There is no outer momentum: that is what e_k is. See `TileTopK` for tiles and warnings, and
+    The mean of an entry is over the nodes that sent it, so that an entry sent by one node alone moves φ as far as an
+    entry sent by all. e_k takes the place of an outer momentum. See `TileTopK` for tiles and warnings, and
     `StatisticalQuantizer` for Q.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
-        topk: k, the entries that a node sends of a tile, at least 1.
+        topk: k, the entries that a node sends per tile, at least 1.
         chunk: upper limit for the sides of a tile.
-        quantization_bits: of a value, 1 to 8; None: values are sent as they are.
+        quantization_bits: bits per value, 1 to 8; None: values are sent as they are.
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
 
@@ -37,7 +37,7 @@ class SparseLoCoCommunicator(SharedWeights):
 
     bytes: the indices, the values, and their tables, an eighth of a bit a value.
 
-    Deviation from the authors' code: a table of values for every 1024 of them, not for every tensor.
+    Deviation from the authors' code: one table for every 1024 values, not for every tensor.
     """
 
     def __init__(

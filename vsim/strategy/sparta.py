@@ -34,30 +34,30 @@ __all__ = [
 ]
 
 DEFAULT_RATE = 0.005
-# What EXO Gym's strategies call the module's arguments, and its other arguments by position.
+# EXO Gym's strategies' names for the module's arguments, and its other arguments by position.
 NAMES = {"sparsification_rate": "p_sparta", "every": "sparta_interval"}
 OF_SPARTA = ("index_selector", "async_delay", "compression_method", "quantization_bits")
 
 
 class SparseCommunicator(CommunicationModule):
-    """Average a few entries S of the weights, other ones in every round.
+    """Average a few entries S of the weights, chosen again in every round.
 
         θ_k ← optimizer(θ_k, g_k);  after the last step of each round θ_k[S] ← mean_j θ_j[S]
 
     S is a random share p of the entries of every tensor. Optimizer state stays local.
 
     Args:
-        index_selector: what chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
+        index_selector: chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
             `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
         sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give it or an `index_selector`.
         every: steps of a round, at least 1.
         async_delay: d, rounds until a mean is written: round r + d writes the mean of round r into the entries of round
-            r, over what the nodes have done to them since. The means of the last d rounds of a run are never written.
-        compression_method: "random": S is what the selector chooses. "topk": every node nominates, of every tensor of n
+            r, overwriting the nodes' changes since then. The means of the last d rounds of a run are never written.
+        compression_method: "random": the selector chooses S. "topk": every node nominates, of every tensor of n
             entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
         quantization_bits: b, 1 to 16: before the mean a node rounds its values to b bits, uniformly, with a scale for
             every tensor (see `vsim_kernels.quantize`), and all gather the values. None: as they are, by an all-reduce.
-        mask: "seed": all nodes draw S from the run's seed, which costs nothing. "broadcast": node 0 sends a mask.
+        mask: "seed": all nodes draw S from the run's seed, at no cost. "broadcast": node 0 sends a mask.
 
     Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S it is
         the values      4·m; with b bits ⌈m·b / 8⌉ + 4 · (tensors that have an entry in S)
@@ -127,7 +127,7 @@ class SparseCommunicator(CommunicationModule):
             self.index_selector.note_shared(index, averaged)
 
     def _send(self, cluster: Cluster, index: Tensor, values: Tensor) -> Pending:
-        """Start the mean (m,) over all nodes of what each of them sends of its `values` (R, m)."""
+        """Start averaging the nodes' `values` (R, m), as they are sent, into a mean (m,)."""
         start = partial(cluster.collectives.start, delay=self.async_delay * self.H, label="sparse weights")
         if self.quantization_bits is None:
             return start("all_reduce", values, "mean")
@@ -140,7 +140,7 @@ class SparseCommunicator(CommunicationModule):
 
 
 class _FurthestMoved(IndexSelector):
-    """What the nodes nominate together: of every tensor, each its ⌈p·n⌉ entries that moved furthest since shared."""
+    """The union of the nodes' nominations: per tensor, the ⌈p·n⌉ entries that moved furthest since last shared."""
 
     last_shared: Tensor  # stacked (R, P)
 
@@ -163,7 +163,7 @@ class _FurthestMoved(IndexSelector):
 
 
 def _selector(given: IndexSelector | None, rate: float | None, topk: bool) -> IndexSelector:
-    """Return what chooses the entries: the selector that is given, or one of this rate."""
+    """Return the given selector, or a new one with this rate."""
     if given is None:
         rate = real_number("sparsification_rate", DEFAULT_RATE if rate is None else rate, above=0, at_most=1)
         return _FurthestMoved(rate) if topk else RandomIndexSelector(rate)
@@ -203,15 +203,15 @@ class SPARTADiLoCoStrategy(
     positions=("inner_optim", "outer_optim", "p_sparta", "sparta_interval", "H"),
     names=NAMES,
 ):
-    """SPARTA between the syncs of DiLoCo, each with an interval of its own [Beton et al. 2025,
+    """SPARTA between the syncs of DiLoCo, each with its own interval [Beton et al. 2025,
     openreview.net/forum?id=stFPf3gzq1].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every `sparta_interval`-th step:  θ_k[S] ← mean_j θ_j[S]
         then, after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    Neither part knows of the other: with an `async_delay`, means from before a sync are written after it, and for
-    "topk" the move that a sync makes is a move like any other.
+    The two parts are independent: with an `async_delay`, means from before a sync are written after it, and "topk"
+    treats the move of a sync like any other.
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """

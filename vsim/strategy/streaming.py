@@ -26,21 +26,22 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
         τ steps later:  φ ← outer optimizer(φ, mean_k Δ_k);  θ_k ← α θ_k + (1 − α) φ
 
-    Each fragment has its own outer optimizer. What is sent overlaps τ steps of training. With one fragment, τ = 0 and
-    α = 0 it is DiLoCo.
+    Each fragment has its own outer optimizer. What is sent overlaps τ steps of training. With one fragment, τ = 0 and α
+    = 0, this is DiLoCo.
 
     Args:
         H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
         outer_optim, outer_lr: see `DiLoCoCommunicator`.
         fragments: P; or P lists of names of parameters, or of modules for all parameters in them. Default: a fragment
             for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
-            norm, head) are in the first fragment. For more fragments than layers the modules in them are dealt out.
+            norm, head) are in the first fragment. With more fragments than layers, the modules in the layers are
+            distributed.
         pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
-        outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when it is sent, and only the
-            nodes' weights wait. The nodes' weights are equal either way; the global model differs in between.
-        average: how the Δ_k of each fragment become one: "mean", compress(FP4()), as in the paper, …; see
+        outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when the mean is sent; only the
+            nodes' weights change later. The nodes' weights are equal either way; the global model differs in between.
+        average: merges the Δ_k of each fragment: "mean", compress(FP4()), as in the paper, …; see
             `vsim.strategy.average`.
 
     Payload: each fragment's weights every H steps, or what `average` sends in their place.

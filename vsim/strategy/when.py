@@ -1,7 +1,7 @@
 """When nodes synchronize: a number of steps H, or a schedule of it.
 
-A schedule says, after a sync, at which step the next one is. `CommunicationModule` asks it at every step, and calls
-`sync` when one is due.
+After each sync, a schedule gives the step of the next. `CommunicationModule` asks the schedule at every step, and calls
+`sync` when due.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class When(Configured):
         """Return the step of the next sync.
 
         Args:
-            step: of the sync before; 0 at the start.
-            lr: the inner learning rate of the step after it. steps_left: in the run. seconds: that nodes compute, if
-                known.
+            step: of the last sync; 0 at the start.
+            lr: the inner learning rate of the next step. steps_left: in the run. seconds: the nodes' compute seconds,
+                if known.
         """
         raise NotImplementedError(f"{type(self).__name__} must define after(step, lr, steps_left, seconds)")
 
@@ -59,7 +59,7 @@ class When(Configured):
         return True
 
     def ends_with(self, step: int) -> bool:
-        """Whether the next sync comes after step number `step`, which is being taken; `is_due` was not asked yet."""
+        """Whether step number `step`, now under way, ends with a sync; called before `is_due`."""
         return step >= self.next
 
     def _after(self, step: int, cluster: Cluster) -> int:
@@ -68,7 +68,7 @@ class When(Configured):
 
     @property
     def period(self) -> int | None:
-        """Steps from one sync to the next; None where it changes."""
+        """Steps from one sync to the next; None if they vary."""
         return None
 
     def until_next(self, cluster: Cluster) -> int:
@@ -90,7 +90,7 @@ class Every(When):
         return self.H
 
     def setup(self, cluster: Cluster) -> None:
-        """Nothing: the step says all."""
+        """Do nothing: the step number decides alone."""
 
     def is_due(self, cluster: Cluster) -> bool:
         return cluster.step % self.H == 0
@@ -113,7 +113,7 @@ class QSR(When):
 
     Args:
         alpha: above 0. minimum: of H, at least 1.
-        warmup_steps: completed steps until which H is the minimum.
+        warmup_steps: completed steps up to which H is the minimum.
         power: 2 in the paper; 3 is its cubic rule.
 
     lr is the inner learning rate of the first step after a sync, with which the round begins.
@@ -141,9 +141,9 @@ class QSR(When):
 
 @dataclass(eq=False)
 class PostLocal(When):
-    """Gradients are averaged at each of the first steps, and weights from then on.
+    """Average gradients at each of the first steps, and weights from then on.
 
-    They are averaged over all nodes by the strategy's `average`, whose clip() and compress() are of gradients then.
+    The strategy's `average` merges the gradients of all nodes; its clip() and compress() then apply to gradients.
     Gradients of personal parameters stay with their client.
 
     Args:
@@ -179,10 +179,10 @@ class PostLocal(When):
 
 @dataclass(eq=False)
 class Seconds(When):
-    """After as many steps as the slowest node computes in `seconds`, at least one; the run needs `compute=`.
+    """Sync after the steps that the slowest node computes in `seconds`, at least one; the run needs `compute=`.
 
     Source: A-EDiT [Cheng et al. 2024, arXiv:2412.07210]. Deviation: nodes take equal numbers of steps, and wait for the
-    slowest; there faster ones take more.
+    slowest; in A-EDiT, faster nodes take more steps.
     """
 
     seconds: float
@@ -194,7 +194,7 @@ class Seconds(When):
     def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         if seconds is None:
             raise TypeError(f"H={self!r} goes by compute seconds: give fit(…, compute=Compute(0.8, …))")
-        few, many = 1, 2  # steps that fit, or one; steps that may not
+        few, many = 1, 2  # a number of steps that fits, or one; a number that may not
         while many <= steps_left and self._fit(seconds, step, many):
             few, many = many, 2 * many
         while many - few > 1:
@@ -211,7 +211,7 @@ def interval(H: Any, name: str = "H") -> int | When:
     return copy.copy(H) if isinstance(H, When) else whole_number(name, H)
 
 
-_every = functools.cache(Every)  # which is asked for at every step
+_every = functools.cache(Every)  # cached, since it is called at every step
 
 
 def schedule_of(H: int | When) -> When:
@@ -220,7 +220,7 @@ def schedule_of(H: int | When) -> When:
 
 
 def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
-    """Return the steps of all syncs of a run, by the learning rate of every step and of the one after the last."""
+    """Return the steps of all syncs of a run, given the learning rates of every step and of the one after the last."""
     found, step = [], 0
     while (step := when.after(step, rates[step], max_steps - step, seconds)) <= max_steps:
         found.append(step)

@@ -1,10 +1,10 @@
-"""Averages: how the vectors of several nodes become one, wherever nodes average gradients, weights or moves.
+"""Averages: merge the vectors of several nodes into one, wherever nodes average gradients, weights or moves.
 
     mean("examples") | clip("median") | compress(TopK(0.01), error_feedback=0.9)
 
-A rule (`mean`, `median`, `krum`, …) says how vectors become one. `clip` scales every node's vector before, `compress`
-sends it with fewer bytes. Without them: the mean, no limit, and vectors as they are. `mean()` returns a `Mean`, and so
-on; an own rule is a subclass of `Rule`.
+A rule (`mean`, `median`, `krum`, …) merges the vectors. Before the rule, `clip` limits the length of every node's
+vector, and `compress` sends the vector with fewer bytes. Default: the mean, with neither. `mean()` returns a `Mean`,
+and so on; for a rule of your own, subclass `Rule`.
 """
 
 from vsim.strategy.average.base import COUNTS, Average, Mean, Part, Rule

@@ -1,4 +1,4 @@
-"""An average: a rule, and what happens to the vectors before."""
+"""An average: a rule, after an optional limit and compressor of the vectors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COUNTS = ("nodes", "examples", "tokens")
 
 
 class Part:
-    """A part of an average, which `|` joins to others.
+    """A part of an average; `|` joins parts.
 
     Attributes:
-        role: which part of an average it is: its "rule", "limit" or "message".
-        made_by: the function that makes it, which its `repr` calls; see `function_of`.
+        role: the part's place in an average: "rule", "limit" or "message".
+        made_by: the function that makes the part, which `repr` shows; see `function_of`.
     """
 
     role: ClassVar[str] = ""
@@ -43,15 +43,16 @@ class Part:
 
 
 class Rule(Part):
-    """How the vectors of n nodes become one. A subclass defines `of_rows`, or `of_mean` if the mean is all it needs.
+    """Merge the vectors of n nodes into one. A subclass defines `of_rows`, or `of_mean` if it needs only the mean.
 
-    A function f(rows (n, P), weights (n,) or None) → (P,) serves as well wherever an average is asked for.
+    A function f(rows (n, P), weights (n,) or None) → (P,) is accepted wherever an average is.
 
     Attributes:
-        by: what a node counts by: "nodes" (all alike), "examples" (its number of examples) or "tokens".
-        by_tensor: whether it is called with the parameters one by one, and not with all of them as one vector (P,).
-            Embeddings then take the mean: most rows of a lookup table have changed on few nodes.
-        of_moves: whether it takes lengths or directions, so that the vectors must be moves or gradients, not weights.
+        by: a node's weight: "nodes" (equal weights), "examples" (its number of examples) or "tokens".
+        by_tensor: whether the rule is called once per parameter, not with all of them as one vector (P,). Embeddings
+            then take the mean, since most rows of a lookup table change on few nodes only.
+        of_moves: whether the rule uses lengths or directions, so that the vectors must be moves or gradients, not
+            weights.
     """
 
     role = "rule"
@@ -60,7 +61,7 @@ class Rule(Part):
     of_moves = False
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Merge stacked rows (n, *shape), by weights (n,) that sum to 1, or None: (*shape). Default: the mean."""
+        """Merge stacked rows (n, *shape) into (*shape), by weights (n,) of sum 1, or None. Default: the mean."""
         return reduce_rows(rows, "mean", weights)
 
     def of_mean(self, mean: Tensor) -> Tensor:
@@ -68,20 +69,20 @@ class Rule(Part):
         return mean
 
     def check(self, num_nodes: int) -> None:
-        """Raise a ValueError if the rule is not for this number of nodes."""
+        """Raise a ValueError if the rule cannot merge this number of nodes."""
 
     @property
     def needs_rows(self) -> bool:
-        """Whether all rows have to be gathered, since their mean, which an all-reduce has, is not enough."""
+        """Whether the rule needs all rows gathered, not only their mean from an all-reduce."""
         return type(self).of_rows is not Rule.of_rows
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is the mean, and nothing else."""
+        """Whether the rule is the plain mean."""
         return not self.needs_rows and type(self).of_mean is Rule.of_mean
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Merge stacked rows (n, *shape): (*shape)."""
+        """Merge stacked rows (n, *shape) into (*shape)."""
         merged = self.of_mean(self.of_rows(rows, weights))
         given = tuple(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
         if given != tuple(rows.shape[1:]):
@@ -89,7 +90,7 @@ class Rule(Part):
         return merged
 
     def of_parameters(self, replicas: Replicas, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Merge stacked rows (n, P) that are here already: shared (P,)."""
+        """Merge stacked rows (n, P), all held here, into a shared tensor (P,)."""
         if not self.by_tensor:
             return self(rows, weights)
         views, embeddings = replicas.views(rows).items(), replicas.embeddings
@@ -109,7 +110,7 @@ class Rule(Part):
 
 @dataclass(frozen=True, repr=False)
 class Own(Rule):
-    """A user's function of (rows, weights)."""
+    """A rule that calls a user's function of (rows, weights)."""
 
     function: Merge
 
@@ -131,16 +132,16 @@ class Mean(Rule):
 
 
 class Average(Stateful, Part):
-    """A rule, and what happens to the vectors before: see `vsim.strategy.average`. Made by `|`.
+    """A rule, after an optional limit and compressor of the vectors, joined by `|`; see `vsim.strategy.average`.
 
     Raises:
-        TypeError: two rules, limits or compressors; or a compressor and a rule that is not the plain mean, for what is
-            compressed arrives averaged already.
+        TypeError: two rules, limits or compressors; or a compressor and a rule that is not the plain mean, since
+            compressed vectors arrive already averaged.
     """
 
     def __init__(self, *parts: Part) -> None:
         self.attack: Attack | None = next((part.attack for part in parts if isinstance(part, Average)), None)
-        self.refuses_attack = ""  # why its vectors cannot be an attacker's
+        self.refuses_attack = ""  # why attackers cannot replace its vectors; "" if they can
         self.rule: Rule = Mean()
         self.limit: Any = None  # a `Clip`
         self.message: Any = None  # a `Compress`
@@ -163,18 +164,18 @@ class Average(Stateful, Part):
 
     @property
     def is_mean(self) -> bool:
-        """Whether vectors travel as they are and become their mean, which may then be of weights in place of moves."""
+        """Whether the average is the plain mean of unchanged vectors, so that weights may take the place of moves."""
         return self.rule.is_mean and self.limit is None and self.message is None and self.attack is None
 
     @property
     def takes_mean(self) -> bool:
-        """Whether the plain mean of the nodes' vectors is all that it needs."""
+        """Whether the average needs only the plain mean of the nodes' vectors."""
         own = self.rule
         return not (own.needs_rows or own.by != "nodes" or self.limit or self.message or self.attack)
 
     @property
     def of_moves(self) -> bool:
-        """Whether vectors must be moves or gradients: weights have no length that says anything."""
+        """Whether vectors must be moves or gradients, since the length of weights means nothing."""
         parts = (self.limit, self.message, self.attack)
         return self.rule.of_moves or any(part is not None for part in parts)
 
@@ -188,7 +189,7 @@ class Average(Stateful, Part):
             self.message.setup(cluster)
 
     def weights(self, cluster: Cluster) -> Tensor | None:
-        """Return what the nodes count (K,); None where all count alike."""
+        """Return the nodes' weights in the average (K,); None if they are equal."""
         return cluster.shard_sizes if self.rule.by == "examples" else None
 
     def __call__(self, rows: Tensor, cluster: Cluster, label: str, among: Among = None) -> Tensor:
@@ -206,16 +207,16 @@ class Average(Stateful, Part):
         return self.rule.over_nodes(rows, cluster, label, among, self.weights(cluster))
 
     def of_distances(self, origin: Tensor, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
-        """Average origin − rows, of shared (P,) and stacked (R, P): shared (P,).
+        """Average origin − rows, of a shared tensor (P,) and stacked rows (R, P): shared (P,).
 
-        `origin` is equal on all nodes, so that for a mean the rows are sent as they are.
+        `origin` is equal on all nodes, so that a mean sends the rows unchanged.
         """
         if self.is_mean:
             return origin - self(rows, cluster, label)
         return self(origin - rows, cluster, label)
 
     def start_of_distances(self, origin: Tensor, rows: Tensor, cluster: Cluster, label: str, delay: int) -> Pending:
-        """As `of_distances`, on its way for `delay` steps; `origin` must not change until then."""
+        """Start `of_distances`, due in `delay` steps; `origin` must not change until then."""
         start = cluster.collectives.start
         if not self.is_mean:
             return start(self, origin - rows, cluster, label, delay=delay)
@@ -234,7 +235,7 @@ class Average(Stateful, Part):
 
 
 def finite_rows(rows: Tensor) -> Tensor:
-    """Return the rows of (n, …) whose values all are finite; all rows if there is none."""
+    """Return the rows of (n, …) whose values are all finite; all rows if there are none."""
     if rows.is_meta or not rows.is_floating_point() or bool(rows.sum().isfinite()):
         return rows
     finite = rows.reshape(len(rows), -1).isfinite().all(1)
@@ -242,7 +243,7 @@ def finite_rows(rows: Tensor) -> Tensor:
 
 
 def positive(lengths: Tensor) -> Tensor:
-    """Return lengths to divide by: 0 / positive(0) is 0."""
+    """Return lengths that are safe to divide by: 0 / positive(0) is 0."""
     return lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
 
 

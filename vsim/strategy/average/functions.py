@@ -1,4 +1,4 @@
-"""Averages as users write them: functions that make their parts, names, or a function of their own."""
+"""Averages as users give them: by functions that make parts, by the name of a rule, or by a function of their own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ edit = function_of(Edit, "edit")
 clip = function_of(Clip, "clip")
 compress = function_of(Compress, "compress")
 
-# The rules that can be named, since they need no arguments.
+# The rules that users may give by name, since they need no arguments.
 RULES: dict[str, Callable[[], Rule]] = {
     make.__name__: make for make in (mean, median, trimmed_mean, krum, geometric_median, rda, iso, ties, tsv, edit)
 }
@@ -56,13 +56,13 @@ AverageLike = Part | Callable[..., Part] | Merge | str
 def average_of(
     average: AverageLike, where: str, *, by: tuple[str, ...] = COUNTS[:2], origin: bool = True, arrivals: bool = False
 ) -> Average:
-    """Return an average of its own that is given as such, as a part of one, by a rule's name, or as a function.
+    """Return a new average for a given average, part of an average, name of a rule, or function.
 
     Args:
-        where: whose argument it is, for errors.
-        by: what nodes may count by.
+        where: name of the argument's owner, for errors.
+        by: the values of `Rule.by` that are allowed.
         origin: whether the vectors are gradients or moves from an origin that all nodes share.
-        arrivals: whether vectors arrive one by one at a server, and are no collective.
+        arrivals: whether vectors arrive one by one at a server, without a collective.
     """
     made: Any = RULES[one_of("average", average, RULES)] if isinstance(average, str) else average
     if made in RULES.values() or (isinstance(made, type) and issubclass(made, Rule)):

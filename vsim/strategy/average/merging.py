@@ -1,4 +1,4 @@
-"""Rules that take lengths and directions of moves, most of them parameter by parameter."""
+"""Rules that use lengths and directions of moves, most of them parameter by parameter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vsim.strategy.selectors import round_up
 
 @dataclass(frozen=True, repr=False)
 class RDA(Rule):
-    """Of every parameter the mean length, in the mean direction: (Σ w‖v‖ / Σ w) · φ(Σ w·φ(v)), φ(v) = v / ‖v‖.
+    """For every parameter, the mean length in the mean direction: (Σ w‖v‖ / Σ w) · φ(Σ w·φ(v)), φ(v) = v / ‖v‖.
 
-    The mean of vectors that point apart is short; this one is not. φ(0) = 0.
+    Vectors that point apart have a short mean; this rule keeps their length. φ(0) = 0.
 
     Source: Decoupled DiLoCo [arXiv:2604.21428].
     """
@@ -41,7 +41,7 @@ class RDA(Rule):
 
 @dataclass(frozen=True, repr=False)
 class Iso(Rule):
-    """The mean, with the singular values of every matrix replaced by their mean: an all-reduce, and an SVD a matrix.
+    """The mean, with the singular values of every matrix replaced by their mean: an all-reduce, and an SVD per matrix.
 
     A tensor of more than two dimensions is a matrix (out, rest); vectors stay as they are.
 
@@ -65,10 +65,10 @@ class Iso(Rule):
 
 @dataclass(frozen=True, repr=False)
 class TIES(Rule):
-    """Of each node the largest entries; then the mean over the nodes that agree with the sign of their sum.
+    """Keep each node's largest entries, then average over the nodes that agree with the sign of the sum.
 
     Args:
-        share: of the entries of all parameters that a node keeps, in (0, 1].
+        share: of all parameters' entries, kept by each node; in (0, 1].
 
     Source: TIES-Merging [Yadav et al. 2023, arXiv:2306.01708]; for moves arXiv:2607.03011.
     """
@@ -90,8 +90,8 @@ class TIES(Rule):
 
 @dataclass(frozen=True, repr=False)
 class TSV(Rule):
-    """Of every matrix the top 1/n singular parts of each of n nodes, joined, with orthogonal factors: U Σ Vᵀ, where
-    U = P_U Q_Uᵀ for the joined left vectors P_U D Q_Uᵀ, and V alike. Vectors take the mean.
+    """For every matrix, join the top 1/n singular parts of each of n nodes, and orthogonalize the factors: U Σ Vᵀ,
+    where U = P_U Q_Uᵀ for the joined left vectors P_U D Q_Uᵀ, and V in the same way. Vectors take the mean.
 
     Source: task singular vectors [Gargiulo et al. 2024, arXiv:2412.00081]; for moves arXiv:2607.03011.
     """
@@ -112,14 +112,14 @@ class TSV(Rule):
 
 @dataclass(frozen=True, repr=False)
 class Edit(Rule):
-    """Of every parameter Σ_k w_k v_k with w = softmax(−‖v_k‖ / temperature): nodes that moved far count less.
+    """For every parameter, Σ_k w_k v_k with w = softmax(−‖v_k‖ / temperature): nodes that moved far count less.
 
-    The nodes gather their norms, 4 bytes a parameter tensor, and add up what they have weighted.
+    The nodes gather their norms, 4 bytes per parameter tensor, then add up their weighted vectors.
 
     Args:
         temperature: above 0.
 
-    Source: EDiT [Cheng et al. 2024, arXiv:2412.07210]; its gate for anomalous nodes is `EDiTStrategy`'s.
+    Source: EDiT [Cheng et al. 2024, arXiv:2412.07210]; `EDiTStrategy` also has the paper's gate for anomalous nodes.
     """
 
     temperature: float = 1.0

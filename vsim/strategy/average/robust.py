@@ -1,4 +1,4 @@
-"""Rules that stand nodes which send anything."""
+"""Rules that tolerate nodes that send arbitrary vectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsim.strategy.selectors import round_up
 
 @dataclass(frozen=True, repr=False)
 class TrimmedMean(Rule):
-    """The mean of every entry without its ⌈share·n⌉ smallest and largest values; one or two in the middle remain.
+    """The mean of every entry without its ⌈share·n⌉ smallest and largest values; always keep the middle one or two.
 
     Vectors that are not finite are left out first.
 
@@ -41,19 +41,19 @@ class TrimmedMean(Rule):
 
 @dataclass(frozen=True, repr=False)
 class Median(TrimmedMean):
-    """The median of every entry, over the finite vectors; of an even number, the mean of the two in the middle."""
+    """The median of every entry, over the finite vectors; for an even number, the mean of the middle two."""
 
     share: float = field(default=0.5, init=False, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
 class Krum(Rule):
-    """The vector whose n − faulty − 2 nearest others have the least sum of squared distances; ties go to the first.
+    """The vector with the least sum of squared distances to its n − faulty − 2 nearest others; ties go to the first.
 
     A vector that is not finite is never chosen.
 
     Args:
-        faulty: f, the nodes that may send anything; a run needs n ≥ 2·f + 3 nodes.
+        faulty: f, the number of nodes that may send arbitrary vectors; a run needs n ≥ 2·f + 3 nodes.
 
     Source: Blanchard et al. 2017 [arXiv:1703.02757].
     """
@@ -80,7 +80,7 @@ class Krum(Rule):
 
 @dataclass(frozen=True, repr=False)
 class GeometricMedian(Rule):
-    """The vector with the least sum of distances from all vectors, by Weiszfeld's rounds from their mean:
+    """The vector with the least sum of distances from all vectors, by Weiszfeld's iterations from their mean:
 
         v ← Σ_k β_k v_k / Σ_k β_k,  β_k = 1 / max(10⁻⁶, ‖v − v_k‖)
 
@@ -89,7 +89,7 @@ class GeometricMedian(Rule):
     Args:
         rounds: at least 1.
 
-    Source: RFA [Pillutla et al. 2019, arXiv:1912.13445], with the mean of nodes that count alike.
+    Source: RFA [Pillutla et al. 2019, arXiv:1912.13445], with equal weights of the nodes.
     """
 
     rounds: int = 8
@@ -112,7 +112,7 @@ class CenteredClip(Stateful, Rule):
     At first v = 0. Vectors that are not finite are left out.
 
     Args:
-        radius: above 0. rounds: of this rule in one average, at least 1.
+        radius: above 0. rounds: iterations in one average, at least 1.
 
     Source: Karimireddy et al. 2021 [arXiv:2012.10333], whose nodes send momentum.
     """

@@ -1,4 +1,4 @@
-"""What happens to the vectors before they become one: they are scaled, and sent with fewer bytes."""
+"""Steps before the rule: limit the length of vectors, and send them with fewer bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vsim.strategy.compression.base import Compressor, by_node
 
 @dataclass(frozen=True, repr=False)
 class Clip(Part):
-    """Scale every node's vector to at most a 2-norm.
+    """Scale every node's vector down to a largest 2-norm.
 
     Args:
-        norm: above 0; or "median": the median of all nodes' norms, which they gather, 4 bytes each.
+        norm: the largest norm, above 0; or "median" of all nodes' norms, which the nodes gather, 4 bytes each.
     """
 
     role = "limit"
@@ -40,20 +40,20 @@ class Clip(Part):
         self.scale(rows, norms, cluster.collectives.all_gather(norms, label=f"{label}: norms") if gathers else norms)
 
     def scale(self, rows: Tensor, norms: Tensor, of_all: Tensor) -> None:
-        """Scale stacked `rows` (n, P) with `norms` (n, 1) in place, where all nodes have the norms `of_all` (K, 1)."""
+        """Scale stacked `rows` (n, P) of `norms` (n, 1) in place, given the norms `of_all` (K, 1) of all nodes."""
         limit = Median()(of_all) if isinstance(self.norm, str) else self.norm
         rows.mul_((limit / positive(norms)).clamp(max=1.0))
 
 
 class Compress(Stateful, Part):
-    """Send vectors with fewer bytes, and what a message leaves out with the next one.
+    """Send vectors with fewer bytes, and add each message's error to the next message.
 
         e_k ← β·e_k + v_k;  send C(e_k);  e_k ← e_k − C(e_k);  every node gets the average of the C(e_k)
 
     Args:
         compressor: C, and how its messages are averaged. A copy is used.
-        error_feedback: β in [0, 1]. True is 1, False 0. Default: 1 for a contractive compressor; 0 for the others, with
-            which errors would grow.
+        error_feedback: β in [0, 1]. True is 1, False 0. Default: 1 for a contractive compressor; 0 for others, whose
+            errors would grow.
 
     Payload: the compressor's.
 
