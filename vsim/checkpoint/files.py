@@ -1,8 +1,8 @@
 """Checkpoints: snapshots of a run after a step, each in one file.
 
-The file has the safetensors format. It holds tensors, as bytes under their SHA-256, and a JSON text that describes
-them, so that reading the file never runs code. The checksums reveal changed bytes. The file is written under another
-name, flushed to the disk and then renamed, so that a reader finds the old file or the new one, never half a file.
+The file has the safetensors format. It holds tensors, as bytes under their SHA-256, and a JSON text that describes the
+tensors, so that reading the file never runs code. The checksums reveal changed bytes. The file is written under another
+name, flushed to the disk and then renamed, so that a reader finds the old or the new file, never a part of a file.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Checkpoint:
         step: t, completed optimizer steps.
         history: the record of the run up to this step.
         settings: argument → description for everything that determines the run; see `vsim.records.describe`.
-        held: the number of nodes that each process held.
-        stacked, shared: name → encoded state, with a row for each node or equal on all; see `vsim.checkpoint.tree`.
-        path: the file that the checkpoint was loaded from, if any.
+        held: the number of nodes of each process.
+        stacked: name → encoded state with a row for each node. shared: name → encoded state that is equal on all nodes.
+            See `vsim.checkpoint.tree`.
+        path: the file from which the checkpoint was loaded, if any.
         forks: whether a run that starts from this checkpoint is a new run; see `fork`.
         keeps_optimizer: whether a fork keeps the state of the inner optimizers, if it fits.
     """
@@ -93,7 +94,7 @@ class Checkpoint:
         return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,). Weights that are equal on all nodes are returned without rounding."""
+        """Return the mean replica, shared (P,). Weights that are equal on all nodes stay exact."""
         return _mean(self.weights)
 
     def mean_buffers(self) -> Views:
@@ -104,8 +105,8 @@ class Checkpoint:
         """Return a copy of the model `like` with the weights and buffers of this step.
 
         Args:
-            like: the model that was trained, or one with the same parameters and buffers.
-            node: the number of a node; None for the mean of all nodes, which `fit` also returns.
+            like: the trained model, or a model with the same parameters and buffers.
+            node: the number of a node; None: the mean of all nodes, as in the model that `fit` returns.
 
         Raises:
             CheckpointError: `like` has other parameters or buffers.
@@ -125,14 +126,14 @@ class Checkpoint:
 
         Strategy, number of nodes, batch size, data, seed and learning rate may differ; the model must have the same
         parameters. The numbers of steps and examples continue, and so do the positions in the learning-rate schedule
-        and in the data (in the new run's order, at this step). With the same K, every node keeps its own weights,
-        buffers and stream of random numbers; with another K, all nodes start from the mean. A strategy's own state
-        (outer weights, residuals, delayed means) starts again from the mean replica. History and ledger start at this
-        step, with 0 bytes; the checkpoint keeps the earlier part.
+        and in the data (in the new run's order, at this step). With the same K, every node keeps its weights, buffers
+        and stream of random numbers; with another K, all nodes start from the mean. The strategy's state (outer
+        weights, residuals, delayed means) starts again from the mean replica. History and ledger start at this step,
+        with 0 bytes; the checkpoint keeps the earlier part.
 
         Args:
-            optimizer: keep the state of the nodes' inner optimizers if it fits. It fits if K, optimizer class, device
-                and `deterministic` are the same, and the options keep the same tensors. False: reset the state.
+            optimizer: True keeps the state of the nodes' inner optimizers if K, optimizer class, device and
+                `deterministic` are the same, and the options need the same tensors. False resets the state.
         """
         return replace(self, forks=True, keeps_optimizer=true_or_false("optimizer", optimizer))
 
@@ -143,7 +144,7 @@ class Checkpoint:
 
     def save(self, path: str | Path) -> None:
         """Write the file `path` atomically; its folder must exist."""
-        from safetensors import SafetensorError  # here, as only saving needs it
+        from safetensors import SafetensorError  # here, because only saving needs this
         from safetensors.numpy import save_file
 
         history, ledger = self.history, self.ledger.as_plain()
@@ -194,16 +195,16 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint in a file, or a folder's checkpoint of a given step, by default the newest usable one.
+    """Return the checkpoint in a file, or a folder's checkpoint of a given step (default: the newest readable one).
 
-    Loading never executes code from the file. If the newest checkpoint of a folder is damaged, a UserWarning says so,
-    and the previous one is returned.
+    Loading never executes code from the file. If the newest checkpoint of a folder is damaged, return the previous
+    checkpoint with a UserWarning.
 
     Args:
-        step: the step of the checkpoint in a folder; None for the newest.
+        step: the step of the checkpoint in a folder; None: the newest.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the file is something else.
+        CheckpointError: there is no checkpoint, the checkpoint is damaged, or the file is not a checkpoint.
         TypeError, ValueError: `step` is not a whole number ≥ 0.
     """
     path = a_path("path", path)
@@ -232,9 +233,9 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return `folder` if there is a checkpoint in it, else None.
+    """Return `folder` if it holds a checkpoint, else None.
 
-    `fit(…, save_dir=d, resume=latest_checkpoint(d))` resumes a run if there is one, and starts it otherwise.
+    `fit(…, save_dir=d, resume=latest_checkpoint(d))` resumes a saved run, or starts a new run if none is saved.
     """
     folder = a_path("folder", folder)
     return folder if checkpoints_in(folder) else None
@@ -288,7 +289,7 @@ def saving_of(checkpoint_interval: int | None, save_dir: str | Path | None, star
 
 
 def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
-    """Return a tree with tensors as JSON, and SHA-256 → bytes (n,) of these tensors; equal tensors are stored once."""
+    """Return a tree as JSON, and SHA-256 → bytes (n,) of the tree's tensors; equal tensors are stored once."""
     contents: dict[str, Tensor] = {}
 
     def pack(tensor: Tensor) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def packed(tree: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def unpacked(text: str, contents: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `packed` was given."""
+    """Return the tree that was given to `packed`."""
 
     def unpack(node: dict[str, Any]) -> Any:
         if node.keys() != {"sha256", "dtype", "shape"}:

@@ -20,11 +20,11 @@ from vsim.cluster.state import CheckpointError
 from vsim.writing import PART
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-# Checkpoints kept in a folder: the newest, and one to fall back on.
+# Number of checkpoints kept in a folder: the newest, and one in case the newest is damaged.
 KEPT = 2
 _TRIES = 100  # attempts to lock a file that other processes may remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_held: dict[Path, object] = {}  # by this process's runs, which the kernel's locks do not exclude
+_held: dict[Path, object] = {}  # folders of this process's runs, which the kernel's locks do not exclude
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Saving:
     Attributes:
         folder: gets one file for each checkpoint.
         interval: steps between checkpoints; None: only at the end, and when the run is interrupted.
-        wanted: whether the user asked to save the run. If not, it is saved only when interrupted, so that this process
-            can resume it.
+        wanted: whether the user asked to save the run. If not, the run is saved only when interrupted, so that this
+            process can resume the run.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Saving:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the files of checkpoints in a folder, by step; empty if there is no folder."""
+    """Return the files of checkpoints in a folder, sorted by step; empty if there is no folder."""
     return sorted(filter(is_checkpoint, folder.iterdir()), key=step_of) if os.path.isdir(folder) else []
 
 
@@ -86,7 +86,7 @@ def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]
     """Lock the folder at `path` for one run within this context, and make the folder if needed. A no-op for None.
 
     The kernel releases the lock however the process ends. On file systems without locks, the folder is not locked.
-    Partial files that killed processes have left there, and in the folders `within`, are removed.
+    Partial files from killed processes are removed from this folder and from the folders `within`.
 
     Raises:
         CheckpointError: another run holds the folder, or the folder cannot be written to.
@@ -109,7 +109,7 @@ def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]
                     _remove_parts(own_folder)
                 yield
             finally:
-                with suppress(OSError):  # while locked, so that a process that opens the file now sees that it is gone
+                with suppress(OSError):  # while locked, so that a process with the file open finds it removed
                     (folder / ".lock").unlink()
     finally:
         del _held[folder]
@@ -130,7 +130,7 @@ def _lock(path: Path, given: str | Path) -> tuple[IO[bytes], bool]:
         except OSError:  # for instance, a network file system without locks
             return file, False
         with suppress(OSError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else the last holder has just removed it
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else the last holder has just removed the file
                 with suppress(OSError):  # the disk may be full
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -1,4 +1,4 @@
-"""State as plain values and tensors: encode it, join what several processes hold, cut it to rows, fill a run with it.
+"""State as plain values and tensors: encode state, join the parts of several processes, cut to rows, and fill a run.
 
 An encoded value is None, a bool, a number, a text, a tensor, a list of encoded values, or a dict with one item, from a
 kind to its content:
@@ -6,17 +6,17 @@ kind to its content:
     tuple, set, frozenset, deque   items
     dict, OrderedDict, Counter     pairs of key and value
     nodes        an item for each node
-    array        dtype, numbers and whether it is a scalar, of NumPy
+    array        dtype, numbers and whether it is a scalar, of a NumPy array
     generator    the state of a random generator
     optimizer    class, groups, attributes and state of a torch optimizer
     joint        the optimizers of a joint optimizer
     module       tensors by name, and extra states by path, of a torch module
     object       the `state_dict()` of another object
     pending      the step at which a collective is due, and its result
-    each         a value for each process, where they differ
+    each         a value for each process, where the values differ
 
 Values are encoded as "stacked", where the first dimension of tensors is over the nodes, or as "shared". Filling writes
-to tensors, generators, optimizers, modules and objects that are there; no name in the encoded state is called.
+to existing tensors, generators, optimizers, modules and objects, and calls no name from the encoded state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Encoded = Any  # see above
 _PLAIN = (type(None), bool, int, float, str)
 _DICTS: dict[str, Any] = {cls.__name__: cls for cls in (dict, collections.OrderedDict, collections.Counter)}
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozenset, collections.deque)}
-# Kinds whose contents may have rows. Of several contents, only the one in this place has.
+# Kinds whose contents may have rows → place of the only content with rows; None for a single content.
 _WITH_ROWS: dict[str, int | None] = {
     **dict.fromkeys(("tuple", "deque", *_DICTS, "joint", "object", "pending"), None),
     **{"optimizer": 3, "module": 0},
@@ -51,10 +51,10 @@ _WITH_ROWS: dict[str, int | None] = {
 
 
 def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Encoded:
-    """Encode a value; the encoded tensors share memory with its tensors.
+    """Encode a value; the encoded tensors share memory with the value's tensors.
 
     Args:
-        path: what errors call it. stacked: whether tensors have a row for each of the `rows` nodes held here.
+        path: the value's name in errors. stacked: whether tensors have a row for each of this process's `rows` nodes.
 
     Raises:
         CheckpointError: the value, or a part of it, cannot be saved.
@@ -125,13 +125,13 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
 
 
 def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Encoded:
-    """Join what all processes have encoded of one value; stacked rows are put together in the order of processes.
+    """Join the parts of one value that all processes have encoded; concatenate stacked rows in the processes' order.
 
     Args:
         held: the number of rows that each process held.
     """
     first = parts[0]
-    if stacked and 0 in held:  # a process without a node has a row that belongs to nobody
+    if stacked and 0 in held:  # a process without a node has a row that belongs to no node
         having = [(part, own) for part, own in zip(parts, held, strict=True) if own]
         return joined([part for part, _ in having], [own for _, own in having], True)
     if stacked and isinstance(first, Tensor) and [len(part) if _has_rows(part) else 0 for part in parts] == [*held]:
@@ -149,11 +149,11 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
             columns = enumerate(zip(*of_kind, strict=True))
             return {kind: [joined(column, held, i == place) for i, column in columns]}
     same = all(_equal(first, part) for part in parts)
-    return first if same else {"each": list(parts)}  # stacked rows that are equal: nodes share one
+    return first if same else {"each": list(parts)}  # equal stacked rows: nodes share one row
 
 
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
-    """Cut a stacked value to these rows. The rows of one process also get that process's own values."""
+    """Cut a stacked value to these rows. If a process held exactly these rows, also take that process's own values."""
     if isinstance(value, Tensor):
         whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or equal nodes share one
         return value if whole else value[list(rows)]
@@ -176,7 +176,7 @@ def _has_rows(value: Encoded) -> bool:
 
 
 def own_of(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
-    """Return a shared value, and where processes differ that of the process that held exactly these rows."""
+    """Return a shared value; where processes differ, the value of the process that held exactly these rows."""
     if isinstance(value, dict) and "each" in value:
         ranges = [[*range(end - own, end)] for own, end in zip(held, itertools.accumulate(held), strict=True)]
         ranges = ranges if len(ranges) == len(value["each"]) else [own for own in ranges if own]
@@ -199,7 +199,7 @@ def _equal(one: Encoded, other: Encoded) -> bool:
 
 
 def first_rows(value: Any, made: Any, number: int) -> Any:
-    """Return a live stacked value for so many nodes, to be filled: a part of what was `made` in the setup, where it is.
+    """Return a live stacked value with `number` rows, to be filled: rows of the value `made` in the setup if possible.
 
     Optimizers and modules are changed in place, and lose their state.
     """
@@ -224,7 +224,7 @@ def first_rows(value: Any, made: Any, number: int) -> Any:
 
 
 def _resize(tensors: Iterable[Tensor], number: int) -> None:
-    """Give stacked tensors and their gradients this number of rows, at most as many as they had in the setup."""
+    """Set the number of rows of stacked tensors and their gradients, up to their number of rows in the setup."""
     for tensor in tensors:
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.as_strided((number, *tensor.shape[1:]), tensor.stride()).data
@@ -235,21 +235,21 @@ def _resize(tensors: Iterable[Tensor], number: int) -> None:
 
 
 class Filler:
-    """Fills the objects of a run that was set up with what was encoded of such a run.
+    """Fills the objects of a newly set up run with the encoded state of such a run.
 
     Args:
-        collectives: of the run, for collectives that are on their way. device: of tensors that have to be made.
+        collectives: the run's, to restore pending collectives. device: for tensors that have to be made.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
-        self._written: dict[int, list[tuple[str, Tensor, Tensor]]] = {}  # address of memory → path, here, saved
+        self._written: dict[int, list[tuple[str, Tensor, Tensor]]] = {}  # address of memory → path, live, saved
 
     def fill(self, value: Encoded, live: Any, path: str, stacked: bool = False) -> Any:
-        """Write an encoded value, cut to the rows held here, into `live`; return `live`, or what takes its place.
+        """Write an encoded value, cut to this process's rows, into `live`; return `live` or its replacement.
 
         Raises:
-            CheckpointError: there is nothing of its kind to write it to.
+            CheckpointError: `live` is not of the value's kind.
         """
         if isinstance(value, Tensor):
             return self._tensor(value, live, path, stacked)
@@ -298,7 +298,7 @@ class Filler:
             return live.copy_(value)
 
     def check(self) -> None:
-        """Raise a CheckpointError if tensors that had memory of their own when they were saved share it here."""
+        """Raise a CheckpointError if tensors that were saved from separate memory share memory in this run."""
         for path, live, value in (one for own in self._written.values() if len(own) > 1 for one in own):
             if not _equal(live.detach(), value):
                 raise CheckpointError(
@@ -306,7 +306,7 @@ class Filler:
                 )
 
     def _generator(self, content: Encoded, live: Any, path: str, _: bool) -> None:
-        state = content if isinstance(content, Tensor) else self.fill(content, None, path)  # of any device, on the CPU
+        state = content if isinstance(content, Tensor) else self.fill(content, None, path)  # on the CPU for any device
         _generator(live)[1](live, state)
 
     def _joint(self, content: Encoded, live: JointOptimizers, path: str, stacked: bool) -> None:
@@ -359,7 +359,7 @@ _FILLED: dict[str, Any] = {
 
 
 def _with_rows(value: Tensor, like: Tensor) -> Tensor:
-    """Return a stacked tensor with as many rows as `like`, if one of them has one row: equal nodes share it."""
+    """Return a stacked tensor with the rows of `like`, if one of both has a single row, shared by equal nodes."""
     if value.dim() and like.dim() and len(value) != len(like) and 1 in (len(value), len(like)):
         return value[:1].expand(len(like), *value.shape[1:]).contiguous()
     return value

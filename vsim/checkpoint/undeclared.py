@@ -1,4 +1,4 @@
-"""Find attributes that change during a run without being declared, so that a checkpoint would not hold them."""
+"""Find undeclared attributes that change during a run, because a checkpoint would not hold them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Contents = dict[tuple[str, str], Any]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by digest, views of known tensors and known objects by name, and generators by state."""
+    """Pickles tensors by digest, known objects and views of known tensors by name, and generators by state."""
 
     known: Mapping[int, str]  # id → name
     memory: Mapping[int, str]  # address → name
@@ -41,11 +41,11 @@ class _Pickler(pickle.Pickler):
 
 
 def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, Tensor]) -> Contents:
-    """Return (part, attribute) → what is compared, for the attributes that a strategy and its parts do not declare.
+    """Return (part, attribute) → comparable content, for undeclared attributes of a strategy and its parts.
 
     Args:
         known: objects that belong to the run, such as the cluster.
-        memory: tensors whose views are no state, and neither are those of declared tensors.
+        memory: tensors of the run. Views of these or of declared tensors are not state.
     """
     parts = owners(strategy)
     declared = [(f"{p}.{name}", getattr(own, name)) for p, own in parts.items() for name in placements_of(own)]
@@ -62,22 +62,22 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
 
 
 def changed(before: Contents, now: Contents) -> list[tuple[str, str]]:
-    """Return the attributes (part, name) that differ."""
+    """Return the attributes (part, name) whose contents differ."""
     keys = dict.fromkeys((*before, *now))
     return [key for key in keys if key not in before or key not in now or _differ(before[key], now[key])]
 
 
 def line_for(name: str, value: Any, rows: int) -> str:
-    """Return the line that declares an attribute: as stacked, if its tensors have a row for each node."""
+    """Return the line that declares an attribute: stacked if its tensors have a row for each node, else shared."""
     tensors = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     stacked = len(tensors) > 0 and all(isinstance(t, Tensor) and t.dim() and len(t) == rows for t in tensors)
     return f"self.keep_{'stacked' if stacked else 'shared'}({name}=…)"
 
 
 def _compared(value: Any, known: Mapping[int, str], memory: Mapping[int, str]) -> Any:
-    """Return a value pickled, or the value itself if pickle refuses it."""
+    """Return a value as a pickle, or the value itself if it cannot be pickled."""
     if isinstance(value, Iterator | io.IOBase):
-        return None  # moves on unseen: counts as changed
+        return None  # may advance without a trace: counts as changed
     with suppress(Exception):
         file = io.BytesIO()
         pickler = _Pickler(file)

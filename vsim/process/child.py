@@ -36,7 +36,7 @@ from vsim.training.entries import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 
-# Time limit for the other interpreters to start and to read the shipped data. It may be generous, because the parent
+# Time limit for the other interpreters to start and to read the shipped data. The limit is generous, because the parent
 # notices an interpreter that dies.
 _START = timedelta(seconds=600)
 _speaking = threading.Lock()  # one message at a time
@@ -61,9 +61,9 @@ class Setup:
     """The arguments of a process, besides the run.
 
     Attributes:
-        rank: the number of the process; with a process for every node, the node's number. size: that of all processes.
-        port: the port of the run's store on this machine. backend: of torch.distributed.
-        timeout_seconds: of a collective. device, threads: where and how the process computes.
+        rank: the process's number; with a process for every node, the node's number. size: the number of processes.
+        port: the port of the run's store on this machine. backend: the backend of torch.distributed.
+        timeout_seconds: time limit of a collective. device: where the process computes. threads: its CPU threads.
         settings: see `torch_settings`.
         environment, signals, start_method: the caller's environment variables, blocked signals, and start method of
             multiprocessing.
@@ -85,8 +85,8 @@ class Setup:
 def torch_settings() -> dict[str, Any]:
     """Return the settings of this process that change torch's results.
 
-    The precision of float32 has an older and a newer interface. The older one cannot be read (None) if the newer one
-    was used to choose what the older one cannot express.
+    The precision of float32 has an older and a newer interface. The older interface cannot be read (here None) if the
+    newer interface was set to a value that the older one lacks.
     """
     return {
         "default_dtype": torch.get_default_dtype(),
@@ -104,7 +104,7 @@ def torch_settings() -> dict[str, Any]:
 def apply_torch_settings(settings: Mapping[str, Any]) -> None:
     """Apply the settings that `torch_settings` returned in another process to this process."""
     torch.set_default_dtype(settings["default_dtype"])
-    # Set only what differs: the precision of an operation that was once set no longer follows its library's.
+    # Set only settings that differ: once set, the precision of an operation no longer follows its library's.
     own = torch_settings()
     if settings["float32_matmul_precision"] not in (None, own["float32_matmul_precision"]):
         torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
@@ -120,7 +120,7 @@ def apply_torch_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _places_of_precision() -> dict[str, Any]:
-    """Return the objects whose `fp32_precision` can be set; a value set for a library holds for its operations."""
+    """Return the objects with a settable `fp32_precision`; a value set for a library applies to its operations."""
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     own = {"cuda.matmul": torch.backends.cuda.matmul, "cudnn.conv": cudnn.conv, "cudnn.rnn": cudnn.rnn}
@@ -142,7 +142,7 @@ def main(
 
     Args:
         shipped: a file with the `RunSpec` or `Entries`, pickled by cloudpickle.
-        outputs: the caller's standard output and error, by number; the fork server's may differ by now.
+        outputs: the caller's standard output and error, by number; those of the fork server may differ from these.
         parent: receives messages (kind, content); any message from it interrupts the run after the current step.
         alive: closes when the parent ends the run or dies; all processes of the session are then killed.
     """
@@ -172,7 +172,7 @@ def main(
 
 
 def _die_with(alive: Connection) -> None:
-    """Let the kernel kill this session when `alive` closes, because a thread cannot run while code holds the GIL."""
+    """Make the kernel kill this session when `alive` closes, because a thread cannot run while code holds the GIL."""
     if hasattr(fcntl, "F_SETSIG"):  # on Linux; on other systems only `_listen` kills the session
         fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
@@ -220,7 +220,7 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
 
 def _load(shipped: Descriptor) -> Any:
     try:
-        # Map the file, because processes that share a file also share the position in it.
+        # Map the file, because processes that share an open file also share its position.
         with mmap.mmap(shipped.number, 0, access=mmap.ACCESS_READ) as content:
             loaded = cloudpickle.loads(content)
     except (ImportError, AttributeError) as error:
@@ -236,14 +236,14 @@ def _load(shipped: Descriptor) -> Any:
 
 
 def _say(parent: Connection, kind: str, content: Any) -> None:
-    # Send bytes: multiprocessing's own pickler would send tensors as handles, which end with this process.
+    # Send bytes: multiprocessing's pickler would send tensors as handles, which end with this process.
     message = pickle.dumps((kind, content))
     with _speaking:
         parent.send_bytes(message)
 
 
 def _forward_warnings(parent: Connection) -> None:
-    """Send this process's warnings to the parent, which filters them."""
+    """Send this process's warnings to the parent, which applies its filters."""
     own_pid, print_here = os.getpid(), warnings.showwarning
 
     def show(
@@ -257,7 +257,7 @@ def _forward_warnings(parent: Connection) -> None:
         if os.getpid() != own_pid:  # a worker process of a DataLoader, forked from this one
             print_here(message, category, filename, lineno, file, line)
             return
-        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may not have other classes
+        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may lack other classes
         _say(parent, "warning", (str(message), known.__name__, filename, lineno))
 
     warnings.showwarning = show
@@ -271,7 +271,7 @@ def _follows_from_a_loss(error: BaseException | None) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error; without its causes if its message is long, which Python needs seconds for."""
+    """Return the traceback of an error; leave out its causes if the message is long, as Python would take seconds."""
     with suppress(Exception):  # in a user's __str__
         if (short := brief(text := str(error))) != text:
             return f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__qualname__}: {short}"

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed. Stacked tensors have a row for each node that this process holds."""
+"""Collectives over torch.distributed. Stacked tensors have a row for each of this process's nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows, rows_of
 
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Devices of the backends that cannot access the CPU's memory.
+# Devices of backends that cannot access the CPU's memory.
 _DEVICES = {"nccl": "cuda"}
 # Dtypes that every backend can reduce, precisely enough for a sum that is divided afterwards.
 _NATIVE = (torch.float32, torch.float64)
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective did not complete, because a node is gone or did not arrive in time."""
+    """A collective did not complete, because a node has ended or did not arrive in time."""
 
 
 @contextmanager
@@ -35,14 +35,14 @@ def completing(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason, _, last = str(error).strip().partition("Last error:")  # nccl gives its own reason at the end
+        reason, _, last = str(error).strip().partition("Last error:")  # nccl adds a reason at the end
         lines = [text.strip().split("\n")[0] for text in (reason, last) if text.strip()]
         raise CollectiveFailure(f"{what} did not complete: {'; '.join(lines)}") from error
 
 
 def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
     """Make the default process group. A collective that does not complete in `timeout` raises an error."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"  # nccl reads it here; without it, nccl aborts the process after the timeout
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # read by nccl here; unset, nccl aborts the process after the timeout
     sets = backend == "nccl" and name not in os.environ
     if sets:
         os.environ[name] = "1"
@@ -54,7 +54,7 @@ def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
 
 
 def even_ranges(num_nodes: int, num_processes: int) -> list[range]:
-    """Divide nodes into a range for each process, as equal as possible.
+    """Divide nodes into a range for each process, with sizes as equal as possible.
 
     >>> even_ranges(5, 2)
     [range(0, 2), range(2, 5)]
@@ -66,15 +66,15 @@ def even_ranges(num_nodes: int, num_processes: int) -> list[range]:
 class ProcessCollectives(Collectives):
     """Collectives between the processes of the default process group, each of which holds a range of the nodes.
 
-    The ranges are in the order of the ranks, and as equal as possible.
+    The ranges are in the order of the ranks, with sizes as equal as possible.
 
     Args:
         ledger: records the calls; every rank records the same events.
         exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
-            are bitwise equal to the simulator's. Otherwise reduce the rows held here, then use the process group's
+            are bitwise equal to the simulator's. Otherwise reduce this process's rows, then use the process group's
             reduction.
-        num_nodes: of all processes together, if they compute for a population.
-        tags: numbers of messages, if several runs send messages between the same processes.
+        num_nodes: the number of nodes in all processes, if the run has a population.
+        tags: numbers for messages, if several runs send messages between the same processes.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ProcessCollectives(Collectives):
         # The device on which the group's backend can access tensors.
         self.device = torch.device(_DEVICES.get(dist.get_backend(), "cpu"))
         self._gathers_at_once = dist.get_backend() == "nccl"
-        # All processes number their messages alike, so that messages are not confused.
+        # All processes number their messages in the same way, so that messages match.
         self._tags = itertools.count(1) if tags is None else tags
         if self._gathers_at_once:
-            # nccl connects the ranks at the first call, which must therefore be one of all ranks: messages between some
-            # of them would wait for the others. If two ranks have the same GPU, this call says so.
+            # nccl connects the ranks at the first call. That call must be made by all ranks, because messages between
+            # some ranks would wait for the rest. If two ranks have the same GPU, this call raises an error.
             with completing(f"the first collective of rank {self.rank}"):
                 dist.all_reduce(torch.ones(1, device=self.device))
 
@@ -116,7 +116,7 @@ class ProcessCollectives(Collectives):
 
     @property
     def rank_of(self) -> list[int]:
-        """The process of each node that takes part."""
+        """The process of each present node."""
         return [rank for rank, nodes in enumerate(self.ranges) for _ in nodes]
 
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
@@ -128,7 +128,7 @@ class ProcessCollectives(Collectives):
             for row, share in zip(own, shares[self.nodes.start : self.nodes.stop].tolist(), strict=True):
                 row *= share
         total = own[0] if len(own) == 1 else reduce_rows(own, "sum" if op == "mean" else op, None)
-        if len(own) < len(self.nodes):  # one row, the mean of the nodes held here
+        if len(own) < len(self.nodes):  # one row, the mean of this process's nodes
             total *= len(self.nodes)
         wait = self._issue("all_reduce", lambda: [dist.all_reduce(total, _OPERATIONS[op], async_op=True)])
 
@@ -147,7 +147,7 @@ class ProcessCollectives(Collectives):
         return self._gathered(stacked, [len(nodes) for nodes in self.ranges])
 
     def _gathered(self, stacked: Tensor, held: Sequence[int]) -> Finish:
-        """Gather the rows of all processes, which hold that many."""
+        """Gather the rows of all processes; process i holds `held[i]` rows."""
         own, size = self._as_bytes(stacked)[: held[self.rank]], len(held)
         rows = own.new_empty(sum(held), own.shape[1])
         by_rank = list(rows.split([*held]))
@@ -157,8 +157,8 @@ class ProcessCollectives(Collectives):
             else:  # nccl, unlike gloo, takes ranges of different sizes
                 wait = self._issue("all_gather", lambda: [dist.all_gather(by_rank, own, async_op=True)])
             return lambda: self._from_bytes(rows, stacked, wait)
-        # Exchange in turns, so that a connection carries one message each way. In gloo's own ring, a node's request
-        # waits behind the data that it sends, which takes up to 1.5 times as long.
+        # Exchange in turns, so that a connection carries one message each way. In gloo's ring, a node's request waits
+        # behind the data that the node sends, which takes up to 1.5 times as long.
         by_rank[self.rank].copy_(own)
         tag = next(self._tags)
 
@@ -201,10 +201,10 @@ class ProcessCollectives(Collectives):
         return lambda: (found := rows()).view(len(found) // max(n, 1), n, *found.shape[1:])
 
     def _delivered(self, pairs: Sequence[tuple[int, int]], part: Callable[[int, int], Tensor], like: Tensor) -> Finish:
-        """Send the bytes `part(row, dst)` for every pair (src, dst); return the parts for nodes held here, in order.
+        """Send bytes `part(row, dst)` for every pair (src, dst); return the parts for this process's nodes, in order.
 
         Args:
-            part: called with the index of the source's row among the rows held here, and with dst.
+            part: called with the index of the source's row among this process's rows, and with dst.
             like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.
@@ -227,12 +227,12 @@ class ProcessCollectives(Collectives):
         return lambda: self._from_bytes(rows, like, wait)
 
     def _as_bytes(self, stacked: Tensor) -> Tensor:
-        """Return the rows held here as bytes (R, n) on the backend's device, as some backends lack some dtypes."""
+        """Return this process's rows as bytes (R, n) on the backend's device, as some backends lack some dtypes."""
         rows = stacked.to(self.device).contiguous()
         return rows.view(-1).view(torch.uint8).view(len(rows), math.prod(rows.shape[1:]) * rows.element_size())
 
     def _from_bytes(self, rows: Tensor, stacked: Tensor, wait: Callable[[], None]) -> Tensor:
-        """Wait for the bytes of n rows, and return them in the dtype and shape of the rows of `stacked`."""
+        """Wait for the bytes of n rows, and return n rows with the dtype and shape of the rows of `stacked`."""
         wait()
         # Flatten first, because rows of 0 bytes cannot be viewed in another dtype.
         return rows.to(stacked.device).flatten().view(stacked.dtype).view(len(rows), *stacked.shape[1:])

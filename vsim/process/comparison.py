@@ -1,4 +1,4 @@
-"""Compare a run in processes with the simulator's, bit by bit after every step, for `vsim.verify`."""
+"""Compare a run in processes with the simulator's run, bit by bit after every step, for `vsim.verify`."""
 
 from __future__ import annotations
 
@@ -45,16 +45,15 @@ class Difference:
     Attributes:
         step: t; 0 is before training. node: the node's number.
         what: the kind, one of KINDS.
-        name: of the parameter, the buffer or the state ("exp_avg of head.weight"), or the event's label, or the
-            history's column.
+        name: a parameter's, a buffer's or a state's ("exp_avg of head.weight"), an event's label, or a history column.
         entries: the number of entries that differ, out of `size`.
-        ulps: the largest distance of two entries in units in the last place, which is the number of floating-point
-            steps from one to the other; None if it has no meaning (events, integers, NaN).
-        relative: the largest distance divided by the largest entry; infinite or NaN if it has no meaning.
-        index: the entry with the largest distance. simulator, process: its value in each.
-        rounding: whether the difference can be rounding: it is at most ROUNDING_ULPS units in the last place of the
-            tensor's largest entry (for optimizer state, the largest entry over all parameters). For a report's first
-            difference: whether all differences at its step can be rounding.
+        ulps: the largest distance of two entries in units in the last place: the number of floating-point steps from
+            one to the other; None for events, integers and NaN.
+        relative: the largest distance divided by the largest entry; infinite or NaN where undefined.
+        index: the entry with the largest distance. simulator, process: the entry's value in each.
+        rounding: whether the difference can be rounding: at most ROUNDING_ULPS units in the last place of the tensor's
+            largest entry (for optimizer state, the largest entry over all parameters). For a report's first difference:
+            whether all differences at its step can be rounding.
     """
 
     step: int
@@ -88,7 +87,7 @@ def difference(
 
     Args:
         step, node, what, name: see `Difference`.
-        scale: the magnitude that rounding is relative to; default: the largest entry.
+        scale: the magnitude to which rounding is relative; default: the largest entry.
     """
     if simulator.shape != process.shape or simulator.dtype != process.dtype:
         shown = [f"{t.dtype} {tuple(t.shape)}" for t in (simulator, process)]
@@ -101,7 +100,7 @@ def difference(
     if entries == 0:
         return
     gap = torch.where(differs, (simulator.double() - process.double()).abs(), 0.0)
-    gap = gap.nan_to_num(math.inf, math.inf)  # the distance to NaN or an infinity
+    gap = gap.nan_to_num(math.inf, math.inf)  # distances to NaN or an infinity
     position = int(gap.argmax())
     largest = gap.flatten()[position].item()
     own_scale = largest_magnitude(simulator, process)
@@ -159,9 +158,8 @@ def largest_magnitude(*tensors: Tensor) -> float:
 def only_rounding(differences: Sequence[Difference]) -> bool:
     """Return whether all differences of a step can come from rounding alone.
 
-    AdamW and similar optimizers divide a gradient by its own size, so that a gradient of nothing but rounding moves a
-    weight by a whole step. If the optimizer's state differs, judge by this state how the gradients differed, not by the
-    weights.
+    AdamW and similar optimizers divide a gradient by its size, so that a gradient that is only rounding moves a weight
+    by a whole step. If the optimizer's state differs, judge the gradients by this state, not by the weights.
     """
     follow = ("weights", "global weights", "history")
     causes = [d for d in differences if d.what not in follow]
@@ -170,7 +168,7 @@ def only_rounding(differences: Sequence[Difference]) -> bool:
     return all(d.rounding for d in causes)
 
 
-# The numbers of a run, compared where the histories are -------------------------------------------------------------
+# The numbers of a run, compared in the process of the histories -----------------------------------------------------
 
 
 def differences_at(
@@ -179,7 +177,7 @@ def differences_at(
     """Return all differences after a step that all processes have completed, by kind, then node, then name.
 
     Args:
-        dtype: the dtype of the computation, for measuring losses in its units in the last place.
+        dtype: the dtype of the computation; losses are measured in its units in the last place.
         folder: the folder to which the nodes' `CompareStates` have written their differences.
     """
     found = []
@@ -202,7 +200,7 @@ def _of_numbers(
     yield from difference(shown[0], shown[1], step, node, what, name)
 
 
-# The states of nodes, compared where they are -----------------------------------------------------------------------
+# The states of nodes, compared in the nodes' processes ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class KeepStates:
 
 @dataclass(frozen=True)
 class CompareStates:
-    """A callback in a process that compares its nodes' state with the simulator's, and writes differences to a file."""
+    """A callback in a process that compares the state of its nodes with the simulator's, and writes differences."""
 
     folder: Path
 
@@ -236,7 +234,7 @@ class CompareStates:
 
 
 def compared_kinds(folder: Path) -> tuple[str, ...]:
-    """Return the kinds to compare: all but the kinds of state that are empty in the simulator's first step."""
+    """Return the kinds to compare: all except the kinds of state that are empty in the simulator's first step."""
     state, _ = torch.load(folder / "step-1.pt")
     return tuple(kind for kind in KINDS if kind not in state or state[kind])
 
@@ -272,7 +270,7 @@ def _of_state(
             pair = pair[0][replicas.first_node + row], pair[1][row]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
-        # A layer's gradient may be nothing but rounding of larger gradients: scale optimizer state by all parameters.
+        # A layer's gradient may be only rounding of larger gradients: scale optimizer state by all parameters.
         scale = largest_magnitude(*pair) if kind == "optimizer state" else None
         if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
             yield from difference(*pair, step, node, kind, name, scale)
@@ -297,7 +295,7 @@ def _of_events(
 
 
 def _optimizer_state(strategy: Algorithm) -> dict[str, Tensor]:
-    """Return name → tensor; (R, P) or (P,) for state that is shaped like all weights."""
+    """Return name → tensor; (R, P) or (P,) for state shaped like all weights."""
     replicas = strategy.cluster.replicas
     found: dict[str, Tensor] = {}
     for prefix, optimizer in _optimizers(strategy):

@@ -44,9 +44,9 @@ from vsim.training.spec import RunSpec
 # "spawn" on macOS, because its frameworks do not survive a fork.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 PRELOAD = ["vsim.process.preload"]
-# Time limit for starting processes; the first also imports torch.
+# Time limit for starting processes; the first start also imports torch.
 _START_SECONDS = 120.0
-# Time that the other nodes have after a failure, to notice it and end with their own messages.
+# Time for the other nodes to notice a failure and end with their own messages.
 _GRACE_SECONDS = 2.0
 # Time limit for a finished node to exit, including a user's exit handlers.
 _EXIT_SECONDS = 10.0
@@ -72,7 +72,7 @@ class NodeFailure(RuntimeError):
 
 
 class ForkServerFailure(RuntimeError):
-    """The interpreter that forks the processes has ended, or does not answer."""
+    """The fork server, which forks the processes, has ended or does not answer."""
 
 
 class _Failure(NamedTuple):
@@ -85,13 +85,13 @@ class _Failure(NamedTuple):
 
 @dataclass(eq=False)
 class _Child:
-    """A process as its parent sees it."""
+    """A process of the run, in its parent."""
 
     rank: int
     process: BaseProcess
     connection: Connection
-    held: Connection  # closes when this process ends, which ends the child, too
-    interrupted: bool = False  # whether it was told to stop after the current step
+    held: Connection  # closes when this process ends, and thereby ends the child
+    interrupted: bool = False  # whether the process was asked to stop after the current step
     done: bool = False
     ended: bool = False  # no more messages will come
     failure: _Failure | None = None
@@ -111,27 +111,27 @@ class _Child:
 def train_in_processes(
     content: RunSpec | Entries, options: ProcessOptions, report: Callable[[int, Any], None]
 ) -> list[Outcome]:
-    """Train in processes on this machine; return the outcome of a run. Those of a comparison's runs are reported.
+    """Train in processes on this machine; return the outcome of a run. Outcomes of a comparison's runs are reported.
 
-    With `num_processes`, each process trains a range of the nodes; else each trains one node.
+    With `num_processes`, each process trains a range of the nodes; else each process trains one node.
 
-    multiprocessing's fork server starts the processes, and continues to run for later runs until the caller's program
-    ends. The processes do not run the caller's main module again; its definitions (models, datasets, strategies) are
-    shipped by value. Warnings of the processes are issued here. However this call ends, even if this process is killed,
+    multiprocessing's fork server starts the processes, and stays for later runs until the caller's program ends. The
+    processes do not run the caller's main module again; its definitions (models, datasets, strategies) are shipped by
+    value. Warnings of the processes are issued in this process. However this call ends, even if this process is killed,
     the processes and their children end, too.
 
     Args:
         content: the run, or the runs of a comparison.
         options: number of processes, devices, threads and timeout.
-        report: called as report(number of the run, its `StepReport` or another message, see `Entries.tell`), as the
-            first process sends them.
+        report: called for each message of the first process as report(number of the run, its `StepReport` or another
+            message, see `Entries.tell`).
 
     Raises:
         TypeError: an option of the run, which the message names, cannot be pickled.
         Exception: the error that a process raised; its cause is a `NodeFailure` with the rank and traceback.
         NodeFailure: a process was killed, or exited without a message.
         ForkServerFailure: the fork server was killed, is stopped, or cannot import vsim.
-        Interrupted: after a Ctrl-C, when the step is completed. A second Ctrl-C ends the processes at once.
+        Interrupted: after a Ctrl-C, once the step is completed. A second Ctrl-C ends the processes at once.
     """
     if os.name != "posix":
         raise RuntimeError(f"backend='process' runs on Linux and macOS; this is {sys.platform}")
@@ -140,7 +140,7 @@ def train_in_processes(
     check_room(options.num_processes, _LEAST_BYTES, torch.device("cpu"), of)
     with tempfile.TemporaryFile(prefix="vsim-") as file, ExitStack() as ending:
         _ship(content, file)
-        # The store where the processes meet; it accepts connections only from this machine.
+        # The store through which the processes find each other; accepts connections only from this machine.
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         store = dist.TCPStore(  # noqa: F841 (serves as long as it is referenced)
@@ -148,7 +148,7 @@ def train_in_processes(
         )
         run = _Run(_specs(content), options, report, Descriptor(file.fileno()), port)
         if isinstance(content, Entries):
-            run.interrupt = content.interrupt  # which the caller has installed
+            run.interrupt = content.interrupt  # installed by the caller
         ending.callback(run.end)
         with run.interrupt:
             run.start()
@@ -156,7 +156,7 @@ def train_in_processes(
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Cloudpickle, which also ships parametrized modules: their class, made at run time by torch, refuses to."""
+    """Cloudpickle that can also ship parametrized modules, whose class, made by torch at run time, raises an error."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and is_parametrized(obj) and type(obj).__reduce__ is object.__reduce__:
@@ -193,7 +193,7 @@ def _advice(error: Exception) -> str:
 
 @contextmanager
 def _starting(threads: int) -> Iterator[None]:
-    """Make multiprocessing start interpreters with this module path and without a main module, within a block.
+    """Within a block, make multiprocessing start interpreters with this module path and without a main module.
 
     By default, multiprocessing would run the caller's script again, and search the working folder for modules first.
     """
@@ -204,8 +204,8 @@ def _starting(threads: int) -> Iterator[None]:
     try:
         os.environ.update(changed)
         sys.modules["__main__"] = types.ModuleType("__main__")
-        resource_tracker.ensure_running()  # before signals are blocked, as this unblocks them
-        # A Ctrl-C in a terminal reaches all processes started there. Block it until they have their own session.
+        resource_tracker.ensure_running()  # before signals are blocked, because this call unblocks them
+        # A Ctrl-C in a terminal reaches all processes started there. Block it until the new ones have their session.
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
         yield
     finally:
@@ -233,7 +233,7 @@ class _Run:
         self.num_nodes = {spec.num_nodes for spec in specs}
         self.context: Any = multiprocessing.get_context(START_METHOD)
         self.children: list[_Child] = []
-        self.failures: list[_Child] = []  # in the order in which they were noticed
+        self.failures: list[_Child] = []  # in the order of discovery
         self.outcomes: list[Outcome] | None = None
         self.last_step = 0 if self.spec.start is None else self.spec.start.step
         self.warned: set[Any] = set()
@@ -269,7 +269,7 @@ class _Run:
         outputs = {number: Descriptor(number) for number in (1, 2) if _is_open(number)}
         for setup in setups:
             connection, its_end = self.context.Pipe()
-            # A pipe that carries no data. Each process needs its own, as the kernel signals one group per open file.
+            # A pipe without data. Each process needs one, because the kernel signals one process group per open file.
             alive, held = self.context.Pipe(duplex=False)
             process = self.context.Process(target=main, args=(setup, self.shipped, outputs, its_end, alive))
             with its_end, alive:
@@ -277,7 +277,7 @@ class _Run:
             self.children.append(_Child(setup.rank, process, connection, held))
 
     def listen(self) -> list[Outcome]:
-        """Pass on the first process's reports until all are done, or until the grace time after a failure."""
+        """Forward the first process's reports until all processes are done, or until the grace time after a failure."""
         deadline: float | None = None
         while running := [child for child in self.children if not child.ended]:
             ready = wait([f for child in running for f in (child.connection, child.process.sentinel)], _POLL_SECONDS)
@@ -303,10 +303,10 @@ class _Run:
         return self.outcomes
 
     def end(self) -> None:
-        """Kill all processes that are left."""
+        """Kill all remaining processes."""
         for child in self.children:
             child.kill()
-        for child in self.children:  # a Ctrl-C may end this loop, as all processes are killed already
+        for child in self.children:  # a Ctrl-C may end this loop, because all processes are killed by now
             child.process.join(_EXIT_SECONDS)
             if child.process.exitcode is None:  # the fork server does not report the end of the process
                 _kill_fork_server()
@@ -316,7 +316,7 @@ class _Run:
             child.held.close()
 
     def _tell_interrupt(self) -> None:
-        """Tell the processes to stop after their step, but only once, so that no send can block this process."""
+        """Ask the processes to stop after their current step, but only once, so that no send can block this process."""
         for child in [child for child in self.children if not (child.ended or child.interrupted)]:
             child.interrupted = True
             with suppress(OSError):  # the process has ended, which `listen` notices
@@ -349,13 +349,13 @@ class _Run:
             child.failure = _Failure(pickled, text, lost=kind == "lost")
 
     def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
-        """Issue a process's warning, unless another process has sent the same one."""
+        """Issue a process's warning, unless another process has sent the same warning."""
         if (message, category, filename, lineno) not in self.warned:
             self.warned.add((message, category, filename, lineno))
             warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
 
     def _raise(self) -> NoReturn:
-        """Raise the first failure that no other failure caused, or else the first failure."""
+        """Raise the first failure that no other failure caused; if there is none, the first failure."""
         causes = [child for child in self.failures if child.failure is None or not child.failure.lost]
         child = (causes or self.failures)[0]
         where, rank = f"after step {self.last_step} of the run", child.rank
@@ -376,7 +376,7 @@ class _Run:
         raise error from failure
 
     def _names(self, rank: int) -> tuple[str, str]:
-        """Return what messages call a rank, and its process."""
+        """Return the names of a rank and of its process in messages."""
         if self.spec.num_processes is None:
             return f"node {rank}", f"node {rank}'s process"
         if len(self.num_nodes) > 1:  # the runs of a sweep
@@ -428,7 +428,7 @@ def within(seconds: float, start: Callable[[], Any]) -> None:
 
 
 def _kill_fork_server() -> None:
-    """Kill multiprocessing's fork server; starting another process also starts another server."""
+    """Kill multiprocessing's fork server; the next start of a process starts another server."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The process of one node: its own model, optimizer, sampler and loader, as in any PyTorch script."""
+"""The process of one node, with a model, optimizer, sampler and loader as in any PyTorch script."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 # Import this module before there is a process group, because its functions keep the current group as a default. If an
-# optimizer imported it in its first step, gloo's threads would outlive the group, and a process that ends while one of
-# these threads frees a tensor aborts.
+# optimizer imported the module in its first step, gloo's threads would outlive the group, and a process that ends while
+# one of these threads frees a tensor aborts.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -38,7 +38,7 @@ def run_node(spec: RunSpec, device: torch.device, report: Reporter, interrupt: I
 
 
 class EagerExecutor(Executor):
-    """Computes one node as an ordinary module, by forward and `loss.backward()`. Its parameters are the row's."""
+    """Computes one node as an ordinary module, by forward and `loss.backward()`. Parameters are views of the row."""
 
     name = "eager"
     has_given_threads = True
@@ -59,7 +59,7 @@ class EagerExecutor(Executor):
         self._attach()
 
     def _attach(self) -> None:
-        """Make the row the parameters and buffers of the module, which other executors may have attached to theirs."""
+        """Attach the module's parameters and buffers to this executor's row; other executors may share the module."""
         for p, leaf in zip(self.parameters, self.leaves.values(), strict=True):
             p.data = leaf
         for module, attribute, name in self.places:
@@ -103,7 +103,7 @@ class NodeBatches:
     def __init__(self, spec: RunSpec, collectives: Collectives) -> None:
         self._spec, everyone, rank = spec, spec.population, collectives.rank
         self._options, drop_last = loader_options(spec.dataloader_kwargs)
-        # Where clients are drawn, a process computes for any of them.
+        # With participation, a process may compute for any node.
         self._all_here = spec.participation is not None
         whose = range(everyone) if self._all_here else range(rank, rank + 1)
         self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
@@ -119,7 +119,7 @@ class NodeBatches:
     num_rows = 1
 
     def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
-        """See `Batches`. All processes must ask at the same time."""
+        """See `Batches`. All processes must call this at the same time."""
         own = [number(dataset) for dataset in self._datasets]
         if self._all_here:
             return own
@@ -145,7 +145,7 @@ class NodeBatches:
             seed=spec.seed,
         )
         batches = _From(BatchSampler(sampler, spec.batch_size, self._drop_last))
-        named = self._options.get("worker_init_fn") is None  # a worker_init_fn may ask for the user's own dataset
+        named = self._options.get("worker_init_fn") is None  # a worker_init_fn may need the user's dataset itself
         loader: DataLoader[Any] = DataLoader(
             OfNode(self._dataset, self._node) if named else self._dataset,
             generator=generator(spec.seed, LOADER),

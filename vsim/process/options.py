@@ -1,4 +1,4 @@
-"""How many processes a run has, and where and how they compute."""
+"""The number of a run's processes, their devices, threads and timeout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ProcessOptions:
     """Options of a run's processes.
 
     Attributes:
-        num_processes: on this machine.
+        num_processes: the number of processes on this machine.
         devices: process k of this machine computes on devices[k mod len(devices)].
         threads: CPU threads of every process.
-        timeout_seconds: how long a collective waits for the other processes.
+        timeout_seconds: how long a collective waits for other processes.
     """
 
     num_processes: int
@@ -28,7 +28,7 @@ class ProcessOptions:
 
     @property
     def most_on_a_device(self) -> int:
-        """The largest number of processes of this machine that share the memory of a device."""
+        """The largest number of processes of this machine that share one device's memory."""
         places = [self.devices[rank % len(self.devices)] for rank in range(self.num_processes)]
         return max(Counter(str(place) if place.type == "cuda" else place.type for place in places).values())
 
@@ -39,7 +39,7 @@ def num_cores() -> int:
 
 
 def default_threads(num_processes: int) -> int:
-    """Return the number of CPU threads of a process: this machine's cores over its processes, at least 1."""
+    """Return the number of CPU threads of a process: this machine's cores divided by its processes, at least 1."""
     return max(1, num_cores() // num_processes)
 
 

@@ -1,4 +1,4 @@
-"""Imported by multiprocessing's fork server before it forks the nodes' processes.
+"""Modules that multiprocessing's fork server imports before it forks the nodes' processes.
 
 This module must not compute in parallel, because neither OpenMP's threads nor an initialized device survive a fork.
 """
@@ -10,7 +10,7 @@ import torch
 import vsim.process.child
 from vsim.engine.machine import settle_vector_functions
 
-torch.compiler.disable(vsim.process.child.main)  # imports what an optimizer's first step does
+torch.compiler.disable(vsim.process.child.main)  # imports the modules that an optimizer's first step would
 settle_vector_functions()
 gc.collect()
 gc.freeze()  # a garbage collection in a fork would write to shared memory

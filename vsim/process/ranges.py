@@ -1,7 +1,7 @@
 """A range of the nodes in each process: the rows of the matrix lie in several processes.
 
 Each process computes its rows as the simulator does, in the executor of the user's choice. Only the collectives differ:
-they reduce the rows held here first, and then between the processes.
+they first reduce the process's rows, and then reduce between the processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.setup import batches_of, prepare
 from vsim.training.spec import RunSpec
 
-Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or what else happens to it
+Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or `Outcome`
 
 
 class Ranks(Processes):
@@ -57,7 +57,7 @@ def run_ranges(
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
     Returns:
-        The outcome of a run, the same in all processes; the outcomes of the runs of a comparison are told.
+        The outcome of a run, the same in all processes; empty for a comparison, whose outcomes go to `tell`.
     """
     if isinstance(content, RunSpec):
         return [run_one(content, device, partial(tell, 0), interrupt)]
@@ -80,7 +80,7 @@ def run_one(
     if spec.start is not None:
         spec.start.fill(history)
     recorder = Recorder(history)
-    recorder.has_warned = True  # the caller's own warns
+    recorder.has_warned = True  # the caller's recorder warns
 
     def report(report: StepReport) -> None:
         recorder(report)

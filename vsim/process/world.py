@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, and this process as one of them under torchrun."""
+"""The number of a run's processes, and this process's place among them under torchrun."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vsim.process.options import ProcessOptions, backend_for, default_threads, n
 from vsim.training.setup import WAYS_OUT, bytes_of_node
 from vsim.training.spec import RunSpec
 
-# num_processes="auto" takes several processes on a CPU for models of at least this many weights.
+# Least number of weights for which num_processes="auto" uses several processes on a CPU.
 LARGE_MODEL = 200_000
 
-# The store of this process's world, and a counter of the runs that used it. torch.distributed gives all process groups
-# the same name, so a second group would find the first group's keys in the store.
+# The store of this process's world, and a counter of runs, whose number prefixes each run's keys in the store:
+# torch.distributed gives all process groups the same name, so a second group would find the first group's keys.
 _meeting: list[dist.Store] = []
 _runs = itertools.count()
 
 
 def under_torchrun() -> bool:
-    """Return whether this process was started as a rank, by torchrun or another launcher that sets its variables."""
+    """Return whether torchrun, or another launcher that sets the same variables, started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -39,24 +39,24 @@ def world_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks, on all machines."""
+    """Return the number of ranks on all machines."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
 
 def local_ranks() -> tuple[int, int]:
-    """Return (this process's number on its machine, the number of ranks there), as torchrun sets them."""
+    """Return this process's number on its machine, and the number of ranks on that machine, as set by torchrun."""
     rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
 def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int:
-    """Return the number of processes of a run, on all machines; 1 with "auto" if the simulator is the better choice.
+    """Return the number of processes of a run on all machines; 1 with "auto" if the simulator is the better choice.
 
     Args:
-        device: where the run shall compute; None: anywhere.
+        device: where the run has to compute; None: anywhere.
 
     Raises:
-        ValueError: torchrun has started another number.
+        ValueError: torchrun has started another number of processes.
     """
     given = spec.num_processes
     if not under_torchrun() and given == "auto":
@@ -82,7 +82,7 @@ def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int
 
 
 def first_device(spec: RunSpec, device: str | torch.device | None) -> torch.device:
-    """Return where the first process computes, or the only one: on the first of `devices`, else on `device`."""
+    """Return the device of the first or only process: the first of `devices`; without `devices`, `device`."""
     first = pick_device(device) if spec.devices is None else devices_of_nodes(spec.devices, None, 1)[0]
     if spec.deterministic:
         check_repeats(first)
@@ -92,8 +92,8 @@ def first_device(spec: RunSpec, device: str | torch.device | None) -> torch.devi
 def auto_processes(spec: RunSpec, device: torch.device) -> int:
     """Return the number of processes for num_processes="auto".
 
-    Each GPU gets a process, and on the CPU each core, if there are as many nodes. On the CPU, this pays only for models
-    whose steps take long enough: a process then computes its rows without waiting at the barriers of an operation.
+    Each GPU, or on the CPU each core, gets a process, but there are no more processes than nodes. On the CPU, several
+    processes pay only for large models: each process computes its rows without waiting at the barriers of an operation.
     """
     if device.type == "cuda":
         return min(spec.num_nodes, len(spec.devices or ()) or torch.cuda.device_count())
@@ -105,7 +105,7 @@ def options_of(spec: RunSpec, device: str | torch.device | None, num_processes: 
     """Return the options of the run's processes on this machine.
 
     Args:
-        device: of the run; None: a GPU for every process if there are enough, else the CPU.
+        device: the run's device; None: a GPU for every process if there are enough GPUs, else the CPU.
     """
     here = local_ranks()[1] if under_torchrun() else num_processes
     devices = devices_of_nodes(spec.devices, device, here)
@@ -121,7 +121,7 @@ def options_of(spec: RunSpec, device: str | torch.device | None, num_processes: 
 
 @contextmanager
 def joined_group(options: ProcessOptions) -> Iterator[torch.device]:
-    """Within a block, be a rank of a process group; yields the device of this rank. An existing group is used."""
+    """Join a process group as a rank for a block, or use an existing group; yield the device of this rank."""
     device = options.devices[local_ranks()[0] % len(options.devices)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -143,7 +143,7 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         _meeting.append(store)
     store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Ranks that choose different backends, on machines with different GPUs, would wait for each other in vain.
+    # Ranks with different backends, chosen on machines with different GPUs, would wait for each other forever.
     store.set(f"backend {rank}", backend)
     with completing(f"meeting the other ranks on rank {rank}"):
         store.wait([f"backend {other}" for other in range(size)], timeout)
