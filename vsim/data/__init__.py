@@ -1,4 +1,4 @@
-"""Data: what every node sees in which order, stacked batches, and datasets that need no download."""
+"""Data: the order of examples on every node, stacked batches, partitions, and datasets that need no download."""
 
 from vsim.data.batches import Batches
 from vsim.data.federated import fcube, synthetic_federated

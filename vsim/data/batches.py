@@ -1,4 +1,4 @@
-"""From datasets to stacked batches (K, B, …): fetched, collated, checked."""
+"""Fetch and collate examples of datasets into stacked batches (K, B, …), and check the batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vsim.trees import mapped, tensors_of
 
 DatasetFactory = Callable[[int, int, bool], Dataset[Any]]
 Data = Dataset[Any] | DatasetFactory
-_VALIDATED = 2048  # validation examples by default, at most
+_VALIDATED = 2048  # default upper bound of validation examples
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
-_CURES = {  # what to give in place of arguments of DataLoader that choose or order the examples
+_CURES = {  # argument of DataLoader that chooses or orders the examples → argument to give instead
     "sampler": "torch.utils.data.Subset(dataset, list(sampler)) as the dataset; shuffle=False keeps the order",
     "batch_sampler": "torch.utils.data.Subset(dataset, [i for batch in batch_sampler for i in batch]) as the dataset, "
     "and batch_size=; shuffle=False keeps the order",
@@ -49,12 +49,12 @@ class Batches:
         shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
         population: the user's name for the number of nodes.
-        held: the nodes held here; default all.
-        of_all: turns a number for each of `datasets` into the numbers for the datasets of all nodes.
+        held: the nodes held here; default: all.
+        of_all: f(a number for each of `datasets`) → the numbers for the datasets of all nodes.
 
     Attributes:
-        lengths: examples of the shared dataset, or of each node's.
-        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) by node.
+        lengths: examples of the shared dataset, or of each node's dataset.
+        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) the same by node.
         shard_sizes: (K,) examples of every node.
     """
 
@@ -93,37 +93,37 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """R, the number of nodes whose batches these are."""
+        """R, the number of nodes in a batch."""
         return len(self.order.nodes)
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
-        """Return the batches (n, B, …) of n of the nodes, each of which has missed that many of the run's steps."""
+        """Return the batches (n, B, …) of n nodes that have missed these numbers of the run's steps."""
         own = copy.copy(self)
         own.order = self.order.attended(nodes, missed)
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:
-        """Yield the stacked batch of every step from the 0-based `start_step` on, without end, where the dataset is.
+        """Yield the stacked batch of every step from the 0-based `start_step` on, endlessly, on the dataset's device.
 
-        It is an `Uneven` where the nodes' batches differ in size.
+        A batch is an `Uneven` if the nodes' batches differ in size.
         """
         return self._batches(self.order.batches(start_step), self.order.nodes)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Any]:
-        """Yield one node's batch (1, B, …) for every step of its own from the 0-based `start_step` on."""
+        """Yield one node's batch (1, B, …) for every step of the node from the 0-based `start_step` on."""
         return self._batches((own[None] for own in self.order.of_node(node, start_step)), [node])
 
     def _batches(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
         """Yield the batches of some nodes, at the positions in `order`."""
         if self._gather is None:
             return self._loaded(order, nodes)
-        # Contiguous per node: the layout of the gathered examples is that of the positions.
+        # Make positions contiguous, because gathered examples get the layout of the positions.
         gather = self._gather
         return (mapped(lambda own: gather(own.contiguous()), positions) for positions in order)
 
     def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
-        """Load any dataset by one DataLoader, whose batches hold the samples of all nodes, the first node's first."""
-        # A worker_init_fn may ask for the user's own dataset, which takes single positions.
+        """Load any dataset by one DataLoader, whose batches hold the samples of all nodes in the nodes' order."""
+        # A worker_init_fn may access the user's dataset, which takes single positions.
         one_by_one = len(self._datasets) == 1 and self._options.get("worker_init_fn") is not None
         yield from DataLoader(
             self._datasets[0] if one_by_one else _OfNodes(self._datasets, nodes),
@@ -143,7 +143,7 @@ def _by_node(positions: Tensor | Uneven) -> list[list[int]]:
 
 
 def _one_by_one(positions: Tensor | Uneven) -> list[int]:
-    """Return the positions of all nodes' examples, the first node's first."""
+    """Return the positions of all nodes' examples in one list, in the nodes' order."""
     if isinstance(positions, Uneven):
         raise ValueError(
             "dataloader_kwargs: with worker_init_fn the nodes' batches must have one size, and here nodes have "
@@ -153,7 +153,7 @@ def _one_by_one(positions: Tensor | Uneven) -> list[int]:
 
 
 def joined(batches: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Put the stacked batches of several runs below each other, which have that many rows each."""
+    """Join the stacked batches of several runs, which have `counts` rows, along the rows."""
     alike: dict[Any, tuple[list[int], list[Any]]] = {}
     first = 0
     for batch, count in zip(batches, counts, strict=True):
@@ -172,7 +172,7 @@ def joined(batches: Sequence[Any], counts: Sequence[int]) -> Any:
 
 
 class OfNode(Dataset[Any]):
-    """One node's dataset; what an example raises names it and the node."""
+    """One node's dataset; errors of an example name the example and the node."""
 
     def __init__(self, dataset: Dataset[Any], node: int) -> None:
         self.dataset, self.node = dataset, node
@@ -185,9 +185,9 @@ class OfNode(Dataset[Any]):
 
 
 class _OfNodes(ConcatDataset[Any]):
-    """The nodes' own datasets one after another, or the one they share; what an example raises names it and its node.
+    """The nodes' datasets one after another, or a shared dataset; errors of an example name the example and its node.
 
-    Each fetches its examples in one call where it offers that.
+    A dataset with `__getitems__` fetches all of its examples in one call.
     """
 
     def __init__(self, datasets: Sequence[Dataset[Any]], nodes: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class _OfNodes(ConcatDataset[Any]):
         self.nodes = nodes
 
     def __getitems__(self, by_node: list[list[int]]) -> list[list[Any]]:
-        """Return the examples of every node, from its positions in the concatenation."""
+        """Return the examples of every node, given the node's positions in the concatenation."""
         ends, shared = self.cumulative_sizes, len(self.datasets) == 1
         asked = [(position, node) for own, node in zip(by_node, self.nodes, strict=True) for position in own]
         examples: list[Any] = []
@@ -230,10 +230,10 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
 class _Collate:
     """Collate the samples of all nodes, by the user's function node by node, or all at once as torch does.
 
-    The batches of the user's function may differ in shape between nodes, for instance in the length that it pads to.
+    The batches of the user's function may differ in shape between nodes, for instance in the length of their padding.
 
     Args:
-        by_node: whether it is given lists of every node's samples; False: equally many of each node in one list.
+        by_node: whether the samples come as one list per node; False: as one list with the same number from each node.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, num_nodes: int, by_node: bool) -> None:
@@ -259,14 +259,14 @@ class _Collate:
         return parts[0] if len(parts) == 1 else Uneven(by_size, parts)
 
     def _stacked(self, samples: list[list[Any]]) -> Any:
-        """Return the stacked batch of nodes with equally many samples."""
+        """Return the stacked batch of nodes that have the same number of samples."""
         batch = _collated([sample for own in samples for sample in own])
         check_tensors(batch)
         return tree_map(lambda t: t.view(len(samples), len(t) // len(samples), *t.shape[1:]), batch)
 
 
 def _collated(samples: list[Any]) -> Any:
-    """Collate examples as torch does; raise a ValueError that says what to do where they do not fit together."""
+    """Collate examples as torch does; raise a ValueError with advice if the examples do not fit together."""
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, LookupError, AttributeError, ValueError) as error:
@@ -301,9 +301,9 @@ def check_tensors(batch: Any) -> None:
 
 
 def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] | None:
-    """Return a function from an index tensor (…) to the dataset's fields (…, *shape), if it is held in tensors.
+    """Return f(index tensor (…)) → the dataset's fields (…, *shape), if the dataset is held in tensors, else None.
 
-    Tensors hold a TensorDataset that does not override __getitem__, and a Subset of one.
+    Datasets held in tensors are a TensorDataset that does not override __getitem__, and a Subset of such a dataset.
     """
     if type(dataset) is Subset:
         inner = in_memory(dataset.dataset)
@@ -316,7 +316,7 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
         devices = dict.fromkeys(t.device for t in tensors)
 
         def gather(positions: Tensor) -> list[Tensor]:
-            # Whole rows at a time: indexing by a matrix of positions copies number by number.
+            # Select whole rows at a time; indexing by a matrix of positions would copy number by number.
             flat = {device: positions.flatten().to(device) for device in devices}
             return [t.index_select(0, flat[t.device]).view(*positions.shape, *t.shape[1:]) for t in tensors]
 
@@ -325,9 +325,9 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
 
 
 def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[Tensor]] | None:
-    """Return `in_memory` of the concatenation of datasets, if they hold their own tensors or are parts of one dataset.
+    """Return `in_memory` of the concatenation of datasets, if all hold tensors or are parts of one such dataset.
 
-    Positions (n, b) are in it; a row is of one dataset.
+    The function takes positions (n, b) in the concatenation; the positions of a row must lie in one dataset.
     """
     if len(datasets) == 1:
         return in_memory(datasets[0])
@@ -355,10 +355,10 @@ def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[T
 
 
 def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) -> list[Any]:
-    """Return the examples at `indices`, for these `nodes`, in one call where the dataset offers that.
+    """Return the examples at `indices`, for these `nodes`, in one call if the dataset has `__getitems__`.
 
     Raises:
-        Exception: of the kind that the dataset raises; its message names the example and the node.
+        Exception: the dataset's error, with a message that names the example and the node.
     """
     fetch_many = getattr(dataset, "__getitems__", None)
     examples: list[Any] = []
@@ -366,7 +366,7 @@ def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) 
         if fetch_many:
             return list(fetch_many(indices))
         for index in indices:
-            examples.append(dataset[index])  # so that the one that fails is known
+            examples.append(dataset[index])  # their number tells which example fails
     except Exception as error:
         place = slice(None, 8) if fetch_many else slice(len(examples), len(examples) + 1)
         which = f"example{'s' if fetch_many else ''} {', '.join(map(str, indices[place]))}"
@@ -393,8 +393,8 @@ def validation_examples(
 ) -> ValidationExamples:
     """Return up to `size` examples of a validation dataset, the same for every run.
 
-    Where the dataset has more, a sample is drawn from a fixed seed, not the run's, so that runs with different seeds
-    are measured on the same examples. The default size is 2,048.
+    From a larger dataset, draw a sample with a fixed seed, not the run's, so that runs with different seeds are
+    validated on the same examples. The default size is 2,048.
     """
     total = _length(dataset)
     count = min(total, _VALIDATED if size is None else size)
@@ -411,7 +411,7 @@ def validation_examples(
 
 
 def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:
-    """Return the datasets behind an argument: the dataset itself, or a factory's, one for each of `ranks`.
+    """Return the datasets behind an argument: the dataset itself, or the datasets of a factory for each of `ranks`.
 
     Raises:
         TypeError: the argument is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
@@ -458,7 +458,7 @@ def _length(dataset: Dataset[Any]) -> int:
 
 
 class BatchSource(Protocol):
-    """The source of a run's batches: `vsim.data.batches.Batches`, or one node's own loader."""
+    """The source of a run's batches: `vsim.data.batches.Batches`, or one node's loader."""
 
     lengths: list[int]
     steps_per_epoch: int
@@ -507,7 +507,7 @@ def joint_batches(sources: Sequence[Source], start_step: int) -> Iterator[Any]:
 
 
 def one_in_memory(batches: BatchSource) -> Any:
-    """Return the dataset that all nodes share, if it is held in tensors, so that fetching runs no code of the user."""
+    """Return the dataset that all nodes share, if it is held in tensors and fetching runs no user code; else None."""
     return batches.shared_in_memory if isinstance(batches, Batches) else None
 
 
@@ -522,7 +522,7 @@ def _fetched(source: Source, start_step: int) -> Iterator[Any]:
 def _gathered(
     fields: Callable[[Tensor], list[Tensor]], sources: dict[Hashable, Any], keys: Sequence[Hashable], start_step: int
 ) -> Iterator[Any]:
-    """Yield batches of one dataset that is held in tensors: examples of all runs are one gather."""
+    """Yield batches of one dataset that is held in tensors, with one gather for the examples of all runs."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
     counts = [sources[key].num_rows for key in keys]
     while True:
@@ -539,10 +539,10 @@ def _concatenated(distinct: dict[Hashable, Source], keys: Sequence[Hashable], st
 
 
 def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
-    """Return the examples and the token ids of some rows of a stacked batch (R, B, …), 0 if it holds no token ids.
+    """Return the numbers of examples and of token ids in some rows of a stacked batch (R, B, …).
 
-    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (R, B, T); all
-    of them count, padding too.
+    Inputs (`batch["input_ids"]`, or the first tensor) are token ids if they are whole numbers of shape (R, B, T). All
+    token ids count, including padding.
 
     >>> sizes_of([torch.zeros(4, 8, 64, dtype=torch.long), torch.zeros(4, 8, 64, dtype=torch.long)], range(3))
     (24, 1536)
@@ -563,7 +563,7 @@ def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
 
 
 def evened(batch: Any) -> Any:
-    """Return a batch as large as one can be, to measure with: all rows of an Uneven have the largest part's."""
+    """Return a batch for measuring memory: an `Uneven` becomes a batch whose rows all have the largest part's size."""
     if not isinstance(batch, Uneven):
         return batch
     rows = [0] * sum(map(len, batch.rows))
@@ -572,7 +572,7 @@ def evened(batch: Any) -> Any:
 
 
 def of_rows(batch: Any, rows: range) -> Any:
-    """Return the part of a stacked batch that some rows have: (n, B, …), or an Uneven."""
+    """Return some rows of a stacked batch: (n, B, …), or an `Uneven`."""
     if not isinstance(batch, Uneven):
         return tree_map(lambda t: t[rows.start : rows.stop], batch)
     found = Uneven([], [])

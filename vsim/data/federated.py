@@ -1,4 +1,4 @@
-"""Generated data of clients that differ, as papers on federated learning define them."""
+"""Generated data of heterogeneous clients, as papers on federated learning define it."""
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ _BYTES_OF_A_CLIENT = 453 * 4 * _FEATURES  # of synthetic(α, β), on average
 def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
     """FCUBE: points of a cube, dealt to four clients of two opposite octants each [Li et al. 2021, arXiv:2102.02079].
 
-    A point's label is 0 where its first coordinate is positive, else 1. Clients 0 to 3 have 1,000 training points each,
-    half in the octant with signs (+, +, +), (+, +, −), (+, −, +) or (+, −, −), and half in the opposite one.
+    A point's label is 0 if its first coordinate is positive, else 1. Clients 0 to 3 have 1,000 training points each:
+    half in the octant with signs (+, +, +), (+, +, −), (+, −, +) or (+, −, −), and half in the opposite octant.
 
     Args:
         seed: of the points.
@@ -31,7 +31,7 @@ def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
         dataset of 1,000 points from the whole cube.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
     owners = np.arange(_PARTS).repeat(_OF_A_PART)
@@ -45,27 +45,27 @@ def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
 def synthetic_federated(
     alpha: float, beta: float, *, num_clients: int = 30, seed: int = 0
 ) -> tuple[Partition, Partition]:
-    """Synthetic(α, β): clients that each have a linear classifier and inputs of their own [Li et al. 2018,
+    """Synthetic(α, β): each client has a different linear classifier and distribution of inputs [Li et al. 2018,
     arXiv:1812.06127].
 
         y = argmax(W_k x + b_k) with W_k, b_k ~ N(u_k, 1), u_k ~ N(0, α)
         x ~ N(v_k, Σ), Σ diagonal with Σ_jj = j^(−1.2), v_k ~ N(B_k, 1), B_k ~ N(0, β)
 
-    x has 60 numbers, y is one of 10 classes, and a client has 50 + ⌊exp N(4, 2)⌋ examples: nine tenths to train, one to
-    validate. α and β are standard deviations, as in the authors' code. u_k adds the same number to the scores of all
-    classes, so that α changes no label.
+    x has 60 numbers, y is one of 10 classes, and a client has 50 + ⌊exp N(4, 2)⌋ examples, nine tenths for training and
+    one tenth for validation. α and β are standard deviations, as in the authors' code. u_k adds the same number to the
+    scores of all classes, so that α changes no label.
 
     Args:
         alpha: α, at least 0. beta: β, at least 0.
         num_clients: K; 30 in the paper, 100 in [Li et al. 2019, arXiv:1905.10497].
-        seed: of everything drawn.
+        seed: of all draws.
 
     Returns:
-        (train, val): a `Partition` each, of x (N, 60) float32 and y (N,) int64. `val.dataset` has the validation
-        examples of all clients, and `val` itself is a `client_val_dataset`.
+        (train, val): two `Partition`s of x (N, 60) float32 and y (N,) int64. `val.dataset` has the validation examples
+        of all clients; give `val` itself as `client_val_dataset`.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     alpha, beta = (real_number(name, value, at_least=0) for name, value in (("alpha", alpha), ("beta", beta)))
     countable("num_clients", num_clients, "clients", _BYTES_OF_A_CLIENT)

@@ -13,12 +13,12 @@ from vsim.data.batches import DatasetFactory, in_memory
 
 
 class FlippedLabels:
-    """A factory of the nodes' training data in which some nodes have labels C − 1 − y for y.
+    """A factory of the nodes' training data in which some nodes get labels C − 1 − y instead of y.
 
     Args:
         factory: f(rank, num_nodes, train_dataset), such as a `Partition`. Examples are (inputs, label), or dicts with a
             "label" or "labels".
-        nodes: of how many nodes → the numbers of those with flipped labels.
+        nodes: f(num_nodes) → the numbers of the nodes with flipped labels.
         classes: C.
 
     Raises:

@@ -19,9 +19,10 @@ from torch.utils._pytree import SequenceKey, register_pytree_node
 
 
 def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
-    """Return (K, L) indices: row k is what DistributedSampler(num_replicas=K, rank=k, shuffle, seed) yields.
+    """Return (K, L) indices: row k is the output of DistributedSampler(num_replicas=K, rank=k, shuffle, seed).
 
-    Padded, as by DistributedSampler, by starting over, so that every node has L = ceil(num_examples / K).
+    As in DistributedSampler, the first indices are repeated at the end, so that every node has
+    L = ceil(num_examples / K) indices.
     """
     stream = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(num_examples, generator=stream) if shuffle else torch.arange(num_examples)
@@ -29,19 +30,19 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
         return order[None]
     length = -(-num_examples // num_nodes)
     padded = order.repeat(-(-length * num_nodes // num_examples))[: length * num_nodes]
-    return padded.view(length, num_nodes).T  # node k takes every K-th, from k on
+    return padded.view(length, num_nodes).T  # node k takes every K-th index from k on
 
 
-# All nodes that share a dataset ask for the same epochs, and so do nodes whose own datasets have one length.
+# Nodes that share a dataset have the same epochs, and so have nodes with separate datasets of equal length.
 _recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
 
 @dataclass
 class Uneven:
-    """The batches of a step in which they differ in size between nodes, or the positions of their examples.
+    """The nodes' batches of one step, or the positions of their examples, if batches differ in size between nodes.
 
     Attributes:
-        rows: for each part, the rows of the nodes that it is of; together they are all rows.
+        rows: for each part, the rows of its nodes; every row is in one part.
         parts: stacked batches (n, b, …).
     """
 
@@ -49,7 +50,7 @@ class Uneven:
     parts: list[Any]
 
 
-# A map over the tensors of a batch, such as a copy to another device, maps over the tensors of all parts.
+# Make maps over the tensors of a batch, such as a copy to another device, map over the tensors of all parts.
 register_pytree_node(
     Uneven,
     lambda batch: (batch.parts, batch.rows),
@@ -62,9 +63,10 @@ register_pytree_node(
 class Order:
     """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
 
-    Each node goes through its own examples in epochs, as a DataLoader with a DistributedSampler would: the last batch
-    of an epoch may be smaller. A node continues there after steps in which it took no part. Batches of one step thus
-    differ in size where nodes have different numbers of examples, or have taken different numbers of steps.
+    Each node goes through its examples in epochs, as a DataLoader with a DistributedSampler does: the last batch of an
+    epoch may be smaller. After steps in which a node did not take part, it continues where it stopped. Batches of one
+    step may therefore differ in size if nodes have different numbers of examples, or have taken different numbers of
+    steps.
 
     Args:
         lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
@@ -75,8 +77,8 @@ class Order:
 
     Attributes:
         shard_sizes: (K,) examples of every node in an epoch.
-        epoch_steps: (K,) steps in which every node goes through them.
-        steps_per_epoch: the largest of these.
+        epoch_steps: (K,) steps of every node in an epoch.
+        steps_per_epoch: the maximum of `epoch_steps`.
     """
 
     lengths: list[int]
@@ -124,7 +126,7 @@ class Order:
         return len(sizes) == 1 and len(set(self.missed)) == 1
 
     def examples(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return how many examples all nodes together see in each of these numbers of steps, if none is absent."""
+        """Return the number of examples that all nodes together see in each number of steps, if no node is absent."""
         found = np.zeros(len(steps))
         for size, count in Counter(self.shard_sizes.tolist()).items():
             of_epoch = (size if self.drop_last else size + self.batch_size - 1) // self.batch_size
@@ -133,27 +135,27 @@ class Order:
         return found
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
-        """Return the order of n of the nodes, each of which has missed that many of the run's steps."""
+        """Return the order of n nodes that have missed these numbers of the run's steps."""
         order = copy.copy(self)
         order.nodes, order.missed = nodes, missed
         return order
 
     def held(self, nodes: range) -> Order:
-        """Return the order of a range of nodes, as positions in the concatenation of their own datasets."""
+        """Return the order of a range of nodes, as positions in the concatenation of these nodes' datasets."""
         order = self.attended(nodes, [0] * len(nodes))
         if not self.shared:
             order.offsets = [offset - self.offsets[nodes.start] for offset in self.offsets]
         return order
 
     def batches(self, start_step: int = 0) -> Iterator[Tensor | Uneven]:
-        """Yield the positions (n, b) for every step from the 0-based `start_step` on, without end.
+        """Yield the positions (n, b) for every step from the 0-based `start_step` on, endlessly.
 
-        Where the batches of a step differ in size, yield them by size, the largest first.
+        If the batches of a step differ in size, yield an `Uneven` with a part for each size, the largest first.
         """
         return self._together(start_step) if self.in_step else self._apart(start_step)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Tensor]:
-        """Yield the (b,) positions of one node for every step of its own from the 0-based `start_step` on."""
+        """Yield the (b,) positions of one node for every step of the node from the 0-based `start_step` on."""
         size, steps = self.batch_size, int(self.epoch_steps[node])
         first_epoch, first = divmod(start_step, steps)
         for epoch in itertools.count(first_epoch):
@@ -170,7 +172,7 @@ class Order:
                 yield examples[:, batch * size : (batch + 1) * size]
 
     def _apart(self, start_step: int) -> Iterator[Tensor | Uneven]:
-        alike: dict[tuple[int, int], list[int]] = {}  # rows of nodes with equally many examples and steps of their own
+        alike: dict[tuple[int, int], list[int]] = {}  # (examples, missed steps) → rows of nodes
         sizes = self.shard_sizes.tolist()
         for row, (node, missed) in enumerate(zip(self.nodes, self.missed, strict=True)):
             alike.setdefault((sizes[node], missed), []).append(row)
@@ -192,10 +194,10 @@ class Order:
             yield Uneven([rows for rows, _ in parts], [own for _, own in parts]) if len(parts) > 1 else parts[0][1]
 
     def _epoch(self, nodes: Sequence[int], epoch: int) -> Tensor:
-        """Return the positions (n, L) of nodes with equally many examples."""
+        """Return the positions (n, L) of nodes that have the same number of examples."""
         if self.shared:
             order = _recent_epoch(self.lengths[0], self.num_nodes, self.shuffle, self.seed, epoch)
             return order if [*nodes] == [*range(self.num_nodes)] else order[list(nodes)]
-        # Nodes with equally many examples see theirs in the same order, as each its own DistributedSampler's.
+        # Separate DistributedSamplers give nodes with the same number of examples the same order.
         own = _recent_epoch(self.lengths[nodes[0]], 1, self.shuffle, self.seed, epoch)
         return own + torch.tensor([self.offsets[node] for node in nodes])[:, None]

@@ -1,4 +1,4 @@
-"""A dataset dealt to K clients: alike, or as unlike as clients are."""
+"""Deal a dataset to K clients, evenly or heterogeneously."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 _FEW = 30  # clients that a picture distinguishes
-_DRAWS = 1000  # by which every client has its examples, or the partition is given up
-_A_SHARE = 0.25  # of an example: with less of a class, a client gets none of it before those with more
+_DRAWS = 1000  # largest number of draws for `min_size`; then an error
+_A_SHARE = 0.25  # of an example: clients whose share of a class is smaller get leftover examples of the class last
 Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
 
 
@@ -42,46 +42,47 @@ def partition(
     labels: Labels | None = None,
     seed: int = 0,
 ) -> Partition:
-    """Deal the examples of a dataset to K clients, every example to one of them.
+    """Deal the examples of a dataset to K clients, each example to one client.
 
-    - "iid": all are shuffled and cut into K parts, whose sizes differ by at most 1.
-    - "dirichlet": of each class every client has its own share; the K shares are drawn from Dirichlet(α) [1905.12022].
-    - "shards": all are sorted by class and cut into `shards` · K equal pieces, of which every client is dealt `shards`
-      [1602.05629].
-    - "classes": every client has exactly `classes` classes, and every class about as many clients, who have it in
+    - "iid": shuffle the examples, and cut them into K parts, whose sizes differ by at most 1.
+    - "dirichlet": for each class, draw the K clients' shares from Dirichlet(α) [1905.12022].
+    - "shards": sort the examples by class, cut them into `shards` · K equal pieces, and deal `shards` random pieces to
+      each client [1602.05629].
+    - "classes": give each client exactly `classes` classes, and each class to about the same number of clients, in
       equal parts [2102.02079].
-    - "quantity": every client has all classes in proportion; the sizes are shares from Dirichlet(α) [2102.02079].
-    - "power_law": every client has all classes in proportion, and `min_size` examples; the others are dealt in shares
-      proportional to r^(−`exponent`), where r = 1 … K is the client's place in a random order.
-    - "noise": as "iid", and the inputs of client k = 0 … K − 1 get Gaussian noise of deviation σ · (k + 1) / K, once
+    - "quantity": give each client all classes in proportion, and a size that is a share from Dirichlet(α) [2102.02079].
+    - "power_law": give each client all classes in proportion, and `min_size` examples; deal the remaining examples in
+      shares proportional to r^(−`exponent`), where r = 1 … K is the client's place in a random order.
+    - "noise": as "iid", and add Gaussian noise of deviation σ · (k + 1) / K to the inputs of client k = 0 … K − 1, once
       [2102.02079: feature noise].
 
-    For "dirichlet" and "quantity": where α is small, a draw leaves some clients with next to nothing. Those with fewer
-    than `min_size` examples draw their shares again, while the others' stay, up to 1,000 times.
+    With a small α, "dirichlet" and "quantity" may leave some clients with almost no examples. Clients with fewer than
+    `min_size` examples draw their shares again, up to 1,000 times; the draws of other clients stay.
 
     Args:
-        dataset: map-style. It is not copied.
+        dataset: map-style; not copied.
         num_nodes: K.
-        alpha: of "dirichlet" and "quantity", > 0: the smaller, the less alike the clients are.
-        min_size: of the same and of "power_law", the fewest examples of a client; default 10.
+        alpha: of "dirichlet" and "quantity", > 0: the smaller, the more the clients differ.
+        min_size: of "dirichlet", "quantity" and "power_law": the fewest examples of a client; default 10.
         shards: of "shards", default 2. classes: of "classes".
-        exponent: of "power_law", > 0: the larger, the less equal the sizes are.
+        exponent: of "power_law", > 0: the larger, the more the sizes differ.
         sigma: of "noise", > 0. The first tensor of the dataset, a TensorDataset or a Subset of one, gets the noise.
         labels: the class of every example, whole numbers or text, as a sequence or as a function of an example. None:
-            the second tensor of a TensorDataset, the second field of another dataset's examples, each of which is then
-            read once; "iid" needs no labels, and reads none.
-        seed: of the partition, which has a generator of its own.
+            the second tensor of a TensorDataset, or the second field of another dataset's examples, each of which is
+            then read once; "iid" and "noise" need no labels, and read no examples.
+        seed: of the partition, which draws from a separate generator.
 
     Returns:
-        The `Partition`: a factory of datasets, to be given as `train_dataset`.
+        The `Partition`: a factory of datasets, to give as `train_dataset`.
 
     Raises:
-        TypeError: an argument that the kind does not have, or lacks.
-        ValueError: one out of its range, or more than the dataset has examples for; no labels.
+        TypeError: an argument has no effect on the kind, or is missing.
+        ValueError: an argument is out of its range, the dataset has too few examples, or labels are missing.
 
-    Deviations: [1909.06335] draws the classes' shares of each client, all of equal size, and not the clients' shares of
-    each class. Repeated draws make small clients larger than the bare distribution has them. [2102.02079] calls
-    σ · (k + 1) / K the variance; its authors' code draws noise of deviation σ · k / (K − 1), at every read.
+    Deviations: [1909.06335] draws the shares of the classes for each client, of equal sizes; here the shares of the
+    clients are drawn for each class. Repeated draws make small clients larger than in the plain distribution.
+    [2102.02079] calls σ · (k + 1) / K the variance; its authors' code draws noise of deviation σ · k / (K − 1) at every
+    read.
     """
     named: dict[str, Any] = {
         **{"alpha": alpha, "min_size": min_size, "shards": shards, "classes": classes},
@@ -109,12 +110,12 @@ def partition(
 
 
 class Partition:
-    """A dataset dealt to K clients; called as `train_dataset` is, it returns a client's examples. See `partition`.
+    """A dataset dealt to K clients by `partition`; give it as `train_dataset`, which calls it for each client.
 
     Attributes:
-        dataset, num_nodes: what is dealt, and to how many, K.
+        dataset, num_nodes: the dataset, and the number K of clients.
         sizes: (K,) examples of every client.
-        classes: the labels; none if unknown.
+        classes: the labels; empty if unknown.
         counts: (K, classes) examples of every client by class.
     """
 
@@ -122,7 +123,7 @@ class Partition:
         self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, told: str
     ) -> None:
         self.dataset, self.num_nodes, self.classes, self._told = dataset, num_nodes, classes, told
-        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # −1: another part of a split has it
+        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # −1: in another part of a split
         owners = owners[dealt]
         self._order = torch.from_numpy(dealt[np.argsort(owners, kind="stable")])  # (n,), client 0's first
         self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))
@@ -131,20 +132,20 @@ class Partition:
         self.counts = torch.from_numpy(cells[: num_nodes * len(classes)].reshape(num_nodes, len(classes)))
 
     def indices(self, rank: int) -> Tensor:
-        """The examples of a client, (n,) positions in the dataset, ascending."""
+        """Return the examples of a client, (n,) positions in the dataset, ascending."""
         end = int(self._ends[whole_number("rank", rank, at_least=0, at_most=self.num_nodes - 1)])
         return self._order[end - int(self.sizes[rank]) : end]
 
     @known_keywords
     def split(self, test: float = 0.2, *, seed: int = 0) -> tuple[Partition, Partition]:
-        """Split the examples of every client at random: return a partition to train on, and one to test each client.
+        """Split the examples of every client at random; return a partition for training, and one for testing clients.
 
-        Give the second as `client_val_dataset`, with the first as the training data.
+        Give the first as `train_dataset`, and the second as `client_val_dataset`.
 
         Args:
-            test: the share of each client's examples that are for the test, in (0, 1), rounded; at least one example of
-                a client is in either part.
-            seed: of the split, which has a generator of its own.
+            test: the share of each client's examples for testing, in (0, 1), rounded; each part has at least one
+                example of every client.
+            seed: of the split, which draws from a separate generator.
 
         Raises:
             ValueError: a client has fewer than two examples.
@@ -174,22 +175,22 @@ class Partition:
         """Return the training data of node `rank`.
 
         Raises:
-            ValueError: the run has another number of nodes, or asks for validation data, which is not dealt.
+            ValueError: the run has another number of nodes, or asks for validation data, which a partition lacks.
         """
         if num_nodes != self.num_nodes:
             raise ValueError(f"{self!r} is for {self.num_nodes} nodes, and the run has {num_nodes}")
         if not train_dataset:
             raise ValueError(f"{self!r} is of training data; give the validation data as a dataset of its own")
-        own = self.indices(rank)  # a view, which is how tensors are gathered; other datasets may want numbers
+        own = self.indices(rank)  # gather tensors by this view; other datasets may need Python numbers
         return Subset(self.dataset, own if in_memory(self.dataset) else own.tolist())  # type: ignore[arg-type]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw how many examples of every class each client has, and above it how many in all.
+        """Draw each client's number of examples by class, and above it the client's total.
 
-        More than 30 clients stand in the order of the class that they have most of, and of their size.
+        More than 30 clients are sorted by their largest class, and then by size.
 
         Args:
-            ax: where to draw; default the axes of a new figure, of the width of a column.
+            ax: the axes to draw in; default: axes of a new figure, as wide as a column.
         """
         from matplotlib.colors import PowerNorm
         from matplotlib.ticker import MaxNLocator
@@ -241,7 +242,7 @@ class Partition:
 
 
 def _classes(dataset: Dataset[Any], labels: Labels | None, needed: bool) -> tuple[Sequence[Any], Ints]:
-    """Return the classes, and the position of every example's among them (N,)."""
+    """Return the classes, and (N,) the position of every example's class among them."""
     size = len(dataset)  # type: ignore[arg-type]
     labels = _stored(dataset) if labels is None else labels
     if labels is None and not needed:
@@ -261,7 +262,7 @@ def _classes(dataset: Dataset[Any], labels: Labels | None, needed: bool) -> tupl
 
 
 def _stored(dataset: Dataset[Any]) -> Tensor | None:
-    """Return the second tensor of a dataset that is held in tensors, if it can be of labels: (N,)."""
+    """Return the second tensor (N,) of a dataset that is held in tensors, if it can hold labels; else None."""
     if type(dataset) is Subset:
         inner = _stored(dataset.dataset)
         return None if inner is None else inner[torch.as_tensor(dataset.indices, dtype=torch.long)]
@@ -272,8 +273,8 @@ def _stored(dataset: Dataset[Any]) -> Tensor | None:
 
 
 def _read(dataset: Dataset[Any], label: Callable[[Any], Any] | None, size: int) -> Iterator[Any]:
-    """Yield the label of every example, each read alone."""
-    with isolated(0, torch.device("cpu")):  # examples may be drawn
+    """Yield the label of every example; read examples one by one."""
+    with isolated(0, torch.device("cpu")):  # a dataset may draw random numbers
         for i in range(size):
             (example,) = fetch(dataset, [i])
             try:
@@ -288,7 +289,7 @@ def _read(dataset: Dataset[Any], label: Callable[[Any], Any] | None, size: int) 
             yield own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
 
 
-# How each kind is dealt: who owns each of N examples, whose classes are `codes` (N,), of 0 … C − 1 -------------------
+# The kinds: return the owners (N,) of N examples with classes `codes` (N,), 0 … C − 1 --------------------------------
 
 
 def _iid(stream: np.random.Generator, codes: Ints, num_nodes: int) -> Ints:
@@ -325,7 +326,7 @@ def _by_classes(stream: np.random.Generator, codes: Ints, num_nodes: int, classe
         )
     has = np.zeros((num_nodes, len(sizes)), bool)
     for client in has:
-        client[np.argsort(has.sum(0) + stream.random(len(sizes)))[:classes]] = True  # which the fewest have so far
+        client[np.argsort(has.sum(0) + stream.random(len(sizes)))[:classes]] = True  # the rarest so far
     if (has.sum(0) > sizes).any():
         rare = int(np.argmax(has.sum(0) - sizes))
         raise ValueError(f"partition: {has.sum(0)[rare]} nodes need a class that has {sizes[rare]} examples")
@@ -349,7 +350,7 @@ def _power_law(stream: np.random.Generator, codes: Ints, num_nodes: int, exponen
     return _cut(mixed, min_size + _whole((shares / shares.sum() * rest)[None], rest)[0])
 
 
-# Kind → how it is dealt, and its arguments by default; None: to be given.
+# Kind → the function that deals, and its arguments with defaults; None: required.
 KINDS: dict[str, tuple[Callable[..., Ints], dict[str, Any]]] = {
     "iid": (_iid, {}),
     "dirichlet": (_dirichlet, {"alpha": None, "min_size": 10}),
@@ -375,17 +376,17 @@ def _noisy(dataset: Dataset[Any], deviations: NDArray[np.float64], stream: np.ra
 
 
 def _pieces(size: int, number: int) -> Ints:
-    """The piece of each of `size` places, cut into pieces whose sizes differ by at most 1."""
+    """Return the piece of each of `size` places, cut into `number` pieces whose sizes differ by at most 1."""
     return np.arange(size) * number // size
 
 
 def _shuffled(stream: np.random.Generator, codes: Ints) -> list[Ints]:
-    """The examples of every class, shuffled."""
+    """Return the examples of every class, shuffled."""
     return [stream.permutation(np.flatnonzero(codes == c)) for c in range(codes.max() + 1)]
 
 
 def _mixed(stream: np.random.Generator, codes: Ints) -> Ints:
-    """The examples in the order of their places within their own classes: any stretch has all classes in proportion."""
+    """Return the examples, shuffled and spread evenly by class, so that any stretch has all classes in proportion."""
     own = _shuffled(stream, codes)
     places = np.concatenate([(np.arange(len(one)) + stream.random()) / len(one) for one in own])
     mixed: Ints = np.concatenate(own)[np.argsort(places)]
@@ -393,7 +394,7 @@ def _mixed(stream: np.random.Generator, codes: Ints) -> Ints:
 
 
 def _cut(order: Ints, counts: Ints) -> Ints:
-    """Deal examples in this order, to each client its count (K,)."""
+    """Deal examples in the given order; client k gets counts[k] examples."""
     owners = np.empty_like(order)
     owners[order] = np.repeat(np.arange(len(counts)), counts)
     return owners
@@ -408,11 +409,11 @@ def _check_enough(min_size: int, num_nodes: int, size: int) -> None:
 
 
 def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
-    """Cut each of `totals` (C,) by shares from Dirichlet(α): (C, K), of which each client has min_size at least."""
+    """Cut each of `totals` (C,) by shares from Dirichlet(α) into (C, K); every client gets at least `min_size`."""
     _check_enough(min_size, num_nodes, int(totals.sum()))
     logs, short = np.empty((len(totals), num_nodes)), np.full(num_nodes, True)
     for _ in range(_DRAWS):
-        # Logarithms of Gamma(α), which for small α are beyond floating point: G(α) = G(α + 1) · U^(1/α).
+        # Draw logarithms of Gamma(α), because draws underflow for small α: G(α) = G(α + 1) · U^(1/α).
         new = len(totals), int(short.sum())
         logs[:, short] = np.log(stream.standard_gamma(alpha + 1, new)) - stream.standard_exponential(new) / alpha
         shares = np.exp(logs - logs.max(1, keepdims=True))
@@ -421,7 +422,7 @@ def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: flo
         if not short.any():
             return counts
     advice = "lower min_size or take fewer nodes"
-    if totals.sum() >= 2 * min_size * num_nodes:  # enough for all, unequally dealt
+    if totals.sum() >= 2 * min_size * num_nodes:  # enough examples for all, but unequal shares
         advice += ", or raise alpha"
     raise ValueError(
         f"partition: after {_DRAWS:,} draws of Dirichlet({alpha}), {short.sum():,} of {num_nodes:,} nodes have fewer "
@@ -432,8 +433,8 @@ def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: flo
 def _whole(exact: NDArray[np.float64], totals: Ints) -> Ints:
     """Round shares (C, K) to whole examples, class by class, so that each class has its total.
 
-    Examples left over by rounding down go to clients that have a share in the class, the ones furthest behind their
-    exact share so far first: with large α, all classes would otherwise be rounded up at the same clients.
+    Examples left over by rounding down go to clients that have a share of the class, first to the clients furthest
+    behind their exact shares so far. Otherwise, with large α, all classes would be rounded up at the same clients.
     """
     counts = np.floor(exact).astype(np.int64)
     behind = np.zeros(exact.shape[1])

@@ -1,8 +1,7 @@
-"""Data to start with: text that every CPython carries, a text file, scikit-learn's digits, MNIST-1D, files of MNIST and
-Fashion-MNIST.
+"""Datasets without a download: text that every CPython carries, a text file, scikit-learn's digits, MNIST-1D, files of
+MNIST and Fashion-MNIST.
 
 Each function returns a pair (train, val) of TensorDatasets and draws nothing from the global generators.
-Nothing is downloaded.
 """
 
 import gzip
@@ -29,7 +28,7 @@ class Vocabulary:
     """The distinct characters of a text, in code point order; a character's id is its place among them.
 
     Args:
-        text: any text with at least one character; repetitions don't count.
+        text: any text with at least one character.
 
     Raises:
         ValueError: the text is empty.
@@ -55,7 +54,7 @@ class Vocabulary:
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """The ids of a text's characters, (len(text),) int64; an unknown character is a ValueError."""
+        """Return the ids of a text's characters, (len(text),) int64; an unknown character raises a ValueError."""
         codes = _code_points(text)
         ids = np.searchsorted(self._codes, codes).clip(max=self.size - 1)
         unknown = np.flatnonzero(self._codes[ids] != codes)
@@ -65,7 +64,7 @@ class Vocabulary:
         return torch.from_numpy(ids.astype(np.int64))
 
     def decode(self, ids: Tensor) -> str:
-        """The text of ids (T,), or of one id (); an id outside 0 … size − 1 is a ValueError."""
+        """Return the text of ids (T,), or of one id (); an id outside 0 … size − 1 raises a ValueError."""
         if ids.ndim > 1 or ids.is_floating_point():
             raise ValueError(f"decode: got {tuple(ids.shape)} {ids.dtype}; integers of shape (T,) or () allowed")
         numbers = ids.reshape(-1).tolist()
@@ -87,13 +86,13 @@ class Vocabulary:
 class TextDataset(TensorDataset):
     """Windows over a text: x is (N, block_size) int64, y the same windows one character later.
 
-    Both are views of `ids`, so a small stride costs no memory. Characters after the last whole window are left out.
+    x and y are views of `ids`, so a small stride costs no memory. Characters after the last whole window are left out.
 
     Args:
         ids: the text, (length,) int64 with length > block_size.
         vocabulary: the characters behind the ids.
         block_size: characters in a window.
-        stride: characters from one window's start to the next one's.
+        stride: characters from the start of one window to the start of the next.
     """
 
     def __init__(self, ids: Tensor, vocabulary: Vocabulary, block_size: int, stride: int) -> None:
@@ -110,15 +109,15 @@ def docs_text(
 
     Args:
         block_size: characters in a window, ≥ 1.
-        stride: characters from one window's start to the next one's, ≥ 1; None for block_size.
-        val_fraction: share of the text, at its end, that is for validation; between 0 and 1.
+        stride: characters from the start of one window to the start of the next, ≥ 1; default: block_size.
+        val_fraction: share of the text for validation, taken from its end; between 0 and 1.
 
     Returns:
         (train, val): datasets of x (N, block_size) int64 and y, the next characters, of the same shape; both have
         the same `.vocabulary`.
 
     Raises:
-        ValueError: an argument out of its range, or too large for the text.
+        ValueError: an argument is out of its range, or too large for the text.
     """
     from pydoc_data.topics import topics  # half a megabyte that only this function needs
 
@@ -133,15 +132,15 @@ def text_file(
     val_fraction: float = 0.1,
     encoding: str = "utf-8",
 ) -> tuple[TextDataset, TextDataset]:
-    """A text file, by character; arguments and result as for `docs_text`.
+    """A text file, by character; see `docs_text` for the other arguments and the result.
 
     Args:
         path: the file.
-        encoding: how its bytes are read.
+        encoding: of the file, such as "utf-8" or "latin-1".
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is too short for one window in each part, or is not text in this encoding.
+        FileNotFoundError: the file does not exist.
+        ValueError: the text is too short for one window in each part, or the file is not text in this encoding.
     """
     path = a_path("path", path)
     if not path.is_file():
@@ -168,7 +167,7 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
     sklearn_datasets = extra("sklearn.datasets", "digits", "scikit-learn", "digits")
     real_number("val_fraction", val_fraction, above=0, below=1)
@@ -186,21 +185,21 @@ def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
     """MNIST, or any data set in its format, from its four IDX files.
 
     Args:
-        folder: where `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
-            `t10k-labels-idx1-ubyte` are; each may end in `.gz` and may be spelt with `.idx` for `-idx`.
+        folder: contains `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
+            `t10k-labels-idx1-ubyte`; each name may end in `.gz`, and may have `.idx` in place of `-idx`.
 
     Returns:
-        (train, val): datasets of x (N, 1, 28, 28) float32 in [0, 1] and y (N,) int64; height and width
-        are what the files say.
+        (train, val): datasets of x (N, 1, 28, 28) float32 in [0, 1] and y (N,) int64, or with the height and width
+        given in the files.
 
     Raises:
         FileNotFoundError: the folder or one of the files is missing.
-        ValueError: a file is not in the format, is cut short, or has another count than its companion.
+        ValueError: a file is not in the format or is cut short, or numbers of images and labels differ.
     """
     folder = a_path("folder", folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"mnist: no folder at {folder}")
-    # All four are found before the first is read: an incomplete folder is then reported at once.
+    # Find all four files before reading the first, to report an incomplete folder at once.
     parts = [
         (_find_idx(folder, f"{part}-images", 3), _find_idx(folder, f"{part}-labels", 1)) for part in ("train", "t10k")
     ]
@@ -212,15 +211,15 @@ def fashion_mnist(folder: str | Path | None = None) -> tuple[TensorDataset, Tens
     """Fashion-MNIST [Xiao et al. 2017, arXiv:1708.07747], from its four IDX files.
 
     Args:
-        folder: where the files are, as for `mnist`; default `/usr/share/datasets/fashion-mnist`, where Debian's package
-            `dataset-fashion-mnist` puts them.
+        folder: contains the files, see `mnist`; default: `/usr/share/datasets/fashion-mnist`, the folder of Debian's
+            package `dataset-fashion-mnist`.
 
     Returns:
-        (train, val): datasets of 60,000 and 10,000 images, as of `mnist`.
+        (train, val): datasets of 60,000 and 10,000 images, see `mnist`.
 
     Raises:
         FileNotFoundError: the folder or one of the files is missing.
-        ValueError: a file is not in the format, is cut short, or has another count than its companion.
+        ValueError: a file is not in the format or is cut short, or numbers of images and labels differ.
     """
     if folder is None and not FASHION_MNIST.is_dir():
         raise FileNotFoundError(
@@ -233,13 +232,13 @@ def fashion_mnist(folder: str | Path | None = None) -> tuple[TensorDataset, Tens
 def _windows(
     text: str, source: str, block_size: int, stride: int | None, val_fraction: float
 ) -> tuple[TextDataset, TextDataset]:
-    """Encode a text, cut its end off for validation, and lay windows over both parts."""
+    """Encode a text, split off its end for validation, and cut both parts into windows."""
     stride = block_size if stride is None else stride
     for name, size in (("block_size", block_size), ("stride", stride)):
         whole_number(name, size)
     real_number("val_fraction", val_fraction, above=0, below=1)
-    # A window needs one character more than block_size, for its last target, and each part needs a window.
-    # Rounded first, because 1 - 0.9 is a little less than 0.1 and would ask for one character too many.
+    # A window needs block_size + 1 characters, because its last target is the next character, and each part needs a
+    # window. Round first: 1 - 0.9 is a little less than 0.1, and would require one character too many.
     minimum = math.ceil(round((block_size + 1) / min(val_fraction, 1 - val_fraction), 6))
     if len(text) < minimum:
         raise ValueError(
@@ -254,17 +253,17 @@ def _windows(
 
 
 def _val_length(length: int, val_fraction: float, at_least: int) -> int:
-    """Return the number of validation examples out of `length`, leaving `at_least` on both sides."""
+    """Return the number of validation examples out of `length`; both parts get at least `at_least` examples."""
     return min(max(round(length * val_fraction), at_least), length - at_least)
 
 
 def _code_points(text: str) -> npt.NDArray[np.uint32]:
-    """The code points of a text, (len(text),); lone surrogates, as in undecoded file names, included."""
+    """Return the code points of a text, (len(text),), including lone surrogates, as in undecoded file names."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def _find_idx(folder: Path, stem: str, ndim: int) -> Path:
-    """The IDX file of this stem, in any of its spellings."""
+    """Return the path of an IDX file, whose name may have four spellings."""
     names = [f"{stem}{dash}idx{ndim}-ubyte{suffix}" for suffix in ("", ".gz") for dash in ("-", ".")]
     for name in names:
         if (folder / name).is_file():
@@ -285,7 +284,7 @@ def _images_and_labels(images_path: Path, labels_path: Path) -> TensorDataset:
 
 
 def _read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
-    """An IDX file of unsigned bytes: a magic number, `ndim` sizes, all big-endian 32-bit, then the bytes."""
+    """Read an IDX file of unsigned bytes: a magic number and `ndim` sizes, all big-endian 32-bit, then the bytes."""
     raw = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -307,7 +306,7 @@ def _read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(raw, dtype=np.uint8, offset=header_bytes).reshape(shape)
 
 
-# One stroke for each digit, and how it is drawn: constants of the definition.
+# Constants of MNIST-1D's definition: one stroke for each digit, and the parameters of its transformations.
 _STROKES = (
     (5, 6, 6.5, 6.75, 7, 7, 7, 7, 6.75, 6.5, 6, 5),
     (5, 3, 3, 3.4, 3.8, 4.2, 4.6, 5, 5.4, 5.8, 5, 5),
@@ -326,16 +325,17 @@ _BYTES_OF_A_STROKE = 8000  # of memory, while it is drawn
 
 
 def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tuple[TensorDataset, TensorDataset]:
-    """MNIST-1D [Greydanus and Kobak 2020, arXiv:2011.14439]: ten kinds of strokes, each 40 numbers, made on the spot.
+    """MNIST-1D [Greydanus and Kobak 2020, arXiv:2011.14439]: ten classes of generated strokes of 40 numbers.
 
     A stroke is a template of 12 numbers, padded with 36 to 60 zeros, stretched to 72 numbers, scaled by 0.8 to 1.2 and
-    moved by up to 47 places around the end. Zeros become correlated noise, everything gets white noise and a shear, and
-    40 of the numbers are kept. Linear models are right on about a third of the validation data, MLPs on two thirds.
+    shifted cyclically by up to 47 places. Zeros become correlated noise, white noise and a shear are added to all
+    numbers, and the stroke is resampled to 40 numbers. Linear models are right on about a third of the validation data,
+    MLPs on two thirds.
 
-    The defaults are those of the authors' generator: with them, the examples are theirs up to rounding.
+    With the defaults, which are the defaults of the authors' generator, the examples equal the authors' up to rounding.
 
     Args:
-        size: examples in all, a tenth of them of each class; a multiple of 10.
+        size: number of examples, a tenth of each class; a multiple of 10.
         val_fraction: share for validation, between 0 and 1.
         seed: of the draws, below 2³².
 
@@ -343,20 +343,20 @@ def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tupl
         (train, val): datasets of x (N, 40) float32, of mean 0 and deviation 1, and y (N,) int64 in 0 … 9.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
-    from scipy.ndimage import gaussian_filter1d  # which only this function needs
+    from scipy.ndimage import gaussian_filter1d  # needed only here
 
     countable("size", size, "examples", _BYTES_OF_A_STROKE)
     if size % len(_STROKES):
         raise ValueError(f"mnist1d: size must be a multiple of {len(_STROKES)}, got {size}")
     real_number("val_fraction", val_fraction, above=0, below=1)
-    # NumPy's old generator, whose stream the definition goes by and no version of NumPy changes.
+    # Use NumPy's old generator, as in the definition; no version of NumPy changes its stream.
     whole_number("seed", seed, at_least=0, at_most=2**32 - 1)
     stream = np.random.RandomState(seed)
     strokes = np.array(_STROKES)
     strokes = (strokes - strokes.mean(1, keepdims=True)) / strokes.std(1, keepdims=True)
-    strokes = (strokes - strokes[:, :1]) / 6 + 1e-8  # 0 is only what is padded
+    strokes = (strokes - strokes[:, :1]) / 6 + 1e-8  # only padding is 0
     y = np.repeat(np.arange(len(strokes)), size // len(strokes))  # (N,)
     width = strokes.shape[1] + _PADDING[1]
     x, blurred, white = np.empty((3, size, width))
