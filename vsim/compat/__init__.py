@@ -1,1 +1,1 @@
-"""The predecessors' names: what scripts for EXO Gym and diloco-sim import."""
+"""Names that scripts for EXO Gym and diloco-sim import."""

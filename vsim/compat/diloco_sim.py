@@ -1,4 +1,4 @@
-"""The interface of diloco-sim: one object with every setting, and `train()`. A thin face on `Trainer`."""
+"""The interface of diloco-sim: one object with all settings and a method `train()`, on top of `Trainer`."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ class EvalStats(TrainStats):
 
 
 class DilocoSimulator:
-    """DiLoCo, with SPARTA between its syncs if asked for, on simulated nodes.
+    """DiLoCo on simulated nodes, optionally with SPARTA between syncs.
 
     Args:
         model_cls, model_kwargs: the model is `model_cls(**model_kwargs)`; it returns outputs.
         loss_fn: f(outputs, y) → scalar loss of a batch (x, y).
-        train_dataset: shared by the nodes. eval_dataset: for validation, after every outer step; None: no validation.
+        train_dataset: training data, shared by the nodes.
+        eval_dataset: data for the validation after every outer step; None: no validation.
         num_nodes: K.
         optimizer_cls, optimizer_kwargs: the inner optimizer; default AdamW with lr 0.001.
-        outer_optimizer_cls, outer_optimizer_kwargs: the outer one; default SGD with lr 0.7, Nesterov momentum 0.9.
+        outer_optimizer_cls, outer_optimizer_kwargs: the outer optimizer; default SGD, lr 0.7, Nesterov momentum 0.9.
         diloco_interval: local steps between outer steps, H.
-        batch_size: examples a node and step.
+        batch_size: examples per node and step.
         num_epochs: passes over the data. max_local_step: stop after this many local steps if that is earlier.
-        eval_iters: batches of `batch_size` examples that a validation takes.
-        ckpt_interval: outer steps between checkpoints, which go to `save_dir`.
+        eval_iters: batches of `batch_size` examples in a validation.
+        ckpt_interval: outer steps between checkpoints, which are saved in `save_dir`.
         cosine_anneal, warmup_steps: the schedule of the inner learning rate; see `Algorithm`.
         p_sparta: share of the weights averaged after every `sparta_interval`-th step; 0: none.
-        train_loss_hook: called with a `TrainStats` after every step; eval_loss_hook with an `EvalStats` after every
-            validation, the one before training included.
+        train_loss_hook: called with a `TrainStats` after every step.
+        eval_loss_hook: called with an `EvalStats` after every validation, including the one before training.
 
     Attributes:
         model: the initial model. trainer: the `Trainer`. history, ledger: the record of the last `train()`.
@@ -173,7 +174,7 @@ class DilocoSimulator:
 def _fewer_steps(
     max_local_step: int | None, dataset: Dataset[Any], num_nodes: int, batch_size: int, num_epochs: int
 ) -> int | None:
-    """Return `max_local_step` if the epochs do not end before, else None."""
+    """Return `max_local_step` if it comes before the end of the epochs, else None."""
     if max_local_step is None:
         return None
     order = Order([len(dataset)], num_nodes, batch_size, True, 0, False)  # type: ignore[arg-type]
@@ -183,7 +184,7 @@ def _fewer_steps(
 def _with_stats(
     hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats]
 ) -> Callable[[int, float], Any] | None:
-    """Return what `fit` calls as f(step, loss) for a hook that takes `stats`."""
+    """Return a hook f(step, loss) for `fit` that calls a hook of `stats`."""
     if hook is None:
         return None
     a_function(name, hook, stats.__name__)

@@ -1,7 +1,7 @@
-"""EXO Gym's module paths where vsim has the same things elsewhere: `from vsim.strategy.optim import OptimSpec` works.
+"""EXO Gym's module paths for objects that vsim defines elsewhere: `from vsim.strategy.optim import OptimSpec` works.
 
-Every path of the table becomes a module when vsim is imported, and importing a path imports vsim first. The things are
-the same objects as in their own homes, so that they are pickled under those.
+Every path of the table becomes a module when vsim is imported, and importing a path imports vsim first. The objects are
+the same as in their defining modules, and are pickled under these modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vsim.strategy import (
 
 
 def ensure_optim_spec(optim: OptimSpec | str | None, default: OptimSpec | None = None, **kwargs: Any) -> OptimSpec:
-    """Return `optim` as a specification: a name becomes one, None the `default` or AdamW; `kwargs` are added to it.
+    """Return `optim`, a specification or a name, as a specification with `kwargs` added; None: `default` or AdamW.
 
     >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(OptimSpec("sgd", lr=0.1), lr=0.2)
     (OptimSpec(SGD, lr=0.1), OptimSpec(SGD, lr=0.2))
@@ -45,7 +45,7 @@ PATHS: dict[str, list[Any]] = {
 
 
 def register() -> None:
-    """Make the paths of the table modules, which Python's import then finds."""
+    """Make a module for every path of the table, so that Python's import finds it."""
     for path, things in PATHS.items():
         module = module_from_spec(ModuleSpec(path, None))
         module.__doc__ = "Under the path that EXO Gym has: " + ", ".join(thing.__name__ for thing in things)

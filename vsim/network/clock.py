@@ -1,7 +1,7 @@
 """The lockstep clock: every node computes, sends over its line and waits, event by event of the ledger.
 
-A row of times has one entry as long as all nodes are alike, and K once they differ: an event of all nodes costs the
-same for two nodes as for ten thousand. N alternative networks are priced in one pass, with a row each.
+A row of times has one entry while all nodes are alike, and K entries once they differ. Thus an event of all nodes is
+priced as fast for ten thousand nodes as for two. N alternative networks are priced in one pass, with a row each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsim.network.links import Crowd, Network
 
 Floats = NDArray[np.float64]
 MOMENTS = ("start", "gradients", "weights")
-# Steps in which nothing is sent are taken together, this many numbers at a time.
+# Steps without communication are taken together, up to this many numbers at a time.
 _BLOCK = 1 << 20
 
 
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     """A stretch of a node's time: "compute", "wait", or "send" for a line that was busy with an event.
 
     Attributes:
-        start, end: of each of the `nodes`, or one for all of them. nodes: default: all.
+        start, end: one entry for each of the `nodes`, or one for all. nodes: default: all nodes.
     """
 
     what: str
@@ -50,7 +50,7 @@ class Span(NamedTuple):
     label: str = ""
 
     def of_node(self, node: int) -> tuple[float, float] | None:
-        """Return the start and end of what a node did; None if the span is of other nodes."""
+        """Return the start and end of a node's stretch; None if the span does not include the node."""
         if self.nodes is not None and node not in self.nodes:
             return None
         place = node if self.nodes is None else int(np.flatnonzero(self.nodes == node)[0])
@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 def _messages(ledger: Record) -> Iterator[Any]:
-    """Iterate over events, with those that are one message as one event."""
+    """Iterate over events; join the events that travel as one message."""
     message = None
     for event in ledger:
         if event.joined and message is not None:
@@ -74,19 +74,19 @@ def _messages(ledger: Record) -> Iterator[Any]:
 
 
 class _Groups:
-    """The groups of an event that have something to send."""
+    """The groups of an event that send data."""
 
     def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
         alone = collective in ("push", "pull")
         there = [group for group in groups if len(group) > 1 or (alone and group)]
         self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
-        # What the price of a group depends on; all of them use a server at the same time.
+        # The sizes of all groups, which use a server at the same time and so change each other's price.
         shares = network.collective == "server" and collective not in ("send", "push", "pull")
         self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
         places: dict[Hashable, int] = {}
         which = [places.setdefault(network.kind(group), len(places)) for group in there]
-        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and that of every group
-        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # of all nodes
+        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and every group's index
+        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # one group of all nodes
 
     @cached_property
     def nodes(self) -> NDArray[np.int64]:
@@ -95,17 +95,17 @@ class _Groups:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Where in `nodes` the groups start."""
+        """The index in `nodes` at which each group starts."""
         return np.concatenate([[0], self.sizes.cumsum()[:-1]])
 
     @cached_property
     def apart(self) -> bool:
-        """Whether no two pairs share a line: the outward line of a sender, the inward one of a receiver."""
+        """Whether no two pairs share a line: a sender's outward line or a receiver's inward line."""
         return all(len(set(ends.tolist())) == len(ends) for ends in self.nodes.reshape(-1, 2).T)
 
 
 class _Planned(NamedTuple):
-    """An event that is sent in `parts` messages, each of which takes `prices`: (N,) of every kind of group."""
+    """An event sent in `parts` messages; each takes `prices[i]` (N,) seconds in groups of kind i."""
 
     event: Any
     groups: _Groups
@@ -117,8 +117,9 @@ class Clock:
     """Takes a run's steps on a network, or on the N networks of a `Network.grid`.
 
     Attributes:
-        seconds: (T + 1, N) when the last node was done with step t.
-        compute: (T,) computed in step t + 1, stalls: (T, N) waited in it; means over the nodes.
+        seconds: (T + 1, N) the time when the last node was done with step t.
+        compute: (T,) seconds computed in step t + 1. stalls: (T, N) seconds waited in step t + 1. Both are means over
+            the nodes.
     """
 
     def __init__(
@@ -129,25 +130,25 @@ class Clock:
         self.computed = compute.steps(ledger.num_nodes)
         self.watch = watch
         self.steps, many = ledger.steps, network.alternatives
-        self.now = np.zeros((many, 1))  # (N, 1) or (N, K): how far every node is
-        self.ready = self.now  # when it could send the first layer of what it sends next
-        self.busy = np.zeros((2, many, 1))  # until when its line is, outwards and inwards
-        self.server = np.zeros((2, many))  # (2, …) the same of a server
+        self.now = np.zeros((many, 1))  # (N, 1) or (N, K): every node's time
+        self.ready = self.now  # when a node could send the first layer of its next message
+        self.busy = np.zeros((2, many, 1))  # until when a node's line is busy, outwards and inwards
+        self.server = np.zeros((2, many))  # until when the server's line is busy, inwards and outwards
         self.seconds, self.stalls = np.zeros((self.steps + 1, many)), np.zeros((self.steps, many))
         self.compute = np.zeros(self.steps)
         self.events: dict[tuple[int, str], list[_Planned]] = {}
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
-        # Who takes part, segment by segment; now (None: all); and until when the round lasts at least, (N,).
+        # First step → segment of participation; present nodes (None: all); and the round's earliest end (N,).
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
         self.there: NDArray[np.int64] | None = None
         self.until: Floats | None = None
         self.began, self.last = 0, 0
-        self.local: NDArray[np.int64] | None = None  # steps of the nodes that take part, which rest in the others
+        self.local: NDArray[np.int64] | None = None  # steps that each present node takes in the segment before it rests
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
-        """Price all events, kind by kind."""
-        known: dict[tuple[int, str], tuple[object, _Groups]] = {}  # the groups are held, so that no other has their id
+        """Compute the prices of all events, for each kind of group."""
+        known: dict[tuple[int, str], tuple[object, _Groups]] = {}  # holds the groups, so that their ids stay unique
         prices: dict[tuple[str, Hashable, Crowd], dict[float, Floats]] = {}
         planned = []
         for event in _messages(ledger):
@@ -169,7 +170,7 @@ class Clock:
             self.events.setdefault((event.step, event.moment), []).append(_Planned(event, groups, parts, price))
 
     def run(self, until: int | None = None) -> Clock:
-        """Take all steps, or those to `until`."""
+        """Take all steps, or the steps up to `until`."""
         steps = self.steps if until is None else until
         issued = {one.event.step for own in self.events.values() for one in own}
         due = {one.event.due for own in self.events.values() for one in own}
@@ -191,13 +192,13 @@ class Clock:
                 done = step
                 self.seconds[done] = self.now.max(1)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
-        np.maximum(self.stalls, 0, out=self.stalls)  # which rounding leaves below
-        if self.attendance:  # mean over participating nodes; below 0 where others had been waiting for a step
+        np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
+        if self.attendance:  # mean over participating nodes; below 0 if absent nodes lagged behind a step
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:
-        """Take steps in which nothing is sent or awaited; return how many steps are done."""
+        """Take steps without communication, up to step `until`; return the number of steps done."""
         count = 1 if self.watch is not None else min(until - done, max(1, _BLOCK // (self.num_nodes * len(self.now))))
         own, mean = self._computed(done, count)
         ends = self.now + own.cumsum(0)[:, None]  # (count, N, 1 | K)
@@ -216,7 +217,7 @@ class Clock:
         return own
 
     def _computed(self, done: int, count: int) -> tuple[Floats, Floats]:
-        """Return what every node computes in the next steps, (count, 1) or (count, K), and the mean of those there."""
+        """Return the compute seconds of the next steps, (count, 1) or (count, K), and the mean over present nodes."""
         own = self.computed.next(count)
         if self.there is None:
             return own, own.mean(1)
@@ -228,7 +229,7 @@ class Clock:
         return masked, there.mean(1)
 
     def _attend(self, step: int) -> None:
-        """Change the participating nodes, if a segment begins with this step; a joining node has not been waiting."""
+        """Change the participating nodes if a segment begins with this step. A joining node has not been waiting."""
         segment = self.attendance.get(step)
         if segment is None:
             return
@@ -261,7 +262,7 @@ class Clock:
                 self._wait(step, groups, ends)
 
     def _send(self, planned: _Planned) -> Floats:
-        """Put an event on the lines; return when each of its groups is done: (N, groups)."""
+        """Put an event on the lines; return the time (N, groups) when each of its groups is done."""
         event, groups, parts, prices = planned
         price = np.stack(prices, 1)[:, groups.which]
         ready = self._ready(parts)
@@ -275,7 +276,7 @@ class Clock:
             return ends
         self._spread()
         ready = np.broadcast_to(ready, self.now.shape)
-        if event.collective == "send" and not groups.apart:  # messages of one line queue in their order
+        if event.collective == "send" and not groups.apart:  # messages on one line queue in order
             alone = np.zeros(1, dtype=np.int64), np.full(1, 2)
             pairs = enumerate(groups.nodes.reshape(-1, 2))
             each = [self._in_parallel(event, pair, *alone, ready, price[:, i : i + 1], parts) for i, pair in pairs]
@@ -283,7 +284,7 @@ class Clock:
         return self._in_parallel(event, groups.nodes, groups.starts, groups.sizes, ready, price, parts)
 
     def _ready(self, parts: int) -> Floats:
-        """Return when the first of several parts can be sent."""
+        """Return the time when the first of several parts can be sent."""
         layers = self.settings.layers
         if parts in (1, layers):
             return self.now if parts == 1 else self.ready
@@ -314,7 +315,7 @@ class Clock:
         return ends
 
     def _through_server(self, event: Any, groups: _Groups, ready: Floats, price: Floats, parts: int) -> Floats:
-        """Push or pull: on the server's line a message waits for the messages in front of it, not for slow lines."""
+        """Push or pull: on the server's line, a message waits for earlier messages, but not for slow lines of nodes."""
         self._spread()
         ready = np.broadcast_to(ready, self.now.shape)
         inward = event.collective == "push"
@@ -332,7 +333,7 @@ class Clock:
         return ends
 
     def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
-        """Keep the nodes of groups waiting until `ends`; what they send next follows then."""
+        """Make the nodes of groups wait until `ends`; their next messages start after that."""
         before = self.now
         if groups.whole:
             self.now = np.maximum(self.now, ends)
@@ -345,11 +346,11 @@ class Clock:
         self._show("wait", step, before, self.now)
 
     def _spread(self) -> None:
-        """Give every node entries of its own."""
+        """Expand the rows to one entry for each node."""
         many = len(self.now), self.num_nodes
         self.now, self.ready = (np.broadcast_to(row, many).copy() for row in (self.now, self.ready))
         self.busy = np.broadcast_to(self.busy, (2, *many)).copy()
 
     def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
-        if self.watch is not None:  # of the first network: pictures have one
+        if self.watch is not None:  # a picture shows the first network
             self.watch(Span(what, step, start[0], end[0], nodes, label))

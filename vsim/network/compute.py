@@ -21,20 +21,20 @@ class Compute:
     Args:
         seconds_per_step: forward, backward and optimizer together, in seconds or as text ("800 ms"): one number, or one
             per node.
-        layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached it, and what
-            a step sends is sent in parts from then on. A step is a chain of 3L − 1 equal pieces: L forward; backward
-            the gradients of weights and activations by turns, ending with the weights of the first layer. Default:
-            everything is sent when the step is computed.
+        layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached the layer,
+            and the step's payload is sent in parts from then on. A step is a chain of 3L − 1 equal pieces: L pieces
+            forward; backward the gradients of weights and activations in turn, ending with the weights of the first
+            layer. Default: the whole payload is sent when the step is computed.
         speeds: relative, one per node: node k takes seconds_per_step / speeds[k].
         jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z standard normal.
-        seed: of the jitter.
-        bucket_bytes: smaller layers travel together, in as many parts of at least this size as there can be, of equal
-            size; default 25e6, as in PyTorch's DDP. 0: every layer by itself. It needs `layers`.
-        dollars_per_hour: what a node costs.
+        seed: seed of the jitter.
+        bucket_bytes: least size of a part. The layers travel in the largest number of equal parts of this size or more;
+            default 25e6, as in PyTorch's DDP. 0: every layer by itself. Needs `layers`.
+        dollars_per_hour: price of a node.
 
     Attributes:
-        node_seconds: (1,) where all nodes are alike, else (K,).
-        num_nodes: K, or None: any.
+        node_seconds: (1,) if all nodes are alike, else (K,).
+        num_nodes: K; None: any number.
 
     Raises:
         TypeError, ValueError: a value is not above 0, or the numbers of values per node differ.
@@ -83,14 +83,14 @@ class Compute:
 
     @classmethod
     def from_flops(cls, flops_per_step: float, flops_per_second: float, mfu: float = 1.0, **options: Any) -> Compute:
-        """Return the compute of a node that reaches a share `mfu` of its peak.
+        """Return the compute of nodes that reach a share `mfu` of their peak.
 
         >>> Compute.from_flops(6 * 1e9 * 65_536, 989e12, mfu=0.4)
         Compute(0.994 s a step)
 
         Args:
-            flops_per_step: of one node; training a transformer takes about 6 · parameters · tokens.
-            flops_per_second: the peak. mfu: in (0, 1]. options: see `Compute`.
+            flops_per_step: operations of one node; training a transformer takes about 6 · parameters · tokens.
+            flops_per_second: the peak of a node. mfu: in (0, 1]. options: see `Compute`.
         """
         step = real_number("flops_per_step", flops_per_step, above=0)
         peak = real_number("flops_per_second", flops_per_second, above=0)
@@ -98,10 +98,10 @@ class Compute:
 
     @classmethod
     def of(cls, given: Compute | float | str | None) -> Compute:
-        """Return `given` if it is a compute; take a number or a text as its seconds a step.
+        """Return `given` if it is a Compute; take a number or a text as the seconds of a step.
 
         Raises:
-            TypeError: it is None: a run's record says what was sent, not how long nodes compute.
+            TypeError: `given` is None, because a run's record does not hold the nodes' compute seconds.
         """
         if given is None:
             raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
@@ -109,23 +109,23 @@ class Compute:
             return given if isinstance(given, Compute) else cls(given)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the compute as lists and numbers, which JSON can hold."""
+        """Return the compute as lists and numbers for JSON."""
         return {key: getattr(self, key) for key in _PLAIN} | {"node_seconds": self.node_seconds.tolist()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compute:
-        """Make a compute from what `as_plain` returned."""
+        """Make a Compute from the result of `as_plain`."""
         made = cls(plain["node_seconds"])
         vars(made).update({key: plain[key] for key in _PLAIN if key in plain})
         return made
 
     def decides_as(self, other: Compute) -> bool:
-        """Return whether every step takes as long as with `other`: stragglers and asynchronous runs depend on it."""
+        """Return whether every step takes as long as with `other`, so that stragglers and asynchronous runs repeat."""
         own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
         return own == its
 
     def parts(self, payload_bytes: float) -> int:
-        """Return the number of messages in which the layers of a payload travel."""
+        """Return the number of messages in which a payload is sent."""
         full = payload_bytes / self.bucket_bytes if self.bucket_bytes else math.inf
         return int(min(self.layers, max(1.0, full)))
 
@@ -136,9 +136,9 @@ class Compute:
         return ComputedSteps(self, num_nodes)
 
     def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
-        """Return a function (first, last) → (K,), the seconds that every node computes in these steps, counted from 1.
+        """Return a function (first, last) → (K,), every node's compute seconds in these steps, counted from 1.
 
-        Its third argument (K,) limits how many of the steps a node computes in, from the first on.
+        The function's third argument (K,) limits each node to its first steps of these.
         """
         done, steps = 0, self.steps(num_nodes)
 
@@ -168,14 +168,14 @@ def _listed(values: Any) -> Any:
 
 
 class ComputedSteps:
-    """Compute seconds in the order of the steps, the same whenever a run is priced."""
+    """Compute seconds in the order of the steps, the same each time that a run is priced."""
 
     def __init__(self, compute: Compute, num_nodes: int) -> None:
         self.compute, self.num_nodes = compute, num_nodes
         self._generator = np.random.default_rng(compute.seed)
 
     def next(self, steps: int) -> NDArray[np.float64]:
-        """Return the seconds of the next `steps` steps: (steps, K), or (steps, 1) where all nodes are alike."""
+        """Return the seconds of the next `steps` steps: (steps, K), or (steps, 1) if all nodes are alike."""
         own, jitter = self.compute.node_seconds, self.compute.jitter
         if not jitter:
             return np.broadcast_to(own, (steps, len(own)))

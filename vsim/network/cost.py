@@ -1,4 +1,4 @@
-"""The cost of collectives: the rounds of messages that make them up, and their seconds where links differ."""
+"""The cost of collectives: their rounds of messages, and the seconds of a ring whose links differ."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_t
 
 
 class Round(NamedTuple):
-    """Rounds that follow each other and cost the same; the messages of a round travel at once.
+    """Consecutive rounds of equal cost; the messages of a round travel at the same time.
 
     Attributes:
-        times: number of rounds. share: size of a message, in payloads: of all, or (m,) of every pair.
-        pairs: (2, m) sources and targets, as places in the group; None: around the ring, from each to the next.
+        times: number of rounds. share: size of a message in payloads, one for all pairs or (m,) one for each pair.
+        pairs: (2, m) sources and targets, as indices in the group; None: around the ring, from each node to the next.
     """
 
     times: int
@@ -28,13 +28,13 @@ class Round(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
-    """Return the rounds of a collective of n ≥ 2 nodes that hand in S bytes each.
+    """Return the rounds of a collective of n ≥ 2 nodes with a payload of S bytes each.
 
-        ring              all-reduce 2(n − 1) messages of S/n, reduce-scatter n − 1, all-gather n − 1 of S; a broadcast
-                          flows through the nodes: n − 1 times the latency, and S once
-        tree              log₂ n rounds towards the first node, and as many back, of S in a reduction
-        halving-doubling  log₂ n rounds of messages that halve (reduce-scatter) or double (all-gather), which together
-                          are as large as in a ring; an all-reduce is both; a broadcast is the tree's
+        ring              all-reduce: 2(n − 1) messages of S/n; reduce-scatter: n − 1 messages of S/n; all-gather: n − 1
+                          messages of S; broadcast: flows through the nodes, n − 1 times the latency, and S once
+        tree              log₂ n rounds towards the first node and log₂ n rounds back, of S in a reduction
+        halving-doubling  log₂ n rounds of messages that halve (reduce-scatter) or double (all-gather), with the same
+                          total size as in a ring; all-reduce: both in turn; broadcast: as in a tree
 
     log₂ is rounded up. If n is not a power of two, the last round is smaller [Bruck et al. 1997].
     """
@@ -54,7 +54,7 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
     if algorithm == "tree":
         whole, parts = {"all_reduce": (1.0, 1.0), "all_gather": (n, n), "reduce_scatter": (1.0, 1 / n)}[collective]
         gathers, scatters = collective == "all_gather", collective == "reduce_scatter"
-        below = [np.minimum(span, n - first - span) for first, span in zip(firsts, spans, strict=True)]  # of a subtree
+        below = [np.minimum(span, n - first - span) for first, span in zip(firsts, spans, strict=True)]  # of subtrees
         up = [Round(1, own if gathers else whole, p) for own, p in zip(below, inward, strict=True)]
         down = [Round(1, own * parts if scatters else parts, p) for own, p in zip(below[::-1], outward, strict=True)]
         return (*up, *down)
@@ -66,19 +66,19 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
 
 
 class Way(NamedTuple):
-    """Messages to a server or back: `share` payloads for each of `nodes`, which are places in the group."""
+    """Messages to or from a server: `share` payloads for each of `nodes`, which are indices in the group."""
 
     inward: bool
     nodes: slice
     share: float
 
     def payloads(self, n: int) -> float:
-        """Return how many payloads of a group of n the server's line carries."""
+        """Return the number of payloads that the server's line carries for a group of n."""
         return len(range(n)[self.nodes]) * self.share
 
 
 def ways(collective: str, n: int) -> tuple[Way, ...]:
-    """Return what goes to a server and then what comes back, for nodes that hand in S bytes each."""
+    """Return the messages to a server and then from it, for a collective of n nodes with a payload of S bytes each."""
     all_in, source, others = Way(True, slice(None), 1.0), Way(True, slice(1), 1.0), slice(1, None)
     back = {"all_reduce": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
     if collective == "all_to_all":
@@ -89,23 +89,23 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
     return there if collective == "push" else (*there, Way(False, slice(None), back[collective]))
 
 
-# Where links differ, a node waits for the messages that it needs, and not for the slowest link of a round ------------
+# Links that differ: a node waits for the messages that it needs, not for the slowest link of a round -----------------
 
 
 def ring_seconds(latency: Floats, seconds: Floats, links: NDArray[np.int64], times: int) -> Floats:
-    """Return when the last of a ring's nodes has its last message, in a collective of `times` rounds.
+    """Return the time when the last node of a ring has its last message, in a collective of `times` rounds.
 
-    A node passes on what came in the round before, once it has arrived and the node's line is free:
+    A node forwards the message of the previous round once it has arrived and the node's line is free:
 
         sent(i, r + 1) = max(sent(i − 1, r) + latency(i − 1) + seconds(i − 1), sent(i, r) + seconds(i))
 
-    The last message thus ends a longest path of `times` rounds, of which each either goes to the next link or stays for
-    the line. It is best to stay at the slowest link that the path visits, and to begin, or end, with a run of equal
-    links.
+    The last message thus ends a longest path of `times` rounds. In each round, the path either moves to the next link
+    or stays and waits for the line. The longest path stays at the slowest link that it visits, and begins, or ends,
+    with a run of equal links.
 
     Args:
-        latency, seconds: (P, …) of a message on the links of every run; seconds are of the line.
-        links: (P,) number of links in every run; together they are the ring.
+        latency, seconds: (P, …) a message's latency, and its seconds on the line, for every run of equal links.
+        links: (P,) number of links in every run; together the runs are the ring.
     """
     last: Floats = np.zeros(seconds.shape)
     shape = -1, *[1] * (seconds.ndim - 1)

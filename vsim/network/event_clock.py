@@ -1,4 +1,4 @@
-"""The event clock of an asynchronous run: which worker's step, or which message, is done next."""
+"""The event clock of an asynchronous run: finds the step or message that is done next."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ import numpy as np
 from vsim.network.compute import Compute
 from vsim.network.links import Network
 
-# What happens, in this order where it happens at the same moment: a local step is done, a message reaches the server,
-# the server has waited so long, a message reaches its worker.
+# Kinds of events, in the order of simultaneous events: a local step is done, a message reaches the server, a timer of
+# the server ends, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
 _BLOCK = 256  # steps whose seconds are drawn at once
-# Moments that agree to this many digits are one: three steps of 0.1 s end with one of 0.3 s, not 6e-17 s after it.
+# Times that agree to this many digits are equal: three steps of 0.1 s end with a step of 0.3 s, not 6e-17 s later.
 _DIGITS = 10
 
 
 class VirtualClock:
     """K workers and a server, in virtual time.
 
-    A message costs as much as one node's push or pull does on the network. Messages on one line queue in order; the
-    server's line takes a message when its turn has come on its node's line, so that a slow line holds up no others.
+    A message costs as much as one node's push or pull on the network. Messages on one line queue in order. The server's
+    line takes a message only when the message is first on its node's line, so that a slow line delays no other line.
     Simultaneous events are ordered by kind, then by node.
 
     Attributes:
-        now: seconds. steps: (K,) local steps that every worker has done; taken: their sum.
+        now: the time in seconds. steps: (K,) completed local steps of every worker. taken: the sum of `steps`.
     """
 
     def __init__(self, num_nodes: int, network: Network, compute: Compute) -> None:
         self.network, self.compute = network, compute
         self.now, self.taken, self.number = 0.0, 0, 0
         self.steps = [0] * num_nodes
-        self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: when, in digits; what, node, number; when
-        self._ends, self._begun = [0.0] * num_nodes, 0.0  # of the step that is computed; seconds of all that began
-        self._busy = [0.0, 0.0]  # until when the server's line is, in and out
-        # On the lines of the nodes, in and out: number and bytes; the first is on its way.
+        self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: rounded time, kind, node, number, time
+        self._ends, self._begun = [0.0] * num_nodes, 0.0  # end of every worker's step; seconds of all begun steps
+        self._busy = [0.0, 0.0]  # until when the server's line is busy, in and out
+        # Messages on the lines of the nodes, to the server and back: number and bytes. The first message is on its way.
         self._queues: list[list[list[tuple[int, float]]]] = [[[] for _ in range(num_nodes)] for _ in range(2)]
         self._drawn = np.empty((0, num_nodes))
         self._computed = compute.steps(num_nodes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that changes, but for drawn seconds, which follow from their seed."""
+        """Return the changing state, without drawn seconds, which follow from their seed."""
         fixed = ("network", "compute", "_drawn", "_computed")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         vars(self).update(state)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that its seconds follow from, as lists, numbers and text."""
+        """The network and compute that determine the seconds, as lists, numbers and text."""
         return {"network": self.network.as_plain(), "compute": self.compute.as_plain()}
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether nothing more happens before some worker's next local step is done."""
+        """Whether the next event is the end of a worker's local step, or there is none."""
         return not self._coming or self._coming[0][1] == STEP
 
     @property
     def computed_seconds(self) -> float:
-        """Compute seconds so far, in the mean of the workers."""
+        """Compute seconds so far, mean over the workers."""
         return (self._begun - sum(max(0.0, end - self.now) for end in self._ends)) / len(self.steps)
 
     def next(self) -> tuple[int, int, int]:
-        """Go on to what happens next: what, the node, and the number of the message or timer."""
+        """Advance to the next event; return its kind, the node, and the number of the message or timer."""
         if not self._coming:
             raise RuntimeError("all workers wait, and nothing is on its way: receive must return some that continue")
         _, what, node, number, when = heapq.heappop(self._coming)
@@ -89,7 +89,7 @@ class VirtualClock:
         self._plan(self._ends[node], STEP, node)
 
     def step_seconds(self, node: int) -> float:
-        """Return how long a worker's next local step takes."""
+        """Return the seconds of a worker's next local step."""
         own = self.compute.node_seconds
         if self.compute.jitter:
             while len(self._drawn) <= self.steps[node]:
@@ -115,7 +115,7 @@ class VirtualClock:
         self._plan(end, what, node, number)
 
     def message_seconds(self, node: int, payload_bytes: float, to_server: bool) -> float:
-        """Return how long a message takes where no other is on its way."""
+        """Return the seconds of a message without other messages on its way."""
         collective = "push" if to_server else "pull"
         return float(self.network.seconds(collective, self.network.kind([node]), payload_bytes)[0])
 
@@ -126,7 +126,7 @@ class VirtualClock:
         return self.number
 
     def cancel(self, number: int) -> None:
-        """Take a timer back: when it would have been over nothing happens, and no step lasts until then."""
+        """Cancel a timer, so that its end is no event."""
         self._coming = [one for one in self._coming if one[3] != number]
         heapq.heapify(self._coming)
 

@@ -1,4 +1,4 @@
-"""The network between the nodes: its links, how people write them, and how long a collective takes on them."""
+"""The network between the nodes: its links, their notation as text, and the seconds of a collective."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vsim.network.cost import ALGORITHMS, COLLECTIVES, ring_seconds, rounds, way
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
 Crowd = tuple[tuple[int, int], ...]
-# Of prices of several calls, at most this many numbers are held at a time.
+# Bound on the memory for pricing several calls at once, in numbers.
 _NUMBERS = 1 << 22
-# Every node takes some arrays' entries and some Python; more are a typing error or a job for another tool.
+# Bound on the number of nodes, because every node takes memory; a larger number is probably a typing error.
 MOST_NODES = 10**6
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -35,7 +35,7 @@ def bits_per_second(name: str, value: Any) -> float:
     """Return a rate in bit/s, given as a number (possibly infinite) or as text: "100 Mbit/s", "1 Gbps".
 
     Raises:
-        TypeError: neither. ValueError: not above 0, a text that is not a rate, or a rate in bytes.
+        TypeError: neither a number nor a text. ValueError: not above 0, a text that is not a rate, or a rate in bytes.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
@@ -54,10 +54,11 @@ def bits_per_second(name: str, value: Any) -> float:
 
 
 def seconds(name: str, value: Any, **bounds: float) -> float:
-    """Return a duration in seconds, given as a number of them or as text: "50 ms", "10 h".
+    """Return a duration in seconds, given as a number of seconds or as text: "50 ms", "10 h".
 
     Raises:
-        TypeError: neither. ValueError: outside the bounds of `real_number`, or a text that is not a duration.
+        TypeError: neither a number nor a text. ValueError: outside the bounds of `real_number`, or a text that is not a
+            duration.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + "(d|h|min|s|ms|us|µs|μs|ns)" + r"\s*", value)
@@ -89,20 +90,20 @@ def delay(value: float) -> str:
 
 
 class Network:
-    """Nodes with a link each to every other: full duplex, and messages of one link queue in order.
+    """Nodes with a full-duplex link between each pair; messages on one link queue in order.
 
         a message of S bytes takes  latency + 8 S / bandwidth
 
     Args:
-        bandwidth: of a node's line, each way, in bit/s or text: "200 Mbit/s", "1 Gbit/s".
-        latency: of a message, one way, in seconds or text: "50 ms".
+        bandwidth: bandwidth of a node's line in each direction, in bit/s or text: "200 Mbit/s", "1 Gbit/s".
+        latency: latency of a message, one way, in seconds or text: "50 ms".
         collective: how collectives are made of messages: "ring", "tree", "halving-doubling" or "server"; see
             `vsim.network.cost`.
-        server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls whatever
-            `collective` is. Default: that of the nodes. Where links differ, the server stands next to node 0.
+        server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls with any
+            `collective`. Default: the nodes' bandwidth. If links differ, the server is at the place of node 0.
 
     Raises:
-        TypeError, ValueError: a bandwidth is not above 0 or not a rate ("10 MB" is bytes), a latency is below 0.
+        TypeError, ValueError: a bandwidth is not above 0 or not a rate ("10 MB" is bytes), or a latency is below 0.
 
     >>> Network("200 Mbit/s", "50 ms").seconds("all_reduce", 8, 100e6)  # 14 messages of 12.5 MB
     array([7.7])
@@ -118,23 +119,23 @@ class Network:
         server: float | str | None = None,
     ) -> None:
         self.collective = one_of("collective", collective, ALGORITHMS)
-        # Nodes are at places, and links lead from place to place; the diagonal holds the links inside a place. In front
-        # of the two dimensions of places there may be one of alternative networks, see `grid`.
+        # Nodes are at places, and links lead from place to place; the diagonal holds the links inside a place. With
+        # alternative networks, see `grid`, a first dimension over these precedes the two dimensions of places.
         try:
             self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
         except TypeError as error:
             raise TypeError(f"{error}; where links differ, Network.between takes a matrix") from None
         self._latency = np.array([[_latency("latency", latency)]])
-        self._place: NDArray[np.int64] | None = None  # of every node; None: all at one
+        self._place: NDArray[np.int64] | None = None  # of every node; None: all nodes at one place
         self._server: Any = None if server is None else bits_per_second("server", server)
 
     @classmethod
     def parse(cls, text: str, collective: str = "ring") -> Network:
-        """Return the network that a text "bandwidth, latency, collective" describes; only the first is required.
+        """Return the network that a text "bandwidth, latency, collective" describes; only the bandwidth is required.
 
         Args:
             text: such as "200 Mbit/s, 50 ms, tree".
-            collective: where the text names none.
+            collective: used if the text names no collective.
 
         >>> Network.parse("200 Mbit/s, 50 ms, tree")
         Network(200 Mbit/s, 50 ms, tree)
@@ -153,7 +154,7 @@ class Network:
         """Return `given` if it is a network; parse a text, and take a number as the bandwidth.
 
         Args:
-            collective: where `given` names none.
+            collective: used if `given` names no collective.
         """
         if given is None:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
@@ -167,12 +168,12 @@ class Network:
         """Return a network whose links differ.
 
         Args:
-            bandwidth: (K, K), row i and column j from node i to node j, in bit/s or text; the diagonal has no meaning.
-            latency: (K, K), in seconds or text, or one for all links.
+            bandwidth: (K, K), row i and column j from node i to node j, in bit/s or text; the diagonal is not used.
+            latency: (K, K) in seconds or text, or one latency for all links.
             options: `collective` and `server`, see `Network`.
 
         Raises:
-            ValueError: a matrix is not square, or the two differ in size.
+            ValueError: a matrix is not square, or the two matrices differ in size.
         """
         bits = _matrix("bandwidth", bandwidth, bits_per_second)
         one = isinstance(latency, str | Real)
@@ -198,7 +199,7 @@ class Network:
 
         Args:
             regions: name → number of nodes, at most 10⁶ in total.
-            inside: the links inside a region, as "bandwidth, latency" or a pair of these; or name → links.
+            inside: the links inside a region, as "bandwidth, latency" or a pair (bandwidth, latency); or name → links.
             between: the links between regions; or (name, name) → links, for both directions unless the
                 reverse is given, too.
             options: `collective` and `server`, see `Network`.
@@ -231,7 +232,7 @@ class Network:
 
     @classmethod
     def grid(cls, bandwidths: ArrayLike, latencies: ArrayLike, **options: Any) -> Network:
-        """Return N alternative networks of equal links, which are priced together; see `Clock`.
+        """Return N alternative networks of equal links, to be priced together; see `Clock`.
 
         Args:
             bandwidths: (N,) in bit/s. latencies: (N,) in seconds. options: `collective` and `server`, see `Network`.
@@ -240,9 +241,9 @@ class Network:
         return cls._of_places(bits, delays, None, options)
 
     def in_units(self) -> Network:
-        """Return the network with 1 bit/s and 1 s, if all links are equal; a server's line keeps its ratio to theirs.
+        """Return the network with links of 1 bit/s and 1 s, and a server's line in proportion, if all links are equal.
 
-        Networks whose links differ are units of their own.
+        A network whose links differ is returned as it is, and serves as its own unit.
         """
         if self._place is not None:
             return self
@@ -255,7 +256,7 @@ class Network:
         return other
 
     def scaled(self, inverse_bandwidth: Floats, latency: Floats) -> Network:
-        """Return N alternatives of this network, which are priced together: all links changed by factors (N,)."""
+        """Return N alternatives of this network, to be priced together, with all links changed by factors (N,)."""
         with np.errstate(divide="ignore"):
             factor = 1 / np.asarray(inverse_bandwidth, dtype=np.float64)
         other = copy.copy(self)
@@ -274,7 +275,7 @@ class Network:
 
     @property
     def num_nodes(self) -> int | None:
-        """K, or None: any."""
+        """K; None: any number."""
         return None if self._place is None else len(self._place)
 
     @property
@@ -283,15 +284,15 @@ class Network:
         return len(self._bits) if self._bits.ndim > 2 else 1
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the network as lists, numbers and text, which JSON can hold."""
+        """Return the network as lists, numbers and text for JSON."""
         place = None if self._place is None else self._place.tolist()
-        bits = [[str(one) for one in row] for row in self._bits.tolist()]  # they may be infinite
+        bits = [[str(one) for one in row] for row in self._bits.tolist()]  # text, as JSON has no infinity
         own = {"bits_per_second": bits, "latency": self._latency.tolist(), "place": place}
         return {**own, "collective": self.collective, "server": self._server}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Network:
-        """Make a network from what `as_plain` returned."""
+        """Make a network from the result of `as_plain`."""
         options = {key: plain[key] for key in ("collective", "server")}
         bits, latency, place = (plain[key] for key in ("bits_per_second", "latency", "place"))
         place = None if place is None else np.array(place)
@@ -303,9 +304,9 @@ class Network:
             raise ValueError(f"the network has {self.num_nodes} nodes, and the run {num_nodes}")
 
     def kind(self, group: Sequence[int]) -> Hashable:
-        """Return what the price of a collective of these nodes depends on: their number, or their places.
+        """Return a key for the price of a collective of these nodes: their number, or their places if links differ.
 
-        A ring goes through the nodes in the order of their numbers, from the first of the group.
+        A ring goes through the nodes in the order of their numbers, starting with the group's first node.
         """
         if len(set(group)) < len(group):
             raise ValueError(f"a group has every node once, got {list(group)}")
@@ -321,16 +322,16 @@ class Network:
         return tuple(self._place[nodes].tolist())
 
     def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: Crowd = ()) -> Floats:
-        """Return how long a collective takes once all nodes of its group are ready.
+        """Return the seconds of a collective once all nodes of its group are ready.
 
         Args:
-            collective: a name as in the ledger. kind: of the group, from `kind`; its size if all links are alike.
-            payload_bytes: (E,) what a node hands in, of several calls.
-            crowd: (size, number of groups) of all groups that use a server at the same time, this one included.
-                Default: this one alone.
+            collective: a name as in the ledger. kind: the group's key from `kind`; its size if all links are alike.
+            payload_bytes: (E,) payload of a node, in each of several calls.
+            crowd: (size, number of groups) of all groups that use a server at the same time, including this group.
+                Default: only this group.
 
         Returns:
-            (E,); on a `grid` (N, E).
+            Seconds (E,); on a `grid` (N, E).
 
         Raises:
             ValueError: there is no such collective, bytes are negative, or links differ and `kind` is a number.
@@ -347,12 +348,12 @@ class Network:
             return total
         if collective == "all_to_all":
             return self._to_each(places, payload / len(places))
-        if self._place is None:  # the rounds of equal links end together
+        if self._place is None:  # on equal links, the messages of a round end together
             own = places[:1]
             for times, share, _ in rounds(collective, len(places), self.collective):
                 total += times * self._messages(own, own, np.max(share) * payload)
             return total
-        many = max(1, _NUMBERS // (self.alternatives * len(places)))  # sizes at once
+        many = max(1, _NUMBERS // (self.alternatives * len(places)))  # payloads at once
         last = self._around if self.collective == "ring" and collective != "send" else self._in_rounds
         found = [last(collective, places, payload[i : i + many]) for i in range(0, len(payload), many)]
         return np.concatenate([total[..., :0], *found], -1)
@@ -370,44 +371,44 @@ class Network:
         return np.zeros(size, dtype=np.int64)
 
     def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds of messages (E,) that travel at the same time, from places to places."""
+        """Return the seconds (E,) of messages that travel at the same time, from places to places."""
         link = ..., sources, targets
         return (self._latency[link][..., None] + 8 * size / self._bits[link][..., None]).max(-2)
 
     def _to_each(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds in which every node sends a message to every other: the seconds of the busiest line.
+        """Return the seconds for a message from every node to every other node: the seconds of the busiest line.
 
-        As messages may be cut, there is an order in which no line waits for another [Gonzalez and Sahni 1976].
+        Messages may be split, so that in some order no line waits for another [Gonzalez and Sahni 1976].
         """
         there, nodes = np.unique(places, return_counts=True)
         link = ..., there[:, None], there
         cost = self._latency[link][..., None] + 8 * size / self._bits[link][..., None]
-        others = (nodes - np.eye(len(there)))[..., None]  # which a node at a place has at each
+        others = (nodes - np.eye(len(there)))[..., None]  # number of other nodes at each place
         out, into = (others * cost).sum(-2).max(-2), (others.swapaxes(0, 1) * cost).sum(-3).max(-2)
         return np.maximum(out, into)
 
     def _around(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
-        """Return the seconds of a collective around the ring through places, from each to the next."""
+        """Return the seconds of a collective around the ring through places, from each node to the next."""
         links = np.stack([places, np.roll(places, -1)])
-        starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # of runs of equal links
+        starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # starts of runs of equal links
         starts = starts if len(starts) else np.zeros(1, dtype=np.int64)
         count = np.diff(starts, append=starts[0] + len(places))
-        if collective == "broadcast":  # a chain, which the last link would close
+        if collective == "broadcast":  # a chain: leave out the last link, which closes the ring
             count[-1] -= 1
             starts, count = starts[count > 0], count[count > 0]
         link = ..., *links[:, starts]
         latency, bits = (np.moveaxis(own[link], -1, 0)[..., None] for own in (self._latency, self._bits))  # (P, …, 1)
-        if collective == "broadcast":  # in small pieces: the slowest link never stands still
+        if collective == "broadcast":  # in small pieces: the slowest link is always busy
             return np.tensordot(count, latency, 1) + (8 * payload / bits).max(0)
         ((times, share, _),) = rounds(collective, len(places), "ring")
         return ring_seconds(latency, 8 * share * payload / bits, count, times)
 
     def _in_rounds(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
-        """Return the seconds of messages between pairs, where every node waits for what it needs.
+        """Return the seconds of rounds of messages between pairs; a node waits only for the messages that it needs.
 
-        In a tree a node is at one message at a time, until it has arrived. Otherwise it sends to one node while it
-        receives from another: a message waits for what its source receives in earlier rounds, for the source's line,
-        and, underway, for the target's.
+        In a tree, a node sends or receives one message at a time. Otherwise a node sends to one node while it receives
+        from another: a message waits for its source's messages from earlier rounds, for the source's line, and, after
+        the latency, for the target's line.
         """
         in_tree = collective == "broadcast" or self.collective == "tree"
         has, sent = np.zeros((2, *self._bits.shape[:-2], len(places), len(payload)))
@@ -449,7 +450,7 @@ class Network:
         return np.where(fastest > 0, fastest, math.inf)
 
     def server_seconds(self, inward: bool, size: float) -> Floats:
-        """Return how long this many bytes take on the server's line, in or out: (), on a `grid` (N,)."""
+        """Return the seconds of `size` bytes on the server's line, in or out: (), on a `grid` (N,)."""
         return np.asarray(8 * size / self._server_bits(inward))
 
     def __repr__(self) -> str:

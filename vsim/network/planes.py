@@ -1,16 +1,16 @@
 """A run's time on every network at once: the largest of a few planes.
 
-A lockstep clock is a longest path, whose edges are multiples of compute seconds, latencies and bytes over bandwidth.
-When a step is done is therefore convex and piecewise linear in the three,
+The time of a lockstep clock is a longest path, whose edges are multiples of compute seconds, latencies and bytes over
+bandwidth. The time at which a step is done is therefore convex and piecewise linear in these three,
 
     T(compute, latency, bandwidth) = max over planes of  a · compute + b · latency + d / bandwidth,
 
-with one plane for a strategy that waits for all it sends, and several for one that computes meanwhile.
+with one plane for a strategy that waits for all its messages, and several for a strategy that computes meanwhile.
 
-Cutting planes [Kelley 1960] find them. The slope of the clock at a point is a plane that is nowhere above the clock.
-Where one of the planes found is the largest, the clock minus that plane is convex, and so largest at a corner of this
-region. If the planes reach the clock at all corners, they reach it everywhere; where they do not, the slope of the
-clock at that corner is a further plane.
+The planes are found as cutting planes [Kelley 1960]. The slope of the clock at a point is a plane that is nowhere above
+the clock. In the region where a given plane is the largest, the clock minus that plane is convex, and so largest at a
+corner of the region. If the planes reach the clock at all corners, they reach the clock everywhere; at a corner where
+they do not, the slope of the clock is a further plane.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from vsim.network.links import Network
 from vsim.network.timeline import timeline
 
 Floats = NDArray[np.float64]
-# The largest share by which the planes, raised by half of what they miss, differ from the clock; and the digits that
-# slopes lose.
+# The largest relative difference of planes, raised by half of their gap, from the clock; and the relative error of
+# slopes.
 TOLERANCE, _LOST = 4.5e-4, 1e-4
-# More planes than this for one step are not worth having.
+# Bound on the number of planes for one step.
 _MOST_PLANES = 60
-# Of a map of networks, at most this many numbers are held at a time.
+# Bound on the memory for a map of networks, in numbers.
 _NUMBERS = 1 << 22
 # The first points: latency and bytes that each alone take as long as all the compute, times these factors. Beyond the
-# largest, the smallest term no longer counts.
+# largest factor, the smallest term is negligible.
 _FACTORS = np.array([0.0, *10.0 ** np.linspace(-5, 5, 11)])
-# How often corners are looked at, and how often in vain; and how far from a point, relative to it, the slope is taken,
-# since at the point itself the clock may bend.
+# Bounds on the rounds of corners, and on rounds with a point that all planes miss. Slopes are taken at this relative
+# distance from a point, because at the point itself the clock may bend.
 _ROUNDS, _TRIES, _BESIDE = 20, 3, 1e-4 * np.array([1.0, 0.6])
 
 
@@ -49,13 +49,14 @@ class Planes:
 
     Attributes:
         steps: (S,) ascending.
-        planes: of every step (P, 3): the factors of compute, latency and 1/bandwidth. Compute is in seconds a step, in
-            the mean of the nodes; latency in seconds and bandwidth in bit/s where all links are equal, and otherwise
-            relative to the network's.
-        computed: what a node computed until the last of the steps, in the mean of the nodes, over that of one step.
-        compute: the mean seconds of a step of the compute that was given.
-        decided: what the run's course depended on, so that another is another run: "", "compute", or "both" compute and
-            network. A run that was decided has no slope: compute must stay the same.
+        planes: for every step (P, 3): the factors of compute, latency and 1/bandwidth. Compute is in seconds a step,
+            mean over the nodes. If all links are equal, latency is in seconds and bandwidth in bit/s; otherwise both
+            are relative to the network's.
+        computed: seconds that a node computed until the last of the steps, divided by the seconds of one step; both are
+            means over the nodes.
+        compute: the mean seconds of a step of the given compute.
+        decided: the settings that decided the run's course: "", "compute", or "both" compute and network. Another
+            setting would be another run, so the compute of such a run must stay the same.
     """
 
     steps: NDArray[np.int64]
@@ -65,7 +66,7 @@ class Planes:
     decided: str = ""
 
     def seconds(self, compute: float, latency: float, bandwidth: float) -> Floats:
-        """Return (S,) when the last node is done with each of the steps, in the units of the planes."""
+        """Return the times (S,) when the last node is done with each of the steps, in the units of the planes."""
         at = np.array([compute, latency, 1 / bandwidth])
         return np.array([(own @ at).max() for own in self.planes])
 
@@ -74,13 +75,14 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
     """Return a run's time as planes.
 
     Args:
-        ledger: of the run. network: its links may differ: then all bandwidths, and all latencies, change by one factor.
-            A server's bandwidth changes with the others. compute: nodes keep their ratios, and messages their parts.
-        steps: the steps whose times are asked for.
+        ledger: the run's ledger.
+        network: if its links differ, one factor changes all bandwidths, including a server's, and one all latencies.
+        compute: nodes keep their ratios, and messages their parts.
+        steps: the steps whose times to return.
 
     Raises:
-        ValueError: the clock is not a maximum of few planes: the parts in which a message is sent depend on which node
-            waits.
+        ValueError: the clock is not a maximum of few planes, because the start of a message's parts depends on which
+            node waits.
     """
     chosen = sorted({int(step) for step in steps})
     mean = float(compute.node_seconds.mean())
@@ -90,7 +92,7 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
         own = [np.array([[line.seconds[step] / mean, 0.0, 0.0]]) for step in chosen]
         return Planes(np.array(chosen), tuple(own), float(line.compute_seconds.sum()) / mean, mean, decided)
     if decided:
-        timeline(ledger, network, compute)  # which raises if another compute decided
+        timeline(ledger, network, compute)  # raises if another compute decided the run
     pricing = _Pricing(ledger, network, compute if decided else _scaled(compute, 1 / mean), chosen)
     unit = mean if decided else 1.0
     found = _fitted(pricing, unit)
@@ -109,7 +111,7 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
         points, seconds, slopes = (np.concatenate(two) for two in zip((points, seconds, slopes), fresh, strict=True))
         known.update(map(tuple, pricing.digits(there)))
         again, corners = [], [np.zeros((0, 2))]
-        for i in reversed(range(count)):  # the last has most planes
+        for i in reversed(range(count)):  # the last step has most planes
             if turn and _missing(fresh[0] @ found[i].T, fresh[1][:, i]).max() <= 2 * TOLERANCE:
                 continue
             found[i], missed = _covering(points, seconds[:, i], slopes[:, i])
@@ -131,14 +133,14 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
 
 
 def _missing(values: Floats, seconds: Floats) -> Floats:
-    """Return the share of the clock (N,) by which planes, with values (N, P), stay below it."""
+    """Return the relative gap (N,) between the clock and the largest plane below it; planes have values (N, P)."""
     return np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0)
 
 
 def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, list[int]]:
-    """Return a few of the planes (N, 3) that together are the clock at all points (N, 3), and a point they all miss."""
+    """Return a few of the planes (N, 3) that together reach the clock at all points (N, 3), and points below it."""
     values, chosen, missed = np.zeros((len(points), 1)), list[int](), list[int]()
-    # Of planes that are about as good at a point, take the one that is good elsewhere; of these the first.
+    # Among planes that are about equally good at a point, prefer planes that are good elsewhere, then the first.
     weights = points / np.where(seconds > 0, seconds, np.inf)[:, None]
     even, allowed = 1e-4 * np.round(slopes @ weights.mean(0), 2), np.ones(len(slopes), dtype=bool)
     while not missed:
@@ -152,7 +154,7 @@ def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, 
             own = points @ slopes[best]
             if not allowed[best] or (own <= seconds * (1 + _LOST) + 1e-12).all():
                 break
-            allowed[best] = False  # a bend of the clock lies under it
+            allowed[best] = False  # the plane is above the clock: the clock bends there
         if len(chosen) > _MOST_PLANES or not allowed[best] or best in chosen:
             missed.append(worst)
         else:
@@ -166,7 +168,7 @@ def _dot(one: Floats, other: Floats) -> Floats:
 
 
 def _waits_for_a_clock(ledger: Record) -> bool:
-    """Whether compute seconds decided who was late, or a deadline does when a round ends."""
+    """Return whether compute seconds decided which nodes were late, or a deadline decides when a round ends."""
     return bool(ledger.clock) or any(segment.seconds for segment in getattr(ledger, "attendance", ()))
 
 
@@ -177,7 +179,7 @@ def _scaled(compute: Compute, factor: float) -> Compute:
 
 
 class _Pricing:
-    """Prices a run on networks that differ from one by factors."""
+    """Prices a run on networks that differ from a given network by factors."""
 
     def __init__(self, ledger: Record, network: Network, compute: Compute, steps: Sequence[int]) -> None:
         self.given, self.network = network, network.in_units()
@@ -185,13 +187,13 @@ class _Pricing:
         self.computed, huge = 0.0, 1e12
         alone, *ends = self._clock(np.array([0.0, huge, 0.0]), np.array([0.0, 0.0, huge]))[:, -1]
         self.whole = float(alone) or 1.0
-        # The factors of latency, and of 1/bandwidth, at which each alone takes as long as all the compute; and the
-        # largest that count. Latency or bytes that never add to the compute have none.
+        # The factors of latency and of 1/bandwidth at which each alone takes as long as all the compute; and the
+        # largest factors that matter, 0 for latency or bytes that never add to the compute.
         self.scale = np.array([huge * self.whole / end if end > 2 * alone else 1.0 for end in ends])
         self.box = np.array([end > 2 * alone for end in ends]) * self.scale * _FACTORS[-1]
 
     def _clock(self, latencies: Floats, inverses: Floats) -> Floats:
-        """Return (N, S) seconds with these factors of latency, and of 1/bandwidth."""
+        """Return seconds (N, S) with these factors of latency and of 1/bandwidth."""
         last, found = max(self.steps, default=0), [np.empty((0, len(self.steps)))]
         many = max(1, _NUMBERS // max(last + 1, self.ledger.num_nodes))
         for start in range(0, len(latencies), many):
@@ -202,7 +204,7 @@ class _Pricing:
         return np.concatenate(found)
 
     def grid(self) -> Floats:
-        """Return the first factors (N, 2) of latency and 1/bandwidth; slopes are best at the first of them."""
+        """Return the first factors (N, 2) of latency and 1/bandwidth, starting where slopes are most precise."""
         ways = [_FACTORS * by if most else np.zeros(1) for by, most in zip(self.scale, self.box, strict=True)]
         own = np.column_stack([own.ravel() for own in np.meshgrid(*ways, indexing="ij")])
         return own[np.argsort(np.abs(self.digits(own)).max(1), kind="stable")]
@@ -216,14 +218,14 @@ class _Pricing:
         a, *by = (planes * np.array([unit, *self.scale]) / self.whole).T
         slopes, box = np.stack(by, 1), self.box / self.scale
         one, other = np.triu_indices(len(a), 1)
-        # Two planes are equal on a line, from its point nearest to 0 along `way`.
+        # Two planes are equal on a line: its point nearest to 0 is `start`, its direction `way`.
         normal, gap = slopes[one] - slopes[other], a[other] - a[one]
         length = np.hypot(*normal.T)
         meet = length > 1e-9
         one, other, normal, gap, length = (own[meet] for own in (one, other, normal, gap, length))
         start = normal * (gap / length**2)[:, None]
         way = normal[:, ::-1] * [-1, 1] / length[:, None]
-        # On the line all other planes are lower, and the factors in the box: room + along * t >= 0.
+        # At t on the line, all other planes are lower and the factors in the box if room + along * t >= 0.
         room = np.column_stack(
             [a[one, None] - a + _dot(slopes[one, None] - slopes, start[:, None]), start, box - start]
         )
@@ -242,7 +244,7 @@ class _Pricing:
     def sampled(self, ways: Floats, unit: float, beside: Floats) -> tuple[Floats, Floats, Floats]:
         """Return the points (N, 3) of factors (N, 2), the seconds there (N, S), and slopes next to them (N, S, 3)."""
         near = ways * (1 + beside)
-        # Small enough to stay on one plane, large enough for the digits.
+        # Steps are small enough to stay on one plane, and large enough for the precision of slopes.
         steps = np.maximum(1e-5 * near, 1e-9 * self.scale * (1 + (near / self.scale).sum(1, keepdims=True)))
         at = np.concatenate([ways, near, near + steps * [1, 0], near + steps * [0, 1]])
         here, own, *later = np.split(self._clock(*at.T), 4)

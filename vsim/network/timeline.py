@@ -1,4 +1,4 @@
-"""A run in time: when each step would be done, how much of it is waiting, and a picture of both."""
+"""A run in time: the time when each step is done, the time spent waiting, and a picture of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-# Of a map of networks, at most this many numbers are held at a time.
+# Bound on the memory for a map of networks, in numbers.
 _NUMBERS = 1 << 22
 
 
@@ -30,11 +30,11 @@ class Timeline:
     """A run in time.
 
     Attributes:
-        seconds: (T + 1,) when the last node is done with step t; the first is 0.
-        compute_seconds: (T,) what a node computed in step t + 1. stalls: (T,) what it waited for other nodes and for
-            messages; the last step includes the wait for the last node. Both are means over the nodes, and their sum
-            over all steps is `seconds[-1]`.
-        ledger, network, compute: what the times follow from.
+        seconds: (T + 1,) the time when the last node is done with step t; the first is 0.
+        compute_seconds: (T,) seconds that a node computed in step t + 1.
+        stalls: (T,) seconds that a node waited in step t + 1 for other nodes and for messages; the last step includes
+            the wait for the last node. The two are means over the nodes; their sum over all steps is `seconds[-1]`.
+        ledger, network, compute: the record, network and compute of these times.
     """
 
     seconds: Floats
@@ -59,12 +59,12 @@ class Timeline:
     def plot(
         self, steps: tuple[int, int] | None = None, nodes: Sequence[int] | None = None, ax: Axes | None = None
     ) -> Axes:
-        """Draw what nodes compute, what their lines carry and where they wait; needs matplotlib.
+        """Draw when nodes compute and wait, and the messages on their lines; needs matplotlib.
 
         Args:
             steps: the first and the last step to draw. Default: the steps around the first event.
             nodes: nodes to draw. Default: the first four.
-            ax: default: the axes of a new figure.
+            ax: axes to draw on. Default: the axes of a new figure.
 
         Raises:
             ValueError: there are no such steps or nodes, or the run is asynchronous.
@@ -90,22 +90,22 @@ class Timeline:
 def timeline(
     run: Any, network: Network | str | float | None = None, compute: Compute | float | str | None = None
 ) -> Timeline:
-    """Return when a run would have done its steps.
+    """Return the times at which a run would have done its steps on a network.
 
-        a step     every node computes, and sends what the strategy hands in: at the end, or layer by layer as the
-                   backward pass reaches it
+        a step     every node computes, and sends the strategy's payload: at the end, or layer by layer during the
+                   backward pass
         an event   starts when the last of its nodes is ready and their lines are free, and takes the time of its
                    collective on this network
-        its end    is waited for in the step in which it is due, at the same moment
+        its end    delays the step in which the event is due, at the same moment of the step
 
     Args:
-        run: a ledger, or an object that has one: a Trainer, a History, a run of a Comparison.
+        run: a ledger, or an object with a ledger: a Trainer, a History, a run of a Comparison.
         network: a `Network`, or text: "200 Mbit/s, 50 ms". compute: a `Compute`, or the seconds of a step.
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the run has taken no step; the network or the compute has another number of nodes; or
-            another one decided the run's course: an asynchronous run depends on both, stragglers on the compute.
+        ValueError: the run has taken no step; network or compute has another number of nodes; or the run took its
+            course with another network or compute. An asynchronous run depends on both, stragglers on the compute.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
@@ -114,7 +114,7 @@ def timeline(
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network), Compute.of(compute)
     _check_decided(ledger, network, compute)
-    if ledger.seconds:  # of an asynchronous run, recorded as it went
+    if ledger.seconds:  # an asynchronous run recorded its times
         seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
         return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
     clock = Clock(ledger, network, compute).run()
@@ -124,15 +124,15 @@ def timeline(
 def seconds_on(
     ledger: Record, bandwidths: Floats, latencies: Floats, collective: str, compute: Compute, steps: Sequence[int]
 ) -> Floats:
-    """Return when the last node is done with each of these steps, on N networks of equal links: (N, steps).
+    """Return the times (N, steps) when the last node is done with each of these steps, on N networks of equal links.
 
-    Any timeline scales, T(c · seconds, B, a) = c · T(seconds, c · B, a / c): one map serves nodes of every speed.
+    Any timeline scales, T(c · seconds, B, a) = c · T(seconds, c · B, a / c), so one map serves nodes of every speed.
 
     Args:
         bandwidths: (N,) in bit/s. latencies: (N,) in seconds. collective: see `Network`.
 
     Raises:
-        ValueError: the run is asynchronous and has the seconds of its own network only.
+        ValueError: the run is asynchronous, and so has the seconds of its own network only.
     """
     _check_decided(ledger, None, compute)
     last, found = max(steps, default=0), []
@@ -166,7 +166,7 @@ def _check_decided(ledger: Record, network: Network | None, compute: Compute) ->
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as one says it.
+    """Return a duration as text in a readable unit.
 
     >>> [duration(s) for s in (0.0123, 12.3, 4000, 1e6)]
     ['12.3 ms', '12.3 s', '1.11 h', '11.6 days']
@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 
 # The picture ----------------------------------------------------------------------------------------------------------
 
-# Told apart with any kind of colour vision, and in grey.
+# Colours that differ with any kind of colour vision, and in grey.
 _COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
 _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 # Steps shown before and after the first event.
@@ -187,7 +187,7 @@ _AROUND = 2
 
 
 def around_first_event(ledger: Record) -> tuple[int, int]:
-    """Return the first and the last step that show the first event, from before it is sent to after it is due."""
+    """Return the first and the last step to draw around the first event, from its sending to its due step."""
     first = next((event for event in ledger if event.step > 0), None)
     if first is None:
         return 1, min(ledger.steps, 1 + 2 * _AROUND)
@@ -218,7 +218,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
         "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
         "wait": {"facecolor": _WAIT, "edgecolor": _HATCH, "linewidth": 0.6, "hatch": "////"},
     }
-    numbered = -math.inf  # where the last number of a step stands, over the first node
+    numbered = -math.inf  # position of the last step number, above the first node
     for what, step, label, row, start, stop in bars:
         start = max(start, began)
         if stop <= start:
