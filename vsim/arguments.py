@@ -1,4 +1,4 @@
-"""Checking what a user gave: every error names what was given, what is allowed, and where."""
+"""Check users' arguments. Every error names the argument, the given value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names that arguments had → what they are called.
+# Former name of an argument → its name.
 RENAMED = {
     "N": "buffer",
     "clip_norm": "outer_max_norm",
@@ -62,7 +62,7 @@ def known_keywords(function: Function) -> Function:
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return `value` if it is an int in [at_least, at_most], below 2**63; raise a ValueError or TypeError otherwise."""
+    """Return `value` if it is an int in [at_least, at_most] below 2**63; raise a ValueError or TypeError otherwise."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -78,7 +78,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def countable(name: str, value: Any, things: str, bytes_each: int, *, at_least: int = 1) -> int:
-    """Return a `whole_number` of things, if this machine's memory holds that many; raise a ValueError otherwise."""
+    """Return a `whole_number` of things if they fit into this machine's memory; raise a ValueError otherwise."""
     count, memory = whole_number(name, value, at_least=at_least), psutil.virtual_memory().total
     if count * bytes_each > memory:
         raise ValueError(
@@ -115,7 +115,7 @@ def real_number(
 
 
 def encodable(what: str, text: str) -> str:
-    """Return a text that files can hold; raise a ValueError if it has a lone surrogate, which UTF-8 cannot encode."""
+    """Return `text`; raise a ValueError if it has a lone surrogate, which UTF-8 cannot encode in files."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -124,14 +124,14 @@ def encodable(what: str, text: str) -> str:
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """Return `value` as a bool if it is one; raise a TypeError otherwise: any text would be true, "no" as well."""
+    """Return `value` as a bool if it is one; raise a TypeError otherwise, because bool() is true for any text."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {given(value)}")
     return bool(value)
 
 
 def a_function(name: str, value: Any, of: str) -> None:
-    """Raise a TypeError unless `value` can be called with the arguments `of`. A class cannot: it would make objects."""
+    """Raise a TypeError unless `value` is a function of the arguments `of`. Classes are not accepted."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function of ({of}), got {given(value)}")
     try:
@@ -155,14 +155,14 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def a_text(name: str, value: Any) -> str:
-    """Return `value` if it is a text that is not empty; raise a TypeError otherwise."""
+    """Return `value` if it is text and not empty or blank; raise a TypeError otherwise."""
     if not isinstance(value, str) or not value.strip():
         raise TypeError(f"{name} must be a text, got {given(value)}")
     return value
 
 
 def a_list(name: str, value: Any) -> list[Any]:
-    """Return the entries of a sequence, an array or a tensor; raise a TypeError or ValueError if there are none."""
+    """Return the 1 to 10⁶ entries of a sequence, array or tensor; raise a TypeError or ValueError otherwise."""
     entries = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
         raise TypeError(f"{name} must be a list, got {given(value)}")
@@ -173,7 +173,7 @@ def a_list(name: str, value: Any) -> list[Any]:
 
 
 def a_path(name: str, value: Any) -> Path:
-    """Return `value` as a path if it is one, or a text; raise a TypeError or ValueError otherwise."""
+    """Return `value` as a path if it is a path or a text; raise a TypeError or ValueError otherwise."""
     if not isinstance(value, str | PathLike):  # such as the number of an open file
         raise TypeError(f"{name} must be a path, got {given(value)}")
     if not str(value).strip() or "\0" in str(value):
@@ -182,14 +182,14 @@ def a_path(name: str, value: Any) -> Path:
 
 
 def given(value: Any) -> str:
-    """Return a short text for a value of a wrong type: the value, and its type where that is not obvious."""
+    """Return a short text for a value of a wrong type: the value and its type, or the name of a class."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return f"{value!r:.100} of type {type(value).__name__}"
 
 
 def only_one(where: str, **given: Any) -> Any:
-    """Return the one value of `given` that is not None (or None); raise if two spellings of it were given."""
+    """Return the only value of `given` that is not None, or None; raise a TypeError if several are given."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
         raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
@@ -198,7 +198,7 @@ def only_one(where: str, **given: Any) -> Any:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Begin the message of a TypeError or ValueError in this context with a name, if there is one."""
+    """Prefix the message of a TypeError or ValueError in this context with `name`, unless `name` is empty."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -208,15 +208,15 @@ def naming(name: str) -> Iterator[None]:
 
 
 def brief(text: str, most: int = 10_000) -> str:
-    """Return a text, or of a very long one the beginning and its length: it may hold a whole dataset."""
+    """Return a text or, if longer than `most` characters, such as a whole dataset, its beginning and length."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 def retold(error: Exception, text: str) -> Exception:
-    """Return an error of the same kind with another text, caused by `error`; a RuntimeError where the kind cannot."""
+    """Return an error of the same type with another text, caused by `error`; a RuntimeError if the type forbids it."""
     try:
         told = type(error)(text)
-    except Exception:  # it takes more than a text
+    except Exception:  # the type takes other arguments
         told = RuntimeError(f"{type(error).__name__}: {text}")
     told.__cause__ = error
     return told
@@ -229,7 +229,7 @@ def is_factory(dataset: Any) -> bool:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Exchange the argument that the message of a TypeError or ValueError begins with: name → what the user wrote."""
+    """Replace an argument's name at the beginning of a TypeError's or ValueError's message: name → the user's name."""
     try:
         yield
     except (TypeError, ValueError) as error:

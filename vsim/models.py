@@ -1,8 +1,9 @@
 """Three small models in the form the trainer expects: `model((x, y))` is the loss.
 
-Every model here also answers `model(x)` and `model.logits(x)` with the logits and `model.loss_and_accuracy((x, y))`
-with the loss and the share of right answers. All are plain functions of their parameters, so that `functional_call`
-under `torch.func.vmap` runs K of them at once: no `.item()`, no branch on data, no write into an input.
+Every model of this module also returns the logits from `model(x)` and `model.logits(x)`, and the loss and the share of
+right predictions from `model.loss_and_accuracy((x, y))`. All models are plain functions of their parameters (without
+`.item()`, branches on data or writes into an input), so that `functional_call` under `torch.func.vmap` runs K models at
+once.
 """
 
 import math
@@ -24,21 +25,21 @@ class _LossModel(nn.Module):
     """A classifier that returns its own loss; subclasses define `logits`."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits: class scores along the last dimension."""
+        """Return the logits: class scores along the last dimension."""
         raise NotImplementedError
 
     def forward(self, batch: Tensor | Sequence[Tensor]) -> Tensor:
-        """The mean cross-entropy of a batch `(x, y)`, a scalar in nats; for a lone tensor x, its logits."""
+        """Return the mean cross-entropy of a batch `(x, y)`, a scalar in nats; for a single tensor x, the logits."""
         if isinstance(batch, Tensor):
             return self.logits(batch)
         x, y = batch
         return _cross_entropy(self.logits(x), y)
 
     def loss_and_accuracy(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of a batch `(x, y)` and the share of predictions that are right, in [0, 1]; two scalars.
+        """Return two scalars: the loss of a batch `(x, y)`, and the share of right predictions in [0, 1].
 
-        Labels of −100 count in neither; without any other label, both are NaN. Runs in the mode the model is in: call
-        `eval()` first where dropout or BatchNorm matters.
+        Labels of −100 do not count; if all labels are −100, both scalars are NaN. Call `eval()` first if dropout or
+        BatchNorm matters: the model runs in its current mode.
         """
         x, y = batch
         logits, counted = self.logits(x), y != -100
@@ -59,11 +60,11 @@ class MLP(_LossModel):
         hidden: width of each hidden layer; empty for a linear classifier.
         num_classes: number of classes.
         dropout: probability after each ReLU, in [0, 1).
-        seed: draws the initial weights from this seed, on the CPU, and leaves the global generator as it
-            was; None draws from the global generator.
+        seed: of the initial weights, which are drawn on the CPU without changing the global generator; None: draw from
+            the global generator.
 
     Raises:
-        ValueError: an argument out of its range, or an input of another size.
+        ValueError: an argument is out of its range, or an input has another size.
 
     >>> model = MLP(in_features=4, hidden=(8,), num_classes=3, seed=0)
     >>> x, y = torch.ones(5, 2, 2), torch.zeros(5, dtype=torch.int64)
@@ -110,16 +111,16 @@ class CNN(_LossModel):
     `image_shape=(1, 28, 28)` fits MNIST.
 
     Args:
-        image_shape: (channels, height, width); each block halves height and width, rounding down, and at
-            least one pixel must remain.
+        image_shape: (channels, height, width); each block halves height and width, rounded down; at least one pixel
+            must remain.
         channels: output channels of each block; at least one block.
         num_classes: number of classes.
         batch_norm: put BatchNorm2d after each convolution.
         dropout: probability before the head, in [0, 1).
-        seed: as for `MLP`.
+        seed: see `MLP`.
 
     Raises:
-        ValueError: an argument out of its range, or an input of another shape.
+        ValueError: an argument is out of its range, or an input has another shape.
     """
 
     def __init__(
@@ -167,9 +168,9 @@ class CNN(_LossModel):
 class GPT(_LossModel):
     """A decoder-only transformer after GPT-2: pre-LayerNorm, learned positions, tied embedding and head.
 
-    x is (B, T) int64 with T ≤ block_size, y is (B, T) int64, the token that follows each of x; logits are
-    (B, T, vocab_size). Weights start as in GPT-2: normal with standard deviation 0.02, the projections
-    that write into the residual stream divided by sqrt(2 · layers), biases zero.
+    x is (B, T) int64 with T ≤ block_size, y is (B, T) int64, the token that follows each token of x; logits are
+    (B, T, vocab_size). Initial weights are GPT-2's: normal with standard deviation 0.02, divided by sqrt(2 · layers)
+    for the projections that write into the residual stream; biases are zero.
 
     Args:
         vocab_size: number of different tokens.
@@ -177,11 +178,12 @@ class GPT(_LossModel):
         layers: number of transformer blocks.
         width: size of the residual stream; a multiple of heads.
         heads: attention heads a block.
-        dropout: probability on the embedding and on what each block adds, in [0, 1). The attention weights have none.
-        seed: as for `MLP`.
+        dropout: probability on the embedding and on the output of each attention and MLP, in [0, 1); attention weights
+            have no dropout.
+        seed: see `MLP`.
 
     Raises:
-        ValueError: an argument out of its range, or an input longer than block_size.
+        ValueError: an argument is out of its range, or an input is longer than block_size.
     """
 
     def __init__(
@@ -239,21 +241,21 @@ class GPT(_LossModel):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Sample a continuation; dropout is off and the training mode is the same afterwards.
+        """Sample a continuation without dropout, and restore the training mode.
 
         Args:
-            prompt: (B, T0) int64 with T0 ≥ 1; only the last block_size tokens are seen.
+            prompt: (B, T0) int64 with T0 ≥ 1; the model sees the last block_size tokens.
             max_new_tokens: tokens to add, ≥ 0.
             temperature: divides the logits, ≥ 0; 0 takes the likeliest token.
-            top_k: sample among this many likeliest tokens, ≥ 1; None among all.
-            generator: source of the draws, on the model's device; None starts a new one at seed 0, so that
-                equal calls return equal text. The global generator is never used.
+            top_k: sample from the `top_k` likeliest tokens, ≥ 1; None: from all tokens.
+            generator: source of the draws, on the model's device; None: a new generator with seed 0, so that equal
+                calls return equal text. The global generator is never used.
 
         Returns:
-            (B, T0 + max_new_tokens) int64: the prompt and what follows it.
+            (B, T0 + max_new_tokens) int64: the prompt and its continuation.
 
         Raises:
-            ValueError: an argument out of its range.
+            ValueError: an argument is out of its range.
         """
         if not isinstance(prompt, Tensor) or prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.shape[1] == 0:
             found = f"{tuple(prompt.shape)} {prompt.dtype}" if isinstance(prompt, Tensor) else given(prompt)
@@ -281,7 +283,7 @@ class GPT(_LossModel):
 
 
 class _Block(nn.Module):
-    """One transformer block: attention and MLP, each normalized before and added after."""
+    """One transformer block: attention and MLP, each with LayerNorm before and a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -309,10 +311,10 @@ class _Block(nn.Module):
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token a row: (B, vocab_size) → (B, 1)."""
+    """Sample one token per row: (B, vocab_size) → (B, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    # The largest logit becomes 0 before the division, so that no temperature overflows.
+    # Shift the largest logit to 0 before the division, so that a low temperature does not overflow.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         values, candidates = logits.topk(top_k)
@@ -323,17 +325,17 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Draw initial weights from `seed` inside the block, leaving the global generators as they were."""
+    """Draw initial weights from `seed` within the block, without changing the global generators."""
     if seed is None:
         yield
         return
-    # On the CPU whatever the default device, so that a seed means the same weights everywhere.
+    # Draw on the CPU whatever the default device, so that a seed gives the same weights on every device.
     with torch.device("cpu"), _DrawingFrom(torch.Generator().manual_seed(whole_number("seed", seed, at_least=0))):
         yield
 
 
 class _DrawingFrom(TorchDispatchMode):
-    """Draw initial weights of this thread from a generator, in place of the process's."""
+    """Draw this thread's initial weights from `stream` instead of the global generator."""
 
     def __init__(self, stream: torch.Generator) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Private names of torch and transformers that vsim uses, each with the reason and what would replace it.
+"""Private names of torch and transformers that vsim uses, each with the reason and a possible public replacement.
 
-Apart from these vsim names only public functions of torch, and two that all its ecosystem leans on:
-`torch.utils._pytree` and `torch._foreach_*`. `tests/test_private_torch.py` holds every other file to that.
+All other files use only public functions of torch, `torch.utils._pytree` and `torch._foreach_*`, on which torch's whole
+ecosystem depends; `tests/test_private_torch.py` checks this.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-# vmap from within. An executor wraps nodes' tensors and unwraps their losses, and a lowering takes the stacked tensor
-# out of a batched one and puts its own result in. torch.library's register_vmap does that for operators of one's own; a
-# rule in the place of functorch's for an operator of torch would replace these.
+# vmap from within. An executor wraps nodes' tensors and unwraps their losses; a lowering unwraps batched tensors and
+# wraps its result. torch.library's register_vmap supports this for user-defined operators. A public way to replace
+# functorch's rule for an operator of torch would replace these functions.
 batch_level = _functorch.maybe_get_level
 batch_dim = _functorch.maybe_get_bdim
 unwrapped = _functorch.get_unwrapped
@@ -38,7 +38,8 @@ _load_decompositions = cache(lazy_load_decompositions)
 def within_vmap(size: int, randomness: str) -> Iterator[int]:
     """Compute a block as torch.func.vmap computes a function; yield the level, which the functions above take.
 
-    vmap itself looks at arguments and results, in 300 calls of Python. A form of it without that would replace this.
+    vmap itself inspects arguments and results, in 300 calls of Python. A vmap without inspection would replace this
+    function.
     """
     _load_decompositions()
     with without_performance_warnings():
@@ -50,7 +51,7 @@ def within_vmap(size: int, randomness: str) -> Iterator[int]:
 
 
 class outside_of_vmap(AbstractContextManager[None]):
-    """Compute plain stacked tensors in a block within vmap as if no vmap was going on. Replaced by the same."""
+    """Leave vmap within a block, to compute with plain stacked tensors. Replaced together with `within_vmap`."""
 
     def __enter__(self) -> None:
         self.levels: list[Any] = []
@@ -62,16 +63,16 @@ class outside_of_vmap(AbstractContextManager[None]):
             _functorch.push_dynamic_layer_stack(self.levels.pop())
 
 
-# What pickle's errors call operators that a script defines. A public type of theirs would replace the names.
+# Names in pickle's errors about operators that a script defines. A public type of the operators would replace them.
 NAMES_OF_OPERATORS = ("torch._C", "torch._ops", "'_Ops'", "'_OpNamespace'")
 
-# Modes that count or record operations do not see what is computed within this context: a trial, a probe. A public way
+# Context that hides computations, such as a trial or a probe, from modes that count or record operations. A public way
 # to leave all dispatch modes would replace it.
 unwatched = _disable_current_modes
 
 
 def is_watched() -> bool:
-    """Return whether a dispatch mode sees called operations. A public look at the stack would replace it."""
+    """Return whether a dispatch mode sees called operations. Public access to the stack would replace it."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -79,8 +80,8 @@ def is_watched() -> bool:
 def without_performance_warnings() -> Iterator[None]:
     """Silence functorch's warnings about operations that it computes node by node.
 
-    There is no way to read functorch's switch; it is on unless user code turned it off. A warnings filter, the public
-    way, comes and goes every step, which would make Python forget which of the user's warnings it has shown.
+    functorch's switch cannot be read; it is on unless user code turned it off. A warnings filter, the public way, would
+    be set and reset every step, and Python would then repeat the user's warnings that it has already shown.
     """
     _functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
     try:
@@ -103,14 +104,14 @@ def what_changed(error: RuntimeError) -> str | None:
 
 
 def guarding_hooks() -> AbstractContextManager[Any]:
-    """Compile again what is compiled in a block when modules get hooks. An argument would replace it, too."""
+    """Recompile code that is compiled in a block when modules get hooks. An argument would replace it, too."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 def without_messages() -> AbstractContextManager[Any]:
     """Compile a block's code without its prints, warnings and logs. An argument of torch.compile would replace it."""
     logs = {f for name, f in vars(logging.Logger).items() if name.startswith(_LOGS)}
-    names = ("ignore_logging_functions", "ignore_logger_methods")  # the latter in torch of before
+    names = ("ignore_logging_functions", "ignore_logger_methods")  # the latter in older versions of torch
     name = next(name for name in names if hasattr(torch._dynamo.config, name))
     return torch._dynamo.config.patch({name: {print, warnings.warn, *logs}})
 
@@ -120,10 +121,11 @@ _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "lo
 
 
 def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:
-    """Say which guards of a compiled graph are worth a look at every step: those on what a user may change.
+    """Return which guards of a compiled graph to check at every step: all except guards on torch's transforms.
 
-    The others, on the Python of torch's own transforms, are half of a small model's, and take twice as long as these.
-    Their names are torch's own; torch.compiler.skip_guard_on_globals_unsafe leaves out the user's globals, too.
+    Guards on the Python of torch's transforms are half of a small model's guards, and take twice as long as the other
+    half. They are recognized by private names; torch.compiler.skip_guard_on_globals_unsafe would also leave out guards
+    on the user's globals.
     """
     return [not any(name in guard.name for name in _TRANSFORMS) for guard in guards]
 
@@ -132,7 +134,7 @@ _TRANSFORMS = ("_dot__functorch", "_dot__dynamo", "_pytree", "__import_contextli
 
 
 def mark_static_address(tensor: Tensor) -> None:
-    """Tell CUDA graphs that a tensor stays where it is, so that a graph may write to it and need not copy it.
+    """Declare that a tensor's address is fixed, so that a CUDA graph may write to the tensor without a copy.
 
     PyTorch's page on CUDAGraph Trees names this function. An argument of torch.compile would replace it.
     """
@@ -145,12 +147,12 @@ def is_of_compiler(error: Exception) -> bool:
 
 
 def allow_saved_tensors_hooks() -> None:
-    """Undo what a compilation that broke off within a checkpoint leaves behind. A repair in torch would replace it."""
+    """Allow hooks on saved tensors again after compilation failed in a checkpoint. A fix in torch would replace it."""
     torch._C._autograd._saved_tensors_hooks_enable()
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return name → parameter and name → buffer of a module itself, which may be changed.
+    """Return a module's mutable tables, name → parameter and name → buffer, without its submodules' tensors.
 
     torch.func.functional_call is the public way to put tensors in a model, but it searches the tree at every call.
     """
@@ -158,20 +160,20 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a leaf has hooks, which its copies would not have. A public look at them would replace it."""
+    """Return whether a leaf has hooks, which its copies would lack. Public access to hooks would replace it."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Return whether modules have hooks on the gradients at their ends. A public look at them would replace it."""
+    """Return whether modules have hooks on gradients of inputs or outputs. Public access to hooks would replace it."""
     of_all = nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
     return any((*of_all, *[m._backward_hooks or m._backward_pre_hooks for m in modules]))
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place, 0 if it was made in inference mode, where nothing counts.
+    """Return the number of in-place writes to a tensor, or 0 for tensors made in inference mode, which do not count.
 
-    A public form of it would replace it.
+    A public counter would replace it.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -182,34 +184,34 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that tensors on the same memory share. A public comparison of storages would replace it."""
+    """Return a number that is equal for tensors of one storage. A public comparison of storages would replace it."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def verify_batch_size(size: torch.Size) -> None:
-    """Raise what BatchNorm raises of a batch of one value per channel. A public form of it would replace it."""
+    """Raise BatchNorm's error if a batch has one value per channel. A public form of the check would replace it."""
     functional._verify_batch_size(size)  # type: ignore[attr-defined]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that an optimizer has stepped, or they would warn. A schedule set to a step would replace it."""
+    """Mark an optimizer as stepped, so that schedulers do not warn. A schedule set to a step would replace it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-# Methods by which an optimizer's step asks which accelerators there are, to know whether a graph is being captured, in
-# torch up to 2.12 and from 2.13 on. A process that has asked CUDA cannot fork processes that use it. A question put to
-# the tensors would replace them.
+# Methods by which an optimizer's step queries accelerators, to detect the capture of a graph, in torch up to 2.12 and
+# from 2.13 on. After a process has queried CUDA, processes forked from it cannot use CUDA. A query of the tensors alone
+# would replace them.
 CHECKS_OF_CAPTURE = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
 def default_mps_generator() -> torch.Generator:
-    """Return what mps draws from by default; the other devices' are public."""
+    """Return the default generator of MPS. Public access, as for other devices, would replace it."""
     return torch.mps._get_default_mps_generator()
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
-    """Return name → hooks that a module calls around its forward. A public look at them would replace it."""
+    """Return name → hooks that a module calls around its forward. Public access to hooks would replace it."""
     return {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
 
 
@@ -219,10 +221,10 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def register_recorders(model: nn.Module) -> None:
-    """Register the outputs that models of transformers can record, as their constructor does and unpickling does not.
+    """Register the outputs that models of transformers can record, which their constructor does, but not unpickling.
 
-    Without it a Mixtral with `output_router_logits` finds no router logits in another process. A registration in
-    `PreTrainedModel.__setstate__` would replace it.
+    Without registration, a Mixtral with `output_router_logits` finds no router logits in another process. Registration
+    in `PreTrainedModel.__setstate__` would replace it.
     """
     registry: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
     for module in model.modules() if registry is not None else ():

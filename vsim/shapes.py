@@ -1,4 +1,4 @@
-"""The shapes of a model, or of a GPT with a given number of parameters, without values; and the memory they share."""
+"""Models without values: of given shapes, or a GPT with a given number of parameters; and checks for shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vsim.private_torch import storage_key
 
 _DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _META = torch.device("meta")
-# Of the GPT that stands for a number of parameters: GPT-2's vocabulary as it is padded for accelerators, 64 · 786.
+# Tokens of a GPT with a given number of parameters: GPT-2's vocabulary as padded for accelerators, 64 · 786.
 _TOKENS, _POSITIONS, _SMALLEST_GPT = 50_304, 2_048, 20_000_000
 
 
@@ -51,14 +51,15 @@ def without_values(
 def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
     """Return a model without values that has exactly this number of parameters, in the shapes of a GPT.
 
-    An embedding of about 50,304 tokens and 2,048 positions; in each layer the matrices of attention (3d, d) and (d, d)
-    and of an MLP (4d, d) and (d, 4d), with biases and norms. The width d is the multiple of 64 that comes nearest, and
-    the embedding has as many tokens more or less as are needed: all sides have many divisors, as in models that are
-    made for accelerators. Models below 20 million parameters, where the embedding would be most of it, are `layers`
-    equal matrices, as square as their divisors allow.
+    The model has an embedding of about 50,304 tokens and 2,048 positions and, in each layer, the matrices of attention
+    (3d, d) and (d, d) and of an MLP (4d, d) and (d, 4d), with biases and norms. The width d is the nearest multiple of
+    64; the number of tokens is adjusted by multiples of 64. All sides therefore have many divisors, as in models made
+    for accelerators. Below 20 million parameters, an embedding would be most of the model: the model is `layers`
+    matrices of equal size, as square as their divisors allow.
 
     Args:
-        layers: default: of a GPT with d = 80 · layers, about 12 for 125 million and 26 for 1.3 billion parameters.
+        layers: default: the layers of a GPT with d = 80 · layers, about 12 for 125 million and 26 for 1.3 billion
+            parameters.
     """
     usual = max(1, round((parameters / (12 * 80**2)) ** (1 / 3)))
     depth = usual if layers is None else layers
@@ -83,7 +84,7 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
         block |= {f"{name}_weight": (out * width, into * width), f"{name}_bias": (out * width,)}
     block |= {f"norm{i}_{what}": (width,) for i in (1, 2) for what in ("weight", "bias")}
     model = nn.Module()
-    model.tokens = nn.Embedding(tokens, width, device=_META)  # which strategies for hidden matrices know by their class
+    model.tokens = nn.Embedding(tokens, width, device=_META)  # excluded from hidden matrices by its class
     model.positions = nn.Embedding(_POSITIONS, width, device=_META)
     model.blocks = nn.ModuleList(_module(block) for _ in range(depth))
     model.norm = _module({"weight": (width,), "bias": (width,)})
@@ -97,7 +98,8 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
 def check_apart(model: nn.Module) -> None:
     """Raise a ValueError if a trainable parameter shares memory with another parameter or with a buffer.
 
-    Each has a place of its own in the matrix, so that they would train apart. Tied parameters are one `nn.Parameter`.
+    The matrix has a separate place for each of the two, so that their values would diverge in training. Tied parameters
+    are one `nn.Parameter`, and allowed.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -105,7 +107,7 @@ def check_apart(model: nn.Module) -> None:
         if not lazy and t.layout is torch.strided and t.numel():
             by_storage.setdefault(storage_key(t), []).append((name, t))
     for tensors in by_storage.values():
-        reaching: list[tuple[str, Tensor]] = []  # tensors that may reach into the following ones
+        reaching: list[tuple[str, Tensor]] = []  # tensors whose spans may overlap with the next tensors' spans
         for name, t in sorted(tensors, key=lambda own: _span(own[1])) if len(tensors) > 1 else ():
             reaching = [(other, own) for other, own in reaching if _span(own)[1] > _span(t)[0]]
             for other, own in reaching:
@@ -120,14 +122,14 @@ def check_apart(model: nn.Module) -> None:
 
 
 def _span(t: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the end of its last entry."""
+    """Return the offsets in bytes of a tensor's first entry, and of the end of its last entry, in its storage."""
     size, first = t.element_size(), int(t.storage_offset())
     last = first + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
     return first * size, (last + 1) * size
 
 
 def _have_common_entries(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors of one storage, whose spans overlap, overlap in an entry; columns need not."""
+    """Return whether tensors of one storage with overlapping spans share an entry; different columns do not."""
     if (one.is_contiguous() and other.is_contiguous()) or one.element_size() != other.element_size():
         return True
     marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
@@ -137,7 +139,7 @@ def _have_common_entries(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def naming_layers(model: nn.Module) -> Iterator[None]:
-    """Add to a ValueError that `model`, as `without_values` returned it, is one matrix, if it is, and what helps."""
+    """If `model`, from `without_values`, is a single matrix, add this fact and advice to a ValueError."""
     try:
         yield
     except ValueError as error:
