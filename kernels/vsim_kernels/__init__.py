@@ -1,13 +1,13 @@
 """Pure tensor functions on stacked tensors: the arithmetic of the communication strategies.
 
-    select     which entries take part           masking    write them into every row
+    select     choice of entries                 masking    writes of entries into every row
     dct        cosine transform of tiles         topk       largest entries, sum and mean over senders
-    quantize   fewer bits a number               lowrank    fewer numbers a matrix
-    codebooks  codes that are places in a table  packing    numbers of a few bits in bytes
-    orthogonal the direction of a matrix alone   order      every entry's values sorted
+    quantize   fewer bits per number             lowrank    fewer numbers per matrix
+    codebooks  codes that index a table          packing    numbers of a few bits in bytes
+    orthogonal orthogonal factors of matrices    order      sorted values of every entry
 
-*Stacked* means the node dimension in front, *shared* one copy that is equal on all nodes. Beside each kernel
-is a plain `<kernel>_reference` that the tests compare it with.
+*Stacked* tensors have the node dimension in front; *shared* tensors are equal on all nodes. Tests compare each kernel
+with a plain `<kernel>_reference` in the same file.
 """
 
 from .codebooks import E3M0, fp4_codes, look_up, statistical_codes

@@ -1,9 +1,9 @@
-"""Alignment of the nodes' tensors in memory, on which the last bits of their matrix products may depend.
+"""Alignment of the nodes' tensors in memory, on which the last bits of matrix products may depend.
 
-A separate tensor begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) does so only if the size of a
-row happens to be a multiple too, and some libraries sum in another order where an operand is not aligned (MKL on AMD's
-processors, modulo 16 bytes). To make node k's products bitwise equal to the products of a single node, stacked
-operands keep their rows a multiple of 64 bytes apart, with a gap behind each row if need be.
+A separate tensor begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) is aligned only if the size
+of a row is a multiple of 64 bytes, too. Some libraries sum in another order if an operand is not aligned (MKL on AMD's
+processors, modulo 16 bytes). To make node k's products bitwise equal to the products of a single node, rows of stacked
+operands are a multiple of 64 bytes apart, with a gap behind each row if needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# What torch's allocators align tensors to, in bytes, or a divisor of it.
+# Alignment in bytes, a divisor of the alignment of torch's allocators.
 ALIGNMENT = 64
 
 
@@ -25,13 +25,13 @@ def matters(device: torch.device) -> bool:
 def is_aligned(tensor: Tensor) -> bool:
     """Return whether a tensor begins at a multiple of 64 bytes, as separate tensors do.
 
-    True of all tensors where alignment does not matter.
+    True for all tensors on devices where alignment does not matter.
     """
     return not matters(tensor.device) or tensor.data_ptr() % ALIGNMENT == 0
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor with these values that is aligned: the tensor itself if it is."""
+    """Return an aligned tensor, or an aligned copy of a tensor that is not aligned."""
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
@@ -44,9 +44,9 @@ def empty_rows(num_rows: int, shape: Sequence[int], dtype: torch.dtype, device: 
 
 
 def are_apart(stacked: Tensor) -> bool:
-    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true of a single row.
+    """Return whether the rows of a *stacked* (K, …) tensor are a multiple of 64 bytes apart; true for a single row.
 
-    True of all tensors where alignment does not matter.
+    True for all tensors on devices where alignment does not matter.
     """
     shape = stacked.shape
     return (
@@ -58,10 +58,10 @@ def are_apart(stacked: Tensor) -> bool:
 
 
 def rows_apart(stacked: Tensor) -> Tensor:
-    """Return a *stacked* (K, …) tensor with these values and its rows a multiple of 64 bytes apart: itself if they are.
+    """Return a *stacked* (K, …) tensor, or a copy whose rows are a multiple of 64 bytes apart if its rows are not.
 
-    Every row keeps its layout, and its offset from a multiple of 64 bytes is that of row 0: that of the same view of
-    node k's own tensor.
+    Every row keeps its layout, and has the same offset from a multiple of 64 bytes as row 0, which is the offset in a
+    separate tensor of node k.
     """
     if are_apart(stacked):
         return stacked

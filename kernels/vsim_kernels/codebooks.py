@@ -1,6 +1,7 @@
-"""Codes that are places in a table of values: bins around the mean, and FP4.
+"""Codes that index a table of values: bins around the mean, and FP4.
 
-Everywhere: NaN counts as 0, and an infinity as the largest finite entry of its sign, so that no table holds either.
+In all functions, NaN counts as 0, and an infinity as the largest finite magnitude with its sign, so that tables are
+finite.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from .quantize import _max_magnitude, _ratio
 
 # Sign and three bits of exponent, no mantissa: ±2^−6 … ±1, with the smallest exponent for 0. Codes 8 … 15 are negative.
 E3M0 = torch.tensor([0.0, *(2.0**e for e in range(-6, 1)), 0.0, *(-(2.0**e) for e in range(-6, 1))])
-_HALFWAY: list[float] = ((E3M0[:7] + E3M0[1:8]) / 2).tolist()  # from which on a magnitude is nearer to the next code
-_CODES_AT_ONCE = 16  # bounds the temporaries to that many times the entries
+_HALFWAY: list[float] = ((E3M0[:7] + E3M0[1:8]) / 2).tolist()  # from here, the next code is nearer
+_CODES_AT_ONCE = 16  # temporaries have at most 16 times the entries
 
 
 def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Bins around the mean of a row, as wide as its deviation; each is decoded as the mean of what fell in.
+    """Quantize to bins around the mean of a row, six deviations wide in all; decode a bin as the mean of its entries.
 
         scale = 6 · std(x) / 2^bits,  code = round((x − mean(x)) / scale + 2^bits / 2) in 0 … 2^bits − 1
-        table[c] = mean of the x with code c, 0 if there is none
+        table[c] = mean of the entries with code c, 0 without entries
 
-    As a mean of its own is the nearest point to each bin, the error is never larger than x.
+    The mean of a bin is the value of least squared error for its entries, so the error's norm is at most the norm of x.
 
     Args:
         x: (…, n), floating; the last dimension is a row, whose std has n − 1 in its denominator.
@@ -56,10 +57,10 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _sums_by_code(y: Tensor, codes: Tensor, number: int) -> Tensor:
-    """The sum of the y (…, n) with each of a number of codes (…, n), (…, number), bitwise equal on every run.
+    """Return the sums (…, number) of the entries of y (…, n) with each code, bitwise equal on every run.
 
-    A CPU scatters in the order of the entries. Elsewhere entries that collide add up in any order, so each code sums a
-    row of its own, in which the others are 0.
+    A CPU scatters in the order of the entries. Other devices add colliding entries in any order; on these, each code
+    sums a separate row, in which entries with other codes are 0.
     """
     if _adds_in_order(y):
         return y.new_zeros(*y.shape[:-1], number).scatter_add_(-1, codes, y)
@@ -73,9 +74,9 @@ def _adds_in_order(y: Tensor) -> bool:
 
 
 def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest of 0 and ±2^−6 … ±1 times the largest magnitude of a row: E3M0, sign and three bits of exponent.
+    """Round to the nearest of 0 and ±2^−6 … ±1 times the largest magnitude of a row: E3M0, sign and 3 exponent bits.
 
-        scale = max|x|,  code = the place in `E3M0` of the value nearest to x / scale; of two as near the larger
+        scale = max|x|,  code = the index in `E3M0` of the value nearest to x / scale; ties to the larger magnitude
 
     Args:
         x: (…, n), floating; the last dimension is a row.
@@ -101,7 +102,7 @@ def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:
-    """The value of every code: codes (…, n) of tables (…, values) give (…, n) in the dtype of the tables."""
+    """Return the value of every code: codes (…, n), tables (…, values) → (…, n) in the dtype of the tables."""
     return table.gather(-1, codes.long())
 
 

@@ -6,15 +6,15 @@ eager time over compiled time, above 1 is faster):
     topk_entries       1.9 – 2.0    compiled
     stochastic_codes   1.9 – 2.2    compiled
     dequantize         1.6 – 2.0    compiled
-    majority_vote      1.3          half a millisecond in all, eager
-    dct_tiles          1.1 – 1.8    matrix products either way, eager
+    majority_vote      1.3          eager: takes half a millisecond
+    dct_tiles          1.1 – 1.8    eager: matrix products in either form
     uniform_quantize   0.9 – 1.2    eager
     quantize           0.7 – 0.9    eager
     scatter_mean       0.4          eager
     left_factor, right_factor, orthogonalize, low_rank   0.3 – 0.8    eager
-    write_entries_     0.1 – 0.3    never: the compiled scatter copies the whole matrix
+    write_entries_     0.1 – 0.3    eager: the compiled scatter copies the whole matrix
 
-The selection of entries has data-dependent lengths and is always eager.
+The selection of entries is always eager, because its lengths depend on data.
 """
 
 from __future__ import annotations
@@ -44,5 +44,6 @@ def compiled(kernel: Kernel) -> Kernel:
 
 @functools.cache
 def _compile(kernel: Kernel) -> Kernel:
-    # Once per shape: top-k computes its grouping from the sizes. Beyond torch's limit of shapes a kernel runs eagerly.
+    # Compile once per shape, because top-k computes its groups from the sizes. Beyond torch's limit of shapes, a kernel
+    # runs eagerly.
     return torch.compile(kernel, dynamic=False)  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Discrete cosine transform of tiles: the basis in which DeMo [2411.19870] looks for large components.
 
-A parameter is cut into equal tiles, each dimension into chunks of its largest divisor up to a limit:
+A parameter is cut into equal tiles; the side of a tile is the largest divisor of the dimension up to a limit:
 
     matrix  (rows, cols)  → tiles (h, w)    two-dimensional DCT of each tile
     vector  (n,)          → tiles (1, w)    one-dimensional
@@ -21,17 +21,17 @@ _matrices: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
 
 def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """The orthonormal DCT-II matrix C, with C @ x the transform of x and C.T its inverse.
+    """Return the orthonormal DCT-II matrix C: C @ x is the transform of x, and C.T is the inverse.
 
         C[u, i] = sqrt((2 − [u = 0]) / n) · cos(π (2i + 1) u / 2n)
 
-    Built once per (n, device, dtype), in float64 on the CPU (some devices have none), then cast. The result
-    is that cached tensor: don't write to it. `torch.compile` finds it there too; where it is not there yet,
-    the building is traced and the next call compiles once more.
+    The matrix is built once per (n, device, dtype), in float64 on the CPU (some devices lack float64), then cast. The
+    result is the cached tensor: don't write to it. `torch.compile` uses the cache, too; without a cached matrix, it
+    traces the construction, and compiles again at the next call.
 
     Args:
         n: size, at least 1.
-        device: where the matrix goes.
+        device: the device of the matrix.
         dtype: floating dtype of the matrix.
 
     Returns:
@@ -46,10 +46,10 @@ def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = 
         raise ValueError(f"n must be at least 1, got {n}")
     key = (n, torch.device(device), dtype)
     if key not in _matrices:
-        # Built under inference_mode it would be unusable in a later autograd graph.
+        # A matrix built under inference_mode would be unusable in a later autograd graph.
         with torch.inference_mode(False), torch.no_grad():
             i = torch.arange(n, dtype=torch.float64, device="cpu")
-            # The angle is reduced to one turn in integers first: exact, whatever n.
+            # Reduce the angle to one turn in integers first, which is exact for any n.
             turns = torch.outer(i, 2.0 * i + 1.0).remainder(4.0 * n)  # (n, n), in units of π / 2n
             matrix = torch.cos(turns * (math.pi / (2.0 * n))) * math.sqrt(2.0 / n)
             matrix[0] = math.sqrt(1.0 / n)
@@ -58,7 +58,7 @@ def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = 
 
 
 def largest_divisor(n: int, at_most: int) -> int:
-    """The largest divisor of n that is not above `at_most`: the side of DeMo's tiles.
+    """Return the largest divisor of n up to `at_most`: the side of DeMo's tiles.
 
     Raises:
         ValueError: n or at_most is below 1.
@@ -75,7 +75,7 @@ def largest_divisor(n: int, at_most: int) -> int:
 
 
 def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
-    """The (h, w) of the tiles of a parameter of this shape (without node dimension).
+    """Return the shape (h, w) of the tiles of a parameter of this shape (without node dimension).
 
     Raises:
         ValueError: a dimension or chunk is below 1.
@@ -88,7 +88,7 @@ def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The (rows, cols) of a parameter of this shape seen as a matrix (out, rest); a vector or scalar is one row.
+    """Return the shape (rows, cols) of a parameter as a matrix (out, rest); a vector or scalar is one row.
 
     >>> matrix_shape((32, 3, 3, 3)), matrix_shape((100,)), matrix_shape(())
     ((32, 27), (1, 100), (1, 1))
@@ -97,11 +97,11 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def dct_tiles(tiles: Tensor) -> Tensor:
-    """Orthonormal DCT-II of every tile: C_h X C_wᵀ.
+    """Return the orthonormal DCT-II of every tile: C_h X C_wᵀ.
 
     Args:
-        tiles: (M, h, w), transformed in both dimensions, or (M, n), transformed in the last one. 16-bit
-            types are transformed in float32 and rounded once, at the end.
+        tiles: (M, h, w), transformed in both dimensions, or (M, n), transformed in the last dimension. 16-bit types
+            are transformed in float32 and rounded once, at the end.
 
     Returns:
         The same shape and dtype.
@@ -110,7 +110,7 @@ def dct_tiles(tiles: Tensor) -> Tensor:
 
 
 def idct_tiles(tiles: Tensor) -> Tensor:
-    """Inverse of `dct_tiles`: C_hᵀ X C_w, same arguments."""
+    """Return the inverse of `dct_tiles`: C_hᵀ X C_w; same arguments."""
     return _both_sides(tiles, inverse=True)
 
 
@@ -145,7 +145,7 @@ def idct_tiles_reference(tiles: Tensor) -> Tensor:
 
 
 def _waves(n: int) -> list[Tensor]:
-    """The n orthonormal cosine waves of length n, straight from the formula."""
+    """Return the n orthonormal cosine waves of length n by the formula."""
     waves = []
     for u in range(n):
         norm = math.sqrt((1 if u == 0 else 2) / n)

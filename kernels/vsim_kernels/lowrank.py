@@ -1,13 +1,13 @@
-"""Low-rank messages: one step of power iteration a round, PowerSGD [1905.13727].
+"""Low-rank messages: one step of power iteration per round, PowerSGD [1905.13727].
 
 For matrices M_k (n, m) on K nodes and a *shared* Q (m, r) kept from the round before:
 
     P  = mean_k M_k Q          `left_factor`, then the caller's all-reduce of n · r numbers
-    P̂  = orthogonalize(P)      on every node, equal
+    P̂  = orthogonalize(P)      on every node, with equal results
     Q' = mean_k M_kᵀ P̂         `right_factor`, then the caller's all-reduce of m · r numbers
     mean_k M_k ≈ P̂ Q'ᵀ         `low_rank`
 
-The means are collectives: they stand between the functions, not inside.
+The means are collectives of the caller between these functions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .precision import working_dtype
 
-# Devices on which QR is missing in some supported version of torch; it runs on the CPU for them.
+# Devices without QR in some supported version of torch; for these, QR runs on the CPU.
 _WITHOUT_QR = frozenset({"mps"})
 
 
 def left_factor(matrices: Tensor, q: Tensor) -> Tensor:
-    """Each node's M_k Q, before the mean over nodes.
+    """Return each node's M_k Q, before the mean over nodes.
 
     Args:
         matrices: *stacked* (K, n, m), or (K, L, n, m) for L parameters of one shape.
@@ -35,7 +35,7 @@ def left_factor(matrices: Tensor, q: Tensor) -> Tensor:
 
 
 def right_factor(matrices: Tensor, p: Tensor) -> Tensor:
-    """Each node's M_kᵀ P̂, before the mean over nodes.
+    """Return each node's M_kᵀ P̂, before the mean over nodes.
 
     Args:
         matrices: *stacked* (K, n, m), or (K, L, n, m).
@@ -48,16 +48,16 @@ def right_factor(matrices: Tensor, p: Tensor) -> Tensor:
 
 
 def low_rank(p: Tensor, q: Tensor) -> Tensor:
-    """P̂ Q'ᵀ: (n, r) and (m, r) to (n, m), with any leading dimensions."""
+    """Return P̂ Q'ᵀ: (n, r), (m, r) → (n, m), with any leading dimensions."""
     return p @ q.transpose(-1, -2)
 
 
 def orthogonalize(p: Tensor) -> Tensor:
-    """Orthonormal columns, each in the span of the columns up to its own.
+    """Return orthonormal columns; column i is in the span of the first i columns of p.
 
-    QR with a positive diagonal of R, which is Gram-Schmidt in exact arithmetic and keeps the columns
-    orthogonal where Gram-Schmidt loses it. A column that depends on the ones before becomes some other
-    orthonormal one (the identity's columns for P = 0), which does not harm the approximation.
+    Computed by QR with a positive diagonal of R, which equals Gram-Schmidt in exact arithmetic and, unlike
+    Gram-Schmidt, keeps the columns orthogonal under rounding. A column that depends on earlier columns becomes an
+    arbitrary orthonormal column (for P = 0, of the identity), which does not harm the approximation.
 
     Args:
         p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.
@@ -104,7 +104,7 @@ def orthogonalize_reference(p: Tensor) -> Tensor:
     """`orthogonalize` of one (n, r) of full rank: Gram-Schmidt, twice over, in float64."""
     done: list[Tensor] = []
     for column in p.double().T:
-        for _ in range(2):  # the second pass removes what rounding left of the first
+        for _ in range(2):  # the second pass removes the rounding errors of the first
             for other in done:
                 column = column - (other @ column) * other
         done.append(column / column.norm())

@@ -1,10 +1,10 @@
-"""Writing some columns of the matrix of replicas, in place.
+"""Write some columns of the matrix of replicas in place.
 
-x is *stacked* (K, N), one row a node; `index` is *shared* (m,) int64 and names distinct columns. x may be a
-row slice of a larger matrix: it is read and written through its strides and never reallocated.
+x is *stacked* (K, N), one row per node; `index` is *shared* (m,) int64 and names distinct columns. x may be a slice of
+rows of a larger matrix; `scatter_` writes through the strides of x, and never reallocates x.
 
-`scatter_` with an expanded index walks along each row and takes strided rows as they are. On a CPU advanced indexing
-walks down the columns: up to three times slower. Compiling does not pay there: the compiled code copies all of x.
+`scatter_` with an expanded index writes row by row. On a CPU, advanced indexing writes column by column, up to three
+times slower, and compiling does not pay, because compiled code copies all of x.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def write_entries_(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
     Args:
         x: *stacked* (K, N), changed in place and returned.
-        index: *shared* (m,) int64, distinct (a repeated column would take either value).
+        index: *shared* (m,) int64, distinct (a repeated column would get either value).
         values: *shared* (m,), in the dtype of x.
     """
     nodes = x.shape[0]

@@ -1,4 +1,4 @@
-"""Sorting stacked tensors over the nodes, entry by entry."""
+"""Sort stacked tensors over the nodes, entry by entry."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def sort_rows(rows: Tensor) -> list[Tensor]:
-    """The n values of every entry in ascending order.
+    """Return the n values of every entry in ascending order.
 
-    On a CPU by Batcher's merge exchange: rows are compared and exchanged as wholes, about n·log²(n)/4 times, which runs
-    at the speed of memory. There `torch.sort` sorts every entry's few values by itself. Elsewhere, where each exchange
-    would be two launches, by `torch.sort`.
+    On a CPU, uses Batcher's merge exchange, which compares and exchanges whole rows about n·log²(n)/4 times, at the
+    speed of memory; `torch.sort` would sort the few values of each entry separately. On other devices, where each
+    exchange would be two launches, uses `torch.sort`.
 
     Args:
         rows: *stacked* (n, …).

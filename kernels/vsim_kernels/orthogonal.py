@@ -1,4 +1,4 @@
-"""The orthogonal factor of many matrices at once, by Newton–Schulz iteration: what Muon steps by."""
+"""Orthogonal factors of many matrices at once, by Newton–Schulz iteration: the steps of Muon."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Coefficients = tuple[float, float, float]
 
 
 def newton_schulz(matrices: Sequence[Tensor], coefficients: Coefficients, steps: int, eps: float) -> list[Tensor]:
-    """Move the singular values of matrices towards 1; their singular vectors stay.
+    """Move the singular values of matrices towards 1; keep the singular vectors.
 
         X ← M / max(‖M‖, eps);  `steps` times:  G = X Xᵀ,  X ← a·X + (b·G + c·G²) X
 
-    Matrices of one shape, lying or standing, are multiplied in one call, in bfloat16 as torch.optim.Muon does it.
+    Multiplies all matrices of one shape or its transpose in one call, in bfloat16 like torch.optim.Muon.
 
     Args:
         matrices: each *stacked* (K, n, m).
         coefficients: a, b, c.
-        steps: iterations. eps: the least norm to divide by.
+        steps: number of iterations. eps: lower bound of the norm that divides M.
 
     Returns:
-        The factors of each matrix, (K, n, m) in bfloat16.
+        The factor of each matrix, (K, n, m) in bfloat16.
 
     Source: Muon [Jordan et al. 2024, kellerjordan.github.io/posts/muon].
     """

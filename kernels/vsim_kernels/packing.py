@@ -1,4 +1,4 @@
-"""Numbers of a few bits without gaps between them: what an index or a code takes on a wire."""
+"""Pack numbers of a few bits into bytes without gaps, as indices and codes are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pack_bits(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Write whole numbers one after the other into bytes, the lowest bit first; 12 bits are two in three bytes.
+    """Write whole numbers one after another into bytes, the lowest bit first; two 12-bit numbers take three bytes.
 
     Args:
         parts: *stacked* (K, n_i) of whole numbers from 0 to 2^width − 1, one part or more.
@@ -28,7 +28,7 @@ def pack_bits(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """The inverse of `pack_bits`, for parts of `counts` numbers: *stacked* (K, n_i), int64."""
+    """Invert `pack_bits`, for parts of `counts` numbers; return *stacked* (K, n_i), int64."""
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     stream = _bits_of(packed, 8)[:, : sum(sizes)].split(sizes, dim=1)
     return [

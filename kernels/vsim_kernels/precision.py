@@ -6,7 +6,7 @@ import torch
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in for tensors of `dtype`: float32 for the 16-bit types, else `dtype` itself.
+    """Return the dtype in which to compute with tensors of `dtype`: float32 for 16-bit types, else `dtype` itself.
 
     Raises:
         TypeError: `dtype` is not a real floating dtype.

@@ -1,8 +1,8 @@
-"""Fewer bits a number: uniform and stochastic quantization, signs, and votes on signs.
+"""Fewer bits per number: uniform and stochastic quantization, signs, and votes on signs.
 
-A quantizer gives integer codes and a scale; `dequantize` multiplies them. Everywhere: a row of zeros gives
-zeros, NaN counts as 0, and an infinity takes the largest code of its sign while the scale comes from the
-finite entries. No quantizer returns NaN, so look for divergence before quantizing.
+A quantizer returns integer codes and a scale; `dequantize` multiplies them. In all quantizers, a row of zeros gives
+zeros, NaN counts as 0, an infinity gets the largest code of its sign, and the scale is computed from finite entries. No
+quantizer returns NaN, so check for divergence before quantizing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .precision import working_dtype
 
 
 def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Symmetric uniform quantization to `bits` bits.
+    """Quantize symmetrically and uniformly to `bits` bits.
 
         bits ≥ 2:  L = 2^(bits−1) − 1,  scale = max|x| / L,  code = round(x / scale) in −L … L
         bits = 1:  scale = mean|x|,     code = −1 where x < 0, else +1
 
-    Rounding is to the nearest, ties to even, so the error is at most scale / 2 and 0 stays 0 (from 2 bits on). One bit
-    has no code for 0; mean|x| is then the scale of least squared error. One code of the 2^bits is unused.
+    Rounds to the nearest code, ties to even. With 2 bits or more, the error is at most scale / 2, 0 stays 0, and one of
+    the 2^bits codes is unused. One bit has no code for 0; mean|x| is then the scale of least squared error.
 
     Args:
         x: any shape, floating.
         bits: 1 to 16.
-        dim: the dimension a scale spans: −1 on a *stacked* (K, N) gives a scale to each node. All by default.
+        dim: the dimension that a scale spans; default: all. For *stacked* (K, N), −1 gives each node a scale.
 
     Returns:
         codes, the shape of x, int8 up to 8 bits and int16 above; and scale, broadcastable to x, float32 (or
@@ -53,12 +53,12 @@ def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tens
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes · scale, in the dtype of scale; shapes broadcast."""
+    """Return codes · scale in the dtype of `scale`; shapes broadcast."""
     return codes.to(scale.dtype) * scale
 
 
 def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
-    """The values that the receiver of `quantize(x, bits, dim)` decodes, in the shape and dtype of x.
+    """Return the values that the receiver of `quantize(x, bits, dim)` decodes, in the shape and dtype of x.
 
     Raises:
         ValueError: bits is out of range.
@@ -71,7 +71,7 @@ def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
 
 
 def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """QSGD with the random numbers given: unbiased quantization of each row on a grid of its norm.
+    """Quantize each row without bias by QSGD, on a grid of the row's norm, with the given random numbers.
 
         scale = ‖x‖₂ / s,   y = |x| / scale,   code = sign(x) · (floor(y) + [u < y − floor(y)])
 
@@ -97,24 +97,24 @@ def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, T
     magnitude = _magnitude(x)
     norm = torch.linalg.vector_norm(magnitude, dim=-1, keepdim=True)
     if x.shape[-1] > 0:
-        # Squares of tiny entries vanish, and squares of huge ones overflow. Any norm from max|x| up is unbiased.
+        # Squares of tiny entries underflow, and squares of huge entries overflow. Any norm ≥ max|x| is unbiased.
         norm = torch.maximum(norm, magnitude.amax(-1, keepdim=True)).clamp_(max=torch.finfo(x.dtype).max)
     scale = norm / levels
     y = _ratio(x, scale).abs_().clamp_(max=levels)
     low = y.floor()
-    # Compared with the remainder, which is exact; floor(y + u) would round y + u where s is large.
+    # Compare u with the remainder, which is exact; floor(y + u) would round y + u if s is large.
     codes = low.add_(uniform < y.sub_(low)).copysign_(x)
     return codes.to(_code_dtype(levels)), scale
 
 
 def majority_vote(signs: Tensor) -> Tensor:
-    """The sign most nodes voted for: sign(Σ_k s_k).
+    """Return the sign that most nodes voted for: sign(Σ_k s_k).
 
     Args:
-        signs: *stacked* (K, …) of −1, 0 and +1; a 0 is an abstention.
+        signs: *stacked* (K, …) of −1, 0 and +1; 0 is an abstention.
 
     Returns:
-        *shared* (…) in the dtype of signs; a tie gives 0, so the parameter stays where it is.
+        *shared* (…) in the dtype of signs; a tie gives 0, so that the parameter stays unchanged.
 
     Source: signSGD with majority vote [1810.05291].
 
@@ -125,12 +125,12 @@ def majority_vote(signs: Tensor) -> Tensor:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """|x|, with 0 for entries that are not finite."""
+    """Return |x|, with 0 for entries that are not finite."""
     return x.abs().nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _max_magnitude(x: Tensor, dim: int | None) -> Tensor:
-    """Largest finite |x|, dimension kept; 0 where there is nothing to look at."""
+    """Return the largest finite |x|, with the dimension kept; 0 without finite entries."""
     dims = _spanned(x, dim)
     if x.numel() == 0:
         return x.sum(dims, keepdim=True)
@@ -138,9 +138,9 @@ def _max_magnitude(x: Tensor, dim: int | None) -> Tensor:
 
 
 def _mean_magnitude(x: Tensor, dim: int | None) -> Tensor:
-    """Mean |x| with non-finite entries as 0, dimension kept; 0 where there is nothing to look at."""
+    """Return the mean |x|, counting non-finite entries as 0, with the dimension kept; 0 without entries."""
     count = max(x.numel() if dim is None else x.shape[dim], 1)
-    return _magnitude(x).div_(count).sum(_spanned(x, dim), keepdim=True)  # divided first: the sum could overflow
+    return _magnitude(x).div_(count).sum(_spanned(x, dim), keepdim=True)  # divide first, because the sum could overflow
 
 
 def _spanned(x: Tensor, dim: int | None) -> list[int]:
@@ -148,7 +148,7 @@ def _spanned(x: Tensor, dim: int | None) -> list[int]:
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, with 0 for NaN; infinities stay. A scale of 0 divides as 1: its codes don't matter."""
+    """Return x / scale, with 0 for NaN; keep infinities. Divide by 1 if the scale is 0: such codes don't matter."""
     return (x / torch.where(scale > 0, scale, 1.0)).nan_to_num_(0.0, float("inf"), -float("inf"))
 
 

@@ -1,7 +1,7 @@
-"""Choosing entries of a long vector: which columns take part in a round of communication.
+"""Choose entries of a long vector: the columns that take part in a round of communication.
 
-Everything here depends on drawn data (how many entries there are is itself random), so none of it is meant
-for `torch.compile`; the arithmetic on the chosen columns is in `masking`.
+These functions are not for `torch.compile`, because the number of chosen entries is random; `masking` has the
+arithmetic on the chosen columns.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ import math
 import torch
 from torch import Tensor
 
-# Draws at a time: bounds the float64 temporaries to 8 MB and keeps them in cache.
+# Draws at a time: limits the float64 temporaries to 8 MB, which stay in the caches.
 _PIECE = 1 << 20
 
 
 def bernoulli_indices(
     numel: int, p: float, generator: torch.Generator, device: torch.device | str | None = None
 ) -> Tensor:
-    """Where `numel` independent Bernoulli(p) draws are 1, without making `numel` draws.
+    """Return the indices at which `numel` independent Bernoulli(p) draws are 1, without making `numel` draws.
 
     The gaps between the ones of a Bernoulli sequence are independent and geometric,
 
         gap = 1 + floor(log(1 − u) / log(1 − p)),    u ~ U[0, 1),
 
-    so their running sum gives the indices, already sorted, at a cost of p · numel draws. For p > 1/2 the
-    zeros are drawn instead. The distribution is exact up to float64 rounding of u and the logarithms.
+    so the running sum of p · numel drawn gaps gives the sorted indices. For p > 1/2, the zeros are drawn instead. The
+    distribution is exact up to float64 rounding of u and the logarithms.
 
-    The draw happens on the CPU and is then moved, so that nodes with different accelerators choose the same
-    entries. Not for `torch.compile`: the length of the result is random.
+    Indices are drawn on the CPU and then moved, so that nodes with different accelerators choose the same entries. Not
+    for `torch.compile`, because the length of the result is random.
 
     Args:
         numel: length of the vector, at least 0.
         p: probability of each entry, in [0, 1].
-        generator: a CPU generator, the only source of randomness; how far it is advanced depends on the draw.
-        device: where the result goes; the CPU by default. On the meta device, where nothing has values, nothing is
-            drawn, and m is the expected number.
+        generator: a CPU generator, the only source of randomness; the number of its draws is random.
+        device: of the result; default: the CPU. On the meta device, nothing is drawn, and m is the expected number.
 
     Returns:
         (m,) int64, ascending and distinct, *shared*; m ~ Binomial(numel, p).
@@ -64,18 +63,18 @@ def bernoulli_indices(
 
 
 def _ones(numel: int, p: float, generator: torch.Generator) -> Tensor:
-    """The indices for 0 ≤ p ≤ 1/2, on the CPU."""
+    """Return the indices for 0 ≤ p ≤ 1/2, on the CPU."""
     if numel == 0 or p == 0.0:
         return torch.empty(0, dtype=torch.int64)
     pieces = []
-    last = -1  # the index of the latest one; the sequence is memoryless, so drawing can resume from there
+    last = -1  # the index of the last one so far; the sequence is memoryless, so that draws may continue behind it
     while last < numel - 1:
         expected = (numel - 1 - last) * p
-        # Four standard deviations more than expected: a second piece is then needed once in 30,000 calls.
+        # Draw four standard deviations more than expected: one in 30,000 calls then needs a second piece.
         count = min(int(expected + 4.0 * math.sqrt(expected)) + 8, _PIECE)
         u = torch.rand(count, dtype=torch.float64, generator=generator)
         gaps = u.neg_().log1p_().div_(math.log1p(-p)).floor_().add_(1.0)
-        # A tiny p makes gaps beyond int64; one step past the end is as good as any.
+        # Clamp gaps, which exceed int64 for a tiny p, to one step past the end.
         indices = gaps.clamp_(max=numel + 1).to(torch.int64).cumsum(0).add_(last)
         pieces.append(indices)
         last = int(indices[-1])
@@ -86,16 +85,16 @@ def _ones(numel: int, p: float, generator: torch.Generator) -> Tensor:
 def bernoulli_indices_reference(
     numel: int, p: float, generator: torch.Generator, device: torch.device | str | None = None
 ) -> Tensor:
-    """`bernoulli_indices` from its definition: a coin for every entry (same distribution, other draws)."""
+    """`bernoulli_indices` by its definition: a coin for every entry (same distribution, other draws)."""
     coins = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(numel)]
     chosen = [i for i, coin in enumerate(coins) if coin < p]
     return torch.tensor(chosen, dtype=torch.int64, device=device)
 
 
 def chunk_sizes(numel: int, count: int) -> list[int]:
-    """Sizes of `count` consecutive chunks of `numel` entries, the remainder to the first ones.
+    """Return the sizes of `count` consecutive chunks of `numel` entries; the first chunks get the remainder.
 
-    The same cut as `torch.tensor_split`; some chunks are empty when count > numel.
+    Cuts as `torch.tensor_split` does; some chunks are empty if count > numel.
 
     Raises:
         ValueError: numel is negative or count is not positive.

@@ -1,4 +1,4 @@
-"""Keeping the largest entries of every tile, and averaging what several nodes kept."""
+"""Keep the largest entries of every tile, and sum or average the entries that several nodes kept."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude in every row, exactly.
+    """Return the k entries of largest magnitude in every row, exactly.
 
-    In stages where that is less work. A row is seen as n/b groups of b entries, b the largest divisor of n up to
-    sqrt(n/k). The k largest entries lie in the k groups with the largest maxima: any other group has k maxima before
-    its own. So: the groups' maxima, the k best groups by the same procedure, the k largest of their k · b entries.
+    Works in stages if stages are less work. A row is n/b groups of b entries, where b is the largest divisor of n up to
+    sqrt(n/k). The k largest entries lie in the k groups with the largest maxima, because these k maxima are at least as
+    large as any entry of other groups. The stages: compute the groups' maxima; find the k best groups by the same
+    procedure; find the k largest of the k · b entries of these groups.
 
     Args:
         x: (…, n), floating.
         k: entries to keep in a row, at least 1; a k above n keeps all n.
 
     Returns:
-        values (…, min(k, n)) with their sign, and their index (…, min(k, n)), int64, distinct in a row. The
-        order inside a row is unspecified, and so is which of several equal magnitudes is kept at the edge
-        (the same on every call).
+        values (…, min(k, n)) with sign, and index (…, min(k, n)), int64, distinct in a row. The order within a row is
+        unspecified, and so is the choice among equal magnitudes; both are the same on every call.
 
     Raises:
         ValueError: k < 1.
@@ -39,20 +39,20 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     n = x.shape[-1]
     if k >= n:
         return x.clone(), torch.arange(n, device=x.device).expand(x.shape).contiguous()
-    # Magnitudes have the order of their bits as whole numbers, which are compared faster, without a thought of NaN.
+    # Compare the bits of magnitudes as whole numbers, which have the same order: faster, without a case for NaN.
     bits = x.abs().view(_WHOLE[x.element_size()])
     index = _largest(bits.reshape(-1, n), k).view(*x.shape[:-1], k)
     return x.gather(-1, index), index
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Return the places of the k largest entries of every row, (M, n) → (M, k)."""
+    """Return the indices of the k largest entries of every row: (M, n) → (M, k)."""
     rows, n = x.shape
-    group = largest_divisor(n, math.isqrt(n // k)) if n > 8 * k else 1  # of a few, one stage is faster
+    group = largest_divisor(n, math.isqrt(n // k)) if n > 8 * k else 1  # one stage is faster for n ≤ 8k
     if group == 1:
         return x.topk(k, dim=1, sorted=False).indices
     groups = n // group
-    # Group j is the entries j, j + groups, …: this way round the maximum runs over whole rows of memory.
+    # Group j has the entries j, j + groups, …, so that the maximum runs over whole rows of memory.
     grouped = x.reshape(rows, group, groups)
     best = _largest(grouped.amax(1), k)  # (M, k) groups
     starts = torch.arange(0, n, groups, device=x.device)
@@ -61,14 +61,14 @@ def _largest(x: Tensor, k: int) -> Tensor:
 
 
 def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
-    """Every entry's sum over the nodes that sent it: out[j] = Σ_{k: j ∈ index[k]} value.
+    """Return every entry's sum over the nodes that sent the entry: out[j] = Σ_{k: j ∈ index[k]} value.
 
-    The result is bitwise equal on every run. A CPU scatters into a vector in the order of the indices, that of the
-    ranks. Elsewhere collisions would add atomically in any order, so that every node has a row of its own, where its
-    indices are distinct, and the rows are summed: temporarily (K, n).
+    The result is bitwise equal on every run. A CPU scatters into one vector in the order of the ranks. Other devices
+    would add colliding entries atomically in any order; there, each node's values are scattered into a separate row of
+    a temporary (K, n) tensor, and the rows are summed.
 
     Args:
-        index: *stacked* (K, s) int64, the entries each node sent, distinct in a row.
+        index: *stacked* (K, s) int64, the entries that each node sent, distinct in a row.
         values: *stacked* (K, s), floating.
         n: entries.
 
@@ -81,12 +81,12 @@ def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
 
 
 def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
-    """Every entry's mean over the nodes that sent it, and 0 where none did.
+    """Return every entry's mean over the nodes that sent the entry, and 0 for entries that no node sent.
 
         out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
 
-    An entry sent with value 0 counts as sent. The values are added by `scatter_sum`; the nodes are counted with one
-    scatter, as whole numbers add up in any order.
+    An entry sent with value 0 counts as sent. `scatter_sum` adds the values; one scatter counts the nodes, because
+    whole numbers may be added in any order.
 
     Args:
         index, values, n: see `scatter_sum`.
@@ -102,7 +102,7 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
 
 
 def topk_entries_reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`topk_entries` by sorting every row (of equal magnitudes it keeps the first)."""
+    """`topk_entries` by sorting every row (keeps the first of equal magnitudes)."""
     kept = [sorted(range(x.shape[1]), key=lambda j: -abs(float(row[j])))[:k] for row in x]
     index = torch.tensor(kept, dtype=torch.int64, device=x.device).reshape(x.shape[0], min(k, x.shape[1]))
     return torch.stack([row[i] for row, i in zip(x, index, strict=True)]), index
