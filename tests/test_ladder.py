@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import vsim
 from vsim import Compute, Ladder
 from vsim.models import GPT, MLP
 from vsim.records.decision import Decision, decided
-from vsim.records.order import order
+from vsim.records.order import in_short, order
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 
 SIZES, SEEDS = [2, 4, 8, 16], [1, 2]
@@ -240,6 +241,19 @@ def test_the_map_is_that_of_each_network(ladder: Ladder) -> None:
     ax = decision.plot()
     assert ax.get_title(loc="left") == "ahead within 4 s (time)"
     plt.close("all")
+
+
+def test_the_page_has_all_sizes_and_the_decision(ladder: Ladder, tmp_path: Path) -> None:
+    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "8 s"})
+    page = ladder.report(tmp_path / "ladder.html", decision=decision).read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.S)
+    sizes = [f"{in_short(ladder.parameters[size])} parameters" for size in reversed(SIZES)]
+    assert [one["name"] for one in json.loads(data)] == sizes
+    assert decision._repr_html_() in page and ladder._repr_html_() in page and "img-src data:" in page
+    alone = ladder.report(title="Four <sizes>").html
+    assert "Four &lt;sizes&gt;" in alone and decision.answer() not in alone
+    with pytest.raises(TypeError, match=r"decision .*decide"):
+        ladder.report(decision="AllReduce")  # type: ignore[call-overload]
 
 
 def test_text_and_notebook(ladder: Ladder) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -199,17 +197,11 @@ class Decision:
         return [*(f"{i}. {said}" for i, said in enumerate(self.assumptions, 1)), f"next: {self.advice}"]
 
     def _repr_html_(self) -> str:
-        from matplotlib import pyplot
+        from vsim.figures.paper import image_html
 
-        figure, image = self.plot().get_figure(root=True), io.BytesIO()
-        assert figure is not None
-        figure.savefig(image, format="png", dpi=130)
-        pyplot.close(figure)
-        encoded = base64.b64encode(image.getvalue()).decode()
-        alt = f"which strategy is ahead within {self.within}, over bandwidth and latency"
+        picture = image_html(self.plot(), f"which strategy is ahead within {self.within}, over bandwidth and latency")
         order = f"<p>{html.escape(self.order.headline())}</p>{self.order.table('html')}"
         table = with_notes(self.table("html"), self._notes(), "html")
-        picture = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"/>'
         return f"<p><b>{html.escape(self.answer())}</b></p>{table}{picture}{order}"
 
     def __repr__(self) -> str:

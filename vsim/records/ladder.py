@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
+from vsim.arguments import a_text, given, one_of, real_number, true_or_false, whole_number
 from vsim.figures.style import literal, styled
 from vsim.network import Compute, Network
 from vsim.records.comparison import Comparison
@@ -24,6 +22,8 @@ from vsim.records.tables import UNDECIDED, aligned, with_notes
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+
+    from vsim.records.report.page import Report
 
 _KEYS = ("sizes", "parameters", "comparisons", "tuned")
 # Tokens of all nodes in a step of a large model, where nothing else says how many: 2^20.
@@ -325,15 +325,41 @@ class Ladder:
                 dict(zip(sizes, map(dict, content["tuned"]), strict=True)),
             )
 
-    def _repr_html_(self) -> str:
-        from matplotlib import pyplot
+    @overload
+    def report(self, path: None = None, *, decision: Decision | None = None, title: str = ...) -> Report: ...
+    @overload
+    def report(self, path: str | Path, *, decision: Decision | None = None, title: str = ...) -> Path: ...
+    def report(
+        self, path: str | Path | None = None, *, decision: Decision | None = None, title: str = "Model ladder"
+    ) -> Report | Path:
+        """Write a page of the ladder: losses by size, a decision, and the page of each size's comparison.
 
-        figure, image = self.plot().get_figure(root=True), io.BytesIO()
-        assert figure is not None
-        figure.savefig(image, format="png", dpi=150)
-        pyplot.close(figure)
-        encoded = base64.b64encode(image.getvalue()).decode()
-        return f'{self.table("html")}<img alt="final loss against parameters" src="data:image/png;base64,{encoded}"/>'
+        The page is one HTML file, see `Comparison.report`. A list at its top selects a size, the largest first.
+
+        Args:
+            path: the path of the file. Default: write no file, and let a notebook show the page.
+            decision: what `decide` returned, to be shown with the ladder.
+            title: the title of the page.
+
+        Returns:
+            The path; without a path, the page as a `Report`.
+        """
+        from vsim.records.report.page import report
+
+        if not isinstance(decision, Decision | None):
+            raise TypeError(f"decision must be what decide() returned, got {given(decision)}")
+        pages = {
+            f"{in_short(self.parameters[size])} parameters": self.comparisons[size]
+            for size in reversed(self.comparisons)
+        }
+        content = "".join(own._repr_html_() for own in (decision, self) if own is not None)
+        page = report(pages, title=a_text("title", title), section=("Order by size", content))
+        return page if path is None else page.save(path)
+
+    def _repr_html_(self) -> str:
+        from vsim.figures.paper import image_html
+
+        return self.table("html") + image_html(self.plot(), "final loss against parameters")
 
     def __repr__(self) -> str:
         return f"Ladder of {len(self.names)} strategies\n{self.table()}"

@@ -62,6 +62,7 @@ def report(
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     title: str | None = None,
+    section: tuple[str, str] | None = None,
 ) -> Report:
     """Return the page of comparisons or sweeps; with several, a list on the page selects one.
 
@@ -70,6 +71,7 @@ def report(
         network, compute: initial values of the sliders; default: each comparison's. Without them, the page has no hours
             until a slider moves.
         title: the title of the page; default: the names of the comparisons.
+        section: heading and HTML of a section above all others, whose images are data URLs.
 
     Raises:
         TypeError: the title is no text.
@@ -77,7 +79,8 @@ def report(
     """
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be a text, got {title!r}")
-    return _page(title or ", ".join(comparisons), data_of(comparisons, network, compute), watch="", server="'none'")
+    data = data_of(comparisons, network, compute)
+    return _page(title or ", ".join(comparisons), data, watch="", server="'none'", section=section)
 
 
 def served(title: str, every: float) -> Report:
@@ -99,7 +102,7 @@ def data_of(
     return json.dumps(pages, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _page(title: str, data: str, watch: str, server: str) -> Report:
+def _page(title: str, data: str, watch: str, server: str, section: tuple[str, str] | None = None) -> Report:
     style, script = _part("page.css"), _part("page.js")
     parts = {
         "title": html.escape(title),
@@ -109,14 +112,31 @@ def _page(title: str, data: str, watch: str, server: str) -> Report:
         "style": style,
         "script": script,
         "data": data,
+        "section": _section(*section) if section else "",
     }
     return Report(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html")))
 
 
+def _section(heading: str, content: str) -> str:
+    return (
+        '    <section aria-labelledby="more-title">\n'
+        f'      <h2 id="more-title">{html.escape(heading)}</h2>\n      <div class="extra">{content}</div>\n'
+        "    </section>"
+    )
+
+
 def _policy(style: str, script: str, server: str) -> str:
-    """Return the policy under which nothing runs but this script, and nothing is loaded but data from the server."""
+    """Return the policy: nothing runs but this script, and nothing is loaded but data from the server.
+
+    Images may be data URLs, which are part of the page.
+    """
     hashes = [base64.b64encode(hashlib.sha256(own.encode()).digest()).decode() for own in (style, script)]
-    rules = ("default-src 'none'", f"style-src 'sha256-{hashes[0]}'", f"script-src 'sha256-{hashes[1]}'")
+    rules = (
+        "default-src 'none'",
+        "img-src data:",
+        f"style-src 'sha256-{hashes[0]}'",
+        f"script-src 'sha256-{hashes[1]}'",
+    )
     return "; ".join([*rules, f"connect-src {server}", "base-uri 'none'", "form-action 'none'"])
 
 
