@@ -243,7 +243,7 @@ def planned(participation: Participation, num_nodes: int = 1, interval: int = 1,
         (lambda: trained(FEDAVG, participation=OverCommit(), compute=1.0), TypeError, "OverCommit … Sample"),
         (lambda: resting(SimpleReduceStrategy()), TypeError, "gradients … step 2 … epochs="),
         (lambda: resting(Strategy([GradientAverage()])), TypeError, "gradients … step 2 … epochs="),
-        (lambda: trained(DeMoStrategy(), participation=Sample(2, of=4)), TypeError, "compress.residual"),
+        (lambda: trained(DeMoStrategy(), participation=Sample(2, of=4)), TypeError, "Compress.residual"),
         (lambda: trained(KeepsARow(), participation=Schedule({0: [0]})), vsim.CheckpointError, "KeepsARow.first"),
     ],
 )  # fmt: skip

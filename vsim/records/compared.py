@@ -244,7 +244,7 @@ class Runs(Mapping[str, ComparedRun]):
         if {"time", "cost"}.intersection(costs):
             return self.pricing(network, compute, needed=True)
         if network is not None or compute is not None:
-            given = ", ".join(costs) or "the final loss"
+            given = ", ".join(costs) or "the final loss, which is compared without within="
             raise TypeError(f"network and compute have no effect on {given}; time and cost follow from them")
         return None
 

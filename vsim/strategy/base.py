@@ -253,7 +253,12 @@ class Algorithm(Configured):
 
     else:
 
-        def __init__(self, communication_modules=(), inner_optim=None, **options: Unpack[StrategyOptions]):
+        def __init__(
+            self,
+            communication_modules: Sequence[CommunicationModule] = (),
+            inner_optim: Optim = None,
+            **options: Unpack[StrategyOptions],
+        ) -> None:
             self._compose(communication_modules, inner_optim, options)
 
     def _compose(

@@ -65,7 +65,7 @@ def average_of(
         arrivals: whether vectors arrive one by one at a server, without a collective.
     """
     made: Any = RULES[one_of("average", average, RULES)] if isinstance(average, str) else average
-    if made in RULES.values() or (isinstance(made, type) and issubclass(made, Rule)):
+    if any(made is rule for rule in RULES.values()) or (isinstance(made, type) and issubclass(made, Rule)):
         made = made()
     if not isinstance(made, Part):
         if not callable(made) or isinstance(made, type):
