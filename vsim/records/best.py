@@ -13,19 +13,20 @@ from vsim.records.losses import by_seed, candidates, note, rank, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
 from vsim.records.statistics import contenders, pairwise_p
 
-# The costs of a run's rows (T,) by kind of budget, each with the most that it may be.
+# For each run and budget: the cost (T,) of every row, and the budget.
 Costs = Mapping[ComparedRun, list[tuple[Floats, float]]]
 
 
 class Best(str):
-    """The name of the best strategy, as text that is displayed as a sentence on how sure the result is.
+    """The name of the best strategy, displayed as a sentence that says how sure the result is.
 
     Attributes:
         loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
-        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, as the data chose the
+        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, since the data chose the
             two; NaN with fewer than two common seeds.
-        uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without one.
+        uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without a
+            budget.
     """
 
     loss: float
@@ -40,7 +41,7 @@ class Best(str):
         """Whether seeds tell the two apart (p ≤ 0.05).
 
         None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
-        more steps it might be the best.
+        more steps, that strategy might be the best.
         """
         ended = any(own.ended for name, own in self.uses.items() if name != self)
         return None if math.isnan(self.p) or ended else self.p <= 0.05
@@ -75,11 +76,11 @@ def best(
     that are missing.
 
     Args:
-        within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then
-            the last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default:
-            the final loss; runs that were stopped early count only if none got to its end. If runs ended before a
-            budget was used up, the sentence says how many steps would use it up. Keys: "wire" and "payload" bytes
-            per node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples", "tokens".
+        within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then the
+            last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default: the final
+            loss; runs that were stopped early count only if no run reached its last step. If runs ended before a budget
+            was used up, the sentence says how many steps would use up the budget. Keys: "wire" and "payload" bytes per
+            node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples", "tokens".
         network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Results that are computed once for as long as they are asked for."""
+"""A cache that keeps results for as long as they are requested."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class Cache:
-    """Results by everything that they depend on; `end_round` forgets results that were not asked for since the last."""
+    """Results by all that determines them; `end_round` drops results that were not requested since the last round."""
 
     def __init__(self) -> None:
         self._before: dict[Hashable, Any] = {}
         self._now: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result for a key; compute it of these arguments if it is not known."""
+        """Return the result for a key; compute it from the arguments if it is missing."""
         if key not in self._now:
             self._now[key] = self._before[key] if key in self._before else compute(*arguments)
         return self._now[key]

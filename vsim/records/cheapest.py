@@ -20,8 +20,8 @@ class Cheapest(str):
     """The name of the strategy that reaches a loss with the fewest bytes, displayed as a sentence that names ties.
 
     Attributes:
-        loss: the target. megabytes: on the wire until then, averaged over the seeds.
-        tied: strategies that cannot be told from it, by the seeds or because validation is too rare.
+        loss: the target. megabytes: on the wire until the loss is reached, averaged over the seeds.
+        tied: strategies that may be as cheap, by the seeds or because validation is too rare.
     """
 
     loss: float
@@ -44,10 +44,10 @@ def cheapest(
 ) -> Cheapest:
     """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
-    The name is displayed as a sentence that names strategies tied with it, see `Race`; without `hours`, also those
-    that reach the loss with some seeds only. Of equal strategies, return the first in alphabetical order. A warning
-    names strategies that validation cannot tell apart from it, and those that did not reach the loss but ended
-    before `hours` were over.
+    The name is displayed as a sentence that names strategies tied with it, see `Race`; without `hours`, also those that
+    reach the loss with some seeds only. Of equal strategies, return the first in alphabetical order. A warning names
+    strategies that are tied only because validation is too rare, and strategies that ended before `hours` were over
+    without reaching the loss.
 
     Args:
         loss: the target, which every seed must reach. hours: the limit on this network; default: no limit.

@@ -1,4 +1,4 @@
-"""What a comparison holds: runs by name, and the sizes, network and compute that price them."""
+"""The content of a comparison: runs by name, and the sizes, network and compute that price them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class ComparedRun:
         diverged_at: the first step with a loss or weights that are not finite; None if there was none.
         stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
         strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
-        measured_less: how many times fewer bytes than AllReduce's the run sent, if its bytes are another model's.
+        measured_less: how many times fewer bytes than AllReduce's the run sent, if its bytes are now those of another
+            model.
     """
 
     # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
@@ -82,7 +83,7 @@ class ComparedRun:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ComparedRun:
-        """Make the run that `as_plain` was of."""
+        """Make a run from the output of `as_plain`."""
         run = cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
         run.measured_less = plain.get("measured_less")
         run.remake_strategy()
@@ -97,12 +98,12 @@ class ComparedRun:
 
 
 class Runs(Mapping[str, ComparedRun]):
-    """Runs by name, one for each seed, and how they are priced: all that the questions about a comparison read.
+    """Runs by name, one for each seed, and their pricing: all data that the questions about a comparison read.
 
     Attributes:
         allreduce_bytes, network, compute, tuned, calls: see `vsim.Comparison`.
         measured_bytes: the bytes of the trained model's weights, if bytes are those of a model of another size.
-        names: of all runs, of a selection too: the looks of lines follow from them.
+        names: the names of all runs, even in a selection, so that lines keep their looks.
     """
 
     def __init__(self, allreduce_bytes: int) -> None:
@@ -151,7 +152,7 @@ class Runs(Mapping[str, ComparedRun]):
 
     @property
     def histories(self) -> dict[str, list[History]]:
-        """Name → histories, one for each seed: what `vsim.records.plots.bands` draws."""
+        """Name → histories, one for each seed, for `vsim.records.plots.bands`."""
         return {name: [run.history for run in runs] for name, runs in self._runs.items()}
 
     @property
@@ -172,7 +173,7 @@ class Runs(Mapping[str, ComparedRun]):
 
     @property
     def budget(self) -> dict[str, Any]:
-        """What every run may use, as it was given to `compare`; empty without a budget."""
+        """The budget of every run, as given to `compare`; empty without one."""
         budgets = (history.config.get("budget") for history in self.all_histories)
         return next((dict(own) for own in budgets if own and own != BY_NAME), {})
 
@@ -182,7 +183,7 @@ class Runs(Mapping[str, ComparedRun]):
 
     @property
     def loss_column(self) -> str:
-        """The column of the loss that is compared: that of validation, or of training without validation."""
+        """The column of the loss that is compared: the validation loss or, without validation, the training loss."""
         return "global_loss" if self.has("global_loss") else "train_loss"
 
     @property
@@ -192,7 +193,7 @@ class Runs(Mapping[str, ComparedRun]):
 
     @property
     def sampled(self) -> list[str]:
-        """The numbers of validation examples, such as "2,048 of 50,000", where they are a part of all."""
+        """The numbers of validation examples, such as "2,048 of 50,000", if only a sample is used."""
         return list(dict.fromkeys(h.validated_on for h in self.all_histories if " of " in h.validated_on))
 
     @property
@@ -225,13 +226,13 @@ class Runs(Mapping[str, ComparedRun]):
         return Looks(looks.by_name) if len(self) <= MANY else looks
 
     def spent(self, run: ComparedRun, of: str, priced: Priced = None) -> Floats:
-        """Return what the result of every row of a run has cost, see `vsim.records.spent.spent`."""
+        """Return the cost of the result of every row of a run; see `vsim.records.spent.spent`."""
         return spent(run.history, of, self.allreduce_bytes, priced)
 
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
-        """Return the network and compute that hours follow from: the given ones, or else the comparison's.
+        """Return the network and compute for deriving hours: the given ones, or else the comparison's.
 
-        None if there are none and they are not `needed`; a TypeError says what is missing.
+        None if both are missing and not `needed`; otherwise a TypeError names a missing one.
         """
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute

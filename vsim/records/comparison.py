@@ -40,10 +40,10 @@ class Comparison(Runs):
         allreduce_bytes: bytes per node that AllReduce would hand to its collectives in one step: all gradients once.
         network, compute: the default network and compute for deriving hours; None if there are none.
         tuned: name → the `Sweep` in which `tune=` found the strategy's settings; empty without it.
-        calls: the calls or commands that trained it.
+        calls: the calls or commands that trained the runs.
     """
 
-    # The questions: each is a function of the runs, in a file of its own.
+    # The questions: each is a function of the runs, in a separate file.
     best = best.best
     cheapest = cheapest.cheapest
     differences = differences.differences
@@ -57,7 +57,7 @@ class Comparison(Runs):
 
     # The options of `fit` that a sweep varies, and in which its runs may differ.
     varied_options: Sequence[str] = ()
-    # Kinds of comparisons by name, for files that hold one in another; and what a file of this kind has.
+    # Kinds of comparisons by name, for files in which one holds another; and the keys of a file of this kind.
     _kinds: ClassVar[dict[str, type[Comparison]]] = {}
     _keys: tuple[str, ...] = ("allreduce_bytes", "runs")
 
@@ -104,13 +104,15 @@ class Comparison(Runs):
         return self.holding({new[name]: self.runs(name) for name in self}, names=list(new.values()), tuned=tuned)
 
     def __or__(self, other: Comparison) -> Comparison:
-        """Return the runs of both comparisons. Of two runs with one name and seed, keep a run that ended, or the first.
+        """Return the runs of both comparisons. Of two runs with the same name and seed, keep the one that ended, or the
+        first.
 
         The union of two sweeps over the same settings is a sweep.
 
         Raises:
             ValueError: the runs are of different problems (model, data, nodes, steps, options), or one name has two
-                strategies; the message names the differences. Or the two derive hours from different networks.
+                strategies; the message names the differences. Also if the two comparisons derive hours from different
+                networks.
         """
         if not isinstance(other, Comparison):
             raise no_comparison("what a comparison is joined with", other)
@@ -164,7 +166,7 @@ class Comparison(Runs):
         frames, columns = [], dict[str, None]()
         for titles, run in self._titled_runs():
             frame, on_clients = run.history.to_pandas(), summary.on_clients(self, run)
-            columns |= dict.fromkeys([*frame, *on_clients])  # some strategies have their own
+            columns |= dict.fromkeys([*frame, *on_clients])  # some strategies have their own columns
             for name, value in on_clients.items():
                 frame[name] = [*[math.nan] * (len(frame) - 1), value][-len(frame) :] if len(frame) else []
             frames.append(frame.assign(**titles))
@@ -339,6 +341,6 @@ class Comparison(Runs):
 
 
 def no_comparison(name: str, given: Any, kind: type[Comparison] = Comparison) -> TypeError:
-    """Make the error for an argument that must be a comparison, or one of its kinds, and is something else."""
+    """Make the error for an argument that is not a comparison of the required kind."""
     hint = f"; read it with {kind.__name__}.from_json" if isinstance(given, str | Path) else ""
     return TypeError(f"{name} must be a {kind.__name__}, got {given!r}{hint}")

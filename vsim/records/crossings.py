@@ -1,4 +1,6 @@
-"""When runs reach a loss: the step of each seed, the runs that race to it, and those that never reach it."""
+"""When runs reach a loss: the step of each seed, the runs that race to the loss, and the strategies that never reach
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ def steps_to(
     Args:
         loss: the target. accuracy: the validation accuracy to reach instead, from 0 to 1; give one of the two.
         of: another column of `History` to return at that step, such as "wire_bytes", or "round" of a run with
-            `participation`. Bytes are those until a node has the model: a mean that no node has costs one more
-            all-reduce.
-        stays: whether the loss counts as reached only where no later measurement is above it. Otherwise the first
-            measurement counts, which noise makes early: of two equal curves, the noisier one seems to be faster.
+            `participation`. Bytes count until a node has the model: a mean that no node has costs one more all-reduce.
+        stays: whether the loss counts as reached only if no later measurement is above it. Otherwise the first
+            measurement at the loss counts, which is too early with noise: of two equal curves, the noisier one seems
+            faster.
     """
     true_or_false("stays", stays)
     if (loss is None) == (accuracy is None):
@@ -54,17 +56,18 @@ def steps_to(
 
 
 def crossing_of(runs: Runs, run: ComparedRun, loss: float, stays: bool, of: str | None = None) -> Crossing:
-    """Return where a run reaches a loss, or another column's value; a run that failed does not stay there."""
+    """Return where a run reaches a loss, or another column's value; with `stays`, a failed run never does."""
     at = run.history.crossing(loss, of or runs.loss_column, stays)
     return NEVER if stays and run.failed else at
 
 
 def racers(runs: Runs, loss: float, stays: bool) -> Racers:
-    """Return name → for each seed the run, where it reaches the loss, and the first step at which it might.
+    """Return name → for each seed: the run, its crossing of the loss, and the first step at which it might be there.
 
-    Noise may hide that a run is at the loss already. With one seed, it might be there where its loss is within 1.96
-    standard errors. A run of several that ended before the loss might have reached it next; NaN for a run that failed.
-    Only if some strategy reaches the loss with all seeds, and without those that do with none.
+    Noise may hide that a run is already at the loss: with one seed, a run might be there once its loss is within 1.96
+    standard errors. A run that ended above the loss might have reached it in its next step; NaN for a failed run.
+    Strategies that reach the loss with no seed are left out; without a strategy that reaches it with all seeds, the
+    result is empty.
     """
     found: Racers = {}
     for name in runs:
@@ -93,7 +96,7 @@ def never(runs: Runs, loss: float, stays: bool = False) -> dict[str, str]:
 
 
 def doubts(runs: Runs, stays: bool) -> list[str]:
-    """Return what to say of when a loss is reached: if one seed only, and noise."""
+    """Return notes on the certainty of crossings: a single seed, and noise."""
     said = []
     if all(len(runs.runs(name)) == 1 for name in runs):
         errors = "ties by the standard errors of validation" if runs.has("global_loss_se") else "no intervals"
@@ -102,6 +105,6 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
 
 
 def noise(runs: Runs, stays: bool) -> list[str]:
-    """Return a note if losses of a sample may be reached early by noise."""
+    """Return a note if noise may make a sample's losses reach the target too early."""
     sampled = runs.sampled and not stays
     return ["validated on a sample: noise lets a curve reach a loss early; see stays=True"] if sampled else []

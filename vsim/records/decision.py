@@ -1,4 +1,4 @@
-"""Which strategy to train a model with that cannot be tried: what each costs there, and in which order they come."""
+"""The strategy for a model that is too large to try: the cost of each strategy at that size, and their order."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-# What a run may use; and the networks for which it is priced, in bit/s and seconds, between which those of the map lie.
+# Kinds of budgets; and the networks, in bit/s and seconds, for which a run is priced and between which the map
+# interpolates.
 BUDGETS = ("time", "cost", "wire")
 _BITS, _DELAYS = np.logspace(6, 11, 31), np.logspace(-4, 0, 9)
-# Of further sizes and numbers of seeds, the cheapest that would decide is proposed.
+# Candidates for further sizes and numbers of seeds; the advice is the cheapest that would decide the order.
 _STEPS, _MORE_SEEDS = np.sqrt(10.0), (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Priced:
-    """What a strategy costs at the target. `why` is the reason if it has no price; its numbers are then NaN.
+    """The cost of a strategy at the target. `why` is the reason if there is no price; numbers are then NaN.
 
     Attributes:
-        steps: of the run. seconds: it takes. dollars: for all nodes; NaN without a price of a node. wire_bytes: on the
-            wire, of the busiest node. utilization: the share of the time in which nodes compute.
+        steps, seconds: of the run. dollars: for all nodes; NaN without a price of a node. wire_bytes: on the wire, of
+            the busiest node. utilization: the share of the time in which nodes compute.
         share: of the budget that is used up first; above 1, the run does not fit.
     """
 
@@ -64,7 +65,7 @@ class BudgetMap(Winners):
     """The strategy that is ahead among those within the budget, on every network of a grid.
 
     Attributes:
-        cells: (L, B) the strategy, or all that are not told from it; () where none is within the budget.
+        cells: (L, B) the first strategy, and all others if their order is not decided; () if none is within the budget.
     """
 
     cells: Sequence[Sequence[tuple[str, ...]]] = ()
@@ -75,7 +76,9 @@ class BudgetMap(Winners):
         return [list(row) for row in self.cells]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the map: a colour for each strategy, hatched where the order is not decided, blank where none fits."""
+        """Draw the map: a colour for each strategy, hatched where the order is not decided, blank where no strategy
+        fits.
+        """
         ax = super().plot(ax)
         shown = any(names for row in self.cells for names in row)
         ax.set_title(self.note if shown else f"none {self.note}", fontsize=8, loc="left")
@@ -87,10 +90,10 @@ class Decision:
     """Which strategy to train a large model with. Displayed as text, and in a notebook with the map of networks.
 
     Attributes:
-        order: of the strategies at the target. costs: name → what it costs there.
+        order: of the strategies at the target. costs: name → the cost of the strategy at the target.
         within: the budget as text. first: the strategy that is ahead among those within the budget; "" if none is.
-        undecided: name → P(`first` is ahead of it), of those within the budget that are not told from `first`.
-        map: the same on other networks. assumptions: three sentences. advice: what to train next to decide.
+        undecided: name → P(`first` is ahead of it), for strategies within the budget whose order with `first` is open.
+        map: the answer on other networks. assumptions: three sentences. advice: what to train next to decide.
     """
 
     order: Order
@@ -104,7 +107,7 @@ class Decision:
 
     @property
     def decided(self) -> bool:
-        """Whether one strategy is within the budget, and ahead of all others there with at least 90 %."""
+        """Whether one strategy is ahead of all others within the budget with a probability of at least 90 %."""
         return bool(self.first) and not self.undecided
 
     def answer(self) -> str:
@@ -154,7 +157,9 @@ class Decision:
         return pandas.DataFrame(rows)
 
     def _ordered(self) -> list[tuple[str, Priced]]:
-        """Return the strategies: those that fit in the order at the target, then the others by what they take."""
+        """Return the strategies: strategies that fit in the order at the target, then all others by their share of the
+        budget.
+        """
         place = {name: i for i, name in enumerate(self.order.names)}
         return sorted(
             self.costs.items(),
@@ -223,11 +228,11 @@ def decided(
     strategies: Mapping[str, Any],
     looks: Looks,
 ) -> Decision:
-    """Return which strategy to train a large model with; see `Ladder.decide`.
+    """Return the strategy to train a large model with; see `Ladder.decide`.
 
     Args:
         largest: the comparison whose strategies are priced. losses: of all sizes, see `order`. to: parameters.
-        steps: name → steps at the target. training: text on these. is_tuned: whether settings were.
+        steps: name → steps at the target. training: text on the steps. is_tuned: whether settings were tuned.
         strategies: name → strategy, instead of the run's. looks: of the strategies.
     """
     if not isinstance(within, Mapping) or not within:
@@ -307,7 +312,7 @@ def _seconds_allowed(budgets: Mapping[str, float], compute: Compute, num_nodes: 
 
 
 def _cells(found: Order, fits: Mapping[str, NDArray[np.bool_]]) -> list[list[tuple[str, ...]]]:
-    """Return (L, B) the first strategy that fits, and all others that fit and are not told from it."""
+    """Return (L, B) the first strategy that fits, and all others that fit and whose order with it is not decided."""
     cells = []
     for i in range(len(LATENCIES)):
         row: list[tuple[str, ...]] = []
@@ -321,7 +326,7 @@ def _cells(found: Order, fits: Mapping[str, NDArray[np.bool_]]) -> list[list[tup
 def _advice(
     found: Order, losses: pd.DataFrame, first: str, undecided: Mapping[str, float], fitting: Sequence[str]
 ) -> str:
-    """Return which size to train next, with how many seeds, so that the order would be decided if the trend goes on."""
+    """Return which size to train next, with how many seeds, to decide the order if the trend continues."""
     if not fitting:
         return (
             "nothing that trains decides; raise the budget, or compare strategies that send less or compute meanwhile"
@@ -346,7 +351,7 @@ def _advice(
 
 
 def _with_size(losses: pd.DataFrame, size: float, seeds: int) -> dict[str, list[Any]]:
-    """Return losses with a further size, where every strategy follows its own line and seeds differ as they did."""
+    """Return losses with a further size, where every strategy follows its trend and seeds differ as measured."""
     frame = losses[["strategy", "parameters", "seed", "loss"]].dropna()
     rows = [list(own) for own in zip(*(frame[column] for column in frame), strict=True)]
     for name, own in frame.groupby("strategy"):

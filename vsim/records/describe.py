@@ -150,13 +150,13 @@ def digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
 def digest_of(dataset: Any) -> int:
     """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
 
-    It is of a few examples, spread evenly and fetched twice; 0 if they are not the same both times, or cannot be
-    fetched. The global random generators are left alone.
+    The number covers a few evenly spaced examples, each fetched twice; 0 if the two differ or cannot be fetched. The
+    global random generators do not change.
     """
     last, found = len(dataset) - 1, set()
     positions = sorted({i * last // (_EXAMPLES - 1) for i in range(_EXAMPLES)})
     for _ in range(2):
-        with isolated(0, torch.device("cpu")), suppress(Exception):  # which training will raise
+        with isolated(0, torch.device("cpu")), suppress(Exception):  # training will raise the error
             fetch_many = getattr(dataset, "__getitems__", None)
             examples = list(fetch_many(positions)) if fetch_many else [dataset[i] for i in positions]
             text = hashlib.sha256()
@@ -193,7 +193,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def differences(one: Any, other: Any, words: str = "{} is {} and {}", path: str = "") -> Iterator[str]:
     """Yield the differences of two descriptions in words. An unknown digest equals every digest.
 
-    Of objects of different classes, only the classes are named.
+    For objects of different classes, only the classes are named.
 
     >>> list(differences({"batch_size": 16, "model": {"class": "MLP"}}, {"batch_size": 8, "model": {"class": "MLP"}}))
     ['batch_size is 16 and 8']
@@ -260,7 +260,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
 
 
 def settings_of(strategy: Any) -> dict[str, Any]:
-    """Return how a strategy was made. A run's own copy has kept this from before its setup."""
+    """Return the description of a strategy's arguments; a run's copy keeps it from before its setup."""
     return vars(strategy).get("settings") or describe(strategy, seen=set())
 
 
@@ -320,10 +320,10 @@ def _sized(examples: int, contents: int) -> dict[str, Any]:
 
 
 def _used_by(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return name → number, text or partition among the variables that a function takes from where it was defined."""
+    """Return name → number, text or partition among the global and enclosing variables that a function uses."""
     try:
         used = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # no function of Python, or one whose variables are not bound yet
+    except (TypeError, ValueError):  # not a Python function, or its variables are not bound yet
         return {}
     return {
         name: repr(value) if is_factory(value) else value
@@ -345,7 +345,7 @@ def describe_run(
     A strategy is described by the call that makes it, the arguments of that call, its class and its attributes.
 
     Args:
-        arguments: the arguments of `Trainer.fit`. made_with: those of its strategy. problem: see `describe_problem`.
+        arguments: the arguments of `Trainer.fit`. made_with: the strategy's arguments. problem: see `describe_problem`.
         device: the run's device. given: the arguments that differ from their defaults.
         started: when the run began; default: now.
     """
@@ -415,7 +415,7 @@ class Conditions:
                 f"{name}, seed {seed} has no configuration, so that nothing says whether other runs fit it"
             )
         own = {key: value for key, value in config.items() if key not in self._free}
-        own["model"] = {**own["model"], "digest": None}  # it depends on the seed
+        own["model"] = {**own["model"], "digest": None}  # the digest depends on the seed
         steps, within = own.pop("max_steps", None), own.get("budget")
         if within == BY_NAME:  # may join runs of other lengths
             del own["budget"]

@@ -51,5 +51,5 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
     frame = pd.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
     needed = [row["seeds_needed"] for row in rows]
     if not all(map(math.isfinite, needed)):
-        frame["seeds_needed"] = pd.Series(needed, dtype=object)  # so that the others stay integers
+        frame["seeds_needed"] = pd.Series(needed, dtype=object)  # so that all other values stay integers
     return frame

@@ -71,14 +71,14 @@ def pareto(comparison: Runs, cost: str = "wire", *, network: AnyNetwork = None, 
 class Front:
     """Loss against cost at the end of each strategy's runs. A notebook shows it as a figure.
 
-    A run is on the front unless another run is at least as good in both loss and cost, and better in one of them. Every
-    run is where its steps ended: with more of them, a cheap one might have gone below a dearer one.
+    A run is on the front unless another run is at least as good in both loss and cost, and better in one of them. A run
+    is shown at the end of its steps: with more steps, a cheap run might have got below a more expensive one.
 
     Attributes:
         cost: "wire", "payload", "time" or "cost".
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
             t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, tied
-            (dominated only by strategies from whose loss its own cannot be told), steps, and equal_steps: the steps
+            (dominated only by strategies whose losses do not differ significantly), steps, and equal_steps: the steps
             that would cost as much as the dearest run, in proportion.
         looks: of the strategies, by name. loss: which loss is shown. per: whether bytes are per node or per client.
     """
@@ -159,7 +159,7 @@ _NAMED = 12  # strategies that a legend names
 
 
 def within(losses: Floats, lows: Floats, highs: Floats) -> tuple[float, float]:
-    """Return the losses between which a front is drawn, so that neither one poor run nor wide intervals flatten it.
+    """Return the range of losses to draw, so that neither one poor run nor wide intervals flatten the front.
 
     Losses above the third quartile by more than three interquartile ranges, or by more than 15 % of the median if that
     is more, are outside. Intervals widen the range at most threefold.

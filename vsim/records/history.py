@@ -98,7 +98,8 @@ class History:
     def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
         """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0.
 
-        Rows are converted to columns only when they are read or become many, so that training does not wait for it.
+        Rows are converted to columns only when they are read or become many, so that training does not wait for the
+        conversion.
         """
         self._new.append((row, node_losses))
         self._client_val = {}  # these are of the last step
@@ -200,7 +201,7 @@ class History:
 
     @property
     def client_val_accuracies(self) -> NDArray[np.float64]:
-        """(N,): its accuracy on each client's own data; empty if not measured, or not known."""
+        """(N,): the accuracy of each client's model on the client's data; empty if not measured or unknown."""
         return np.asarray(self._client_val.get("accuracies", ()), dtype=np.float64)
 
     @property
@@ -309,7 +310,7 @@ class History:
         compute: Compute | float | str | None = None,
     ) -> Axes:
         """Draw the loss of the run; see `Comparison.plot`."""
-        from vsim.records.plots import bands, x_axis  # here, as they draw histories
+        from vsim.records.plots import bands, x_axis  # imported here, since plots use histories
 
         axis = x_axis(x, [self], network, compute)
         if y is None:
@@ -317,7 +318,8 @@ class History:
         return bands({self.strategy or "run": self}, axis, y, ax, logy=logy)
 
     def plot_attendance(self, ax: Axes | None = None) -> Axes:
-        """Draw which nodes or clients took part in which steps of a run with `participation`, and above it how many.
+        """Draw which nodes or clients took part in which steps of a run with `participation`, and above it their
+        number.
 
         Args:
             ax: where to draw; default the axes of a new figure, of the width of a column.
@@ -328,7 +330,7 @@ class History:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row per step."""
-        import pandas as pd  # here and elsewhere, as it takes half a second to load
+        import pandas as pd  # imported here, since pandas takes half a second to load
 
         return pd.DataFrame(self._columns).astype({"step": int, "examples": int})
 
@@ -337,7 +339,7 @@ class History:
         write_csv(path, self.to_pandas())
 
     def to_json(self, path: str | Path) -> None:
-        """Write the whole record, with `node_losses` and ledger, to a file that `from_json` reads back to the bit."""
+        """Write the whole record, with `node_losses` and ledger, to a file that `from_json` reads back bitwise."""
         write_json(path, self.as_plain())
 
     @classmethod
@@ -411,7 +413,7 @@ class History:
 
 
 def mean_present(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean over steps (steps, K) of what is known: (K,), NaN for a node that was never there."""
+    """Return the mean (K,) over the steps (steps, K) with a known loss; NaN for a node that was never present."""
     there = ~np.isnan(losses)
     sums, counts = np.where(there, losses, 0).sum(0), there.sum(0)
     return np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vsim.records.report.page import Report
 
 _KEYS = ("sizes", "parameters", "comparisons", "tuned")
-# Tokens of all nodes in a step of a large model, where nothing else says how many: 2^20.
+# Default number of tokens of all nodes in a step of a large model: 2^20.
 _TOKENS_PER_STEP = 1_048_576
 
 
@@ -35,7 +35,7 @@ class Ladder:
 
     Attributes:
         comparisons: size → Comparison, by ascending parameters. parameters: size → trainable parameters.
-        tokens_per_parameter: that every run trained on; None if `max_steps` or a budget decided.
+        tokens_per_parameter: trained on in every run; None if `max_steps` or a budget decided.
         tokens_per_example: 0 if examples hold no token ids: an example then counts as a token.
         tuned: size → strategy → the setting that `tune=` found there, as text; empty without it.
     """
@@ -66,7 +66,7 @@ class Ladder:
 
     @property
     def unit(self) -> str:
-        """What training is counted in: "tokens" or "examples"."""
+        """The unit of training: "tokens" or "examples"."""
         return "tokens" if self.tokens_per_example else "examples"
 
     @property
@@ -117,7 +117,7 @@ class Ladder:
         Args:
             to: parameters of the target.
 
-        See `vsim.records.order.order` for how it is found. "Not decided" is an answer.
+        See `vsim.records.order.order` for the method. "Not decided" is an answer.
 
         Raises:
             ValueError: the ladder has one size or one strategy, or a loss that is not above 0.
@@ -137,16 +137,16 @@ class Ladder:
         bytes_per_parameter: int | None = None,
         strategies: Mapping[str, Any] | None = None,
     ) -> Decision:
-        """Return which strategy to train a large model with: what each costs there, and in which order they come.
+        """Return the strategy to train a large model with: the cost of each strategy at that size, and their order.
 
-        Hours, dollars and bytes are those of the strategies' own code at that size, see `vsim.price`. The order is that
-        of `order`. Strategies keep the settings of the largest size.
+        Hours, dollars and bytes come from the strategies' own code at that size, see `vsim.price`; the order comes from
+        `order`. Strategies keep the settings of the largest size.
 
         Args:
             parameters: of the target. num_nodes: its nodes. network, compute: see `vsim.timeline`; compute is of one
                 step of one node of the target.
-            within: what a run may use, of "time", "cost" and "wire", such as `{"time": "10 h", "cost": 500}`.
-            max_steps: of the target. Default: as many as `tokens_per_parameter` take or, in a ladder without, those of
+            within: budgets of "time", "cost" and "wire", such as `{"time": "10 h", "cost": 500}`.
+            max_steps: of the target. Default: the steps for `tokens_per_parameter` or, in a ladder without it, those of
                 the largest size.
             tokens_per_step: of all nodes (examples, if these hold no token ids); default: 2²⁰ = 1,048,576.
             bytes_per_parameter: see `vsim.price`.
@@ -178,7 +178,7 @@ class Ladder:
         )
 
     def _steps_at(self, to: float, max_steps: int | None, per_step: float | None) -> tuple[dict[str, int], str]:
-        """Return name → steps at the target, and text on what they are."""
+        """Return name → steps at the target, and text that explains them."""
         if max_steps is not None:
             if per_step is not None:
                 raise TypeError("tokens_per_step has no effect with max_steps=, the steps themselves")
@@ -198,7 +198,8 @@ class Ladder:
         return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
 
     def table(self, format: str = "simple") -> str:
-        """Return as text the losses at each size, with their ranks there; a † marks those not told from the best.
+        """Return as text the losses at each size, with their ranks there; a † marks losses that do not differ
+        significantly from the best.
 
         Args:
             format: one of tabulate's: "simple", "github", "html", …
@@ -287,7 +288,7 @@ class Ladder:
         """Write everything but the models to a file, for `vsim.load_ladder`.
 
         Args:
-            whole: False: without the runs of tuning, and of each record the first and the last row alone. Orders and
+            whole: False: leave out the runs of tuning, and all rows of a record but the first and the last. Orders and
                 decisions remain the same, and the file is small.
         """
         comparisons = [own._as_plain() for own in self.comparisons.values()]

@@ -1,4 +1,4 @@
-"""Final losses: which run has which, which strategies can be the best, and which the seeds cannot tell apart."""
+"""Final losses: of each run, of the strategies that can be the best, and of strategies that seeds cannot tell apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vsim.records.statistics import Ranking, contenders, interval, pairwise_p, r
 def final_loss(runs: Runs, run: ComparedRun) -> float:
     """Return the last validation loss or, without validation, the mean training loss of the last tenth of the run.
 
-    NaN for a run that diverged, or whose only validation is that before the first step.
+    NaN for a run that diverged, or whose only validation came before the first step.
     """
     if run.diverged_at is not None:
         return math.nan
@@ -32,7 +32,9 @@ def sound(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
 
 
 def begun(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """Return the runs that took a step or failed, without those that were interrupted before; all if none did."""
+    """Return the runs that took a step or failed, without runs interrupted before the first step; all runs if no run
+    did.
+    """
     return [run for run in runs if run.failed or run.history.last("step") > 0] or runs
 
 
@@ -58,14 +60,14 @@ def rank(runs: Runs, name: str) -> tuple[int, float, float]:
 
 
 def candidates(runs: Runs) -> list[str]:
-    """Return the strategies of which one is the best: that ended or, if none did, that took the most steps."""
+    """Return the strategies among which the best is sought: those that ended or, if none did, took the most steps."""
     ranks = {name: rank(runs, name)[:2] for name in runs}
     first = min(ranks.values(), default=(2, 0.0))
     return [name for name, own in ranks.items() if own == first and first[0] < 2]
 
 
 def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
-    """Return which final losses are the best or not told from them, and text on how they were compared."""
+    """Return the best final losses, those that do not differ significantly from them, and text on the comparison."""
     losses, among = by_seed(runs), candidates(runs)
     found, remarks = ranking(losses, among), []
     known = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
@@ -94,7 +96,7 @@ def compared_runs(runs: Runs) -> dict[str, Sequence[ComparedRun]]:
 
 
 def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean loss: by Student's t or, of one run, by its standard error."""
+    """Return the 95 % interval of the mean loss: by Student's t or, for one run, by its standard error."""
     losses = [final_loss(runs, run) for run in own]
     if len(losses) > 1:
         return interval(losses)
@@ -103,9 +105,9 @@ def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]
 
 
 def ties(runs: Runs) -> dict[str, set[str]]:
-    """Return name → the strategies from whose final loss its own cannot be told.
+    """Return name → the strategies whose final losses do not differ significantly from this strategy's.
 
-    By all pairs of seeds; of two strategies of one seed, if the lower loss is in the interval of the higher one.
+    By paired tests over the seeds; with one seed each, if the lower loss is in the interval of the higher one.
     """
     losses = by_seed(runs)
     names, open_ = list(losses), pairwise_p(losses) > 0.05
@@ -138,7 +140,7 @@ def note(runs: Runs, name: str) -> str:
 
 
 def measured_at(runs: Runs) -> Mapping[str, str]:
-    """Return name → the steps of the final losses, as text; "" without any but that of the start."""
+    """Return name → the steps of the final losses, as text; "" if only the start was validated."""
     found = {}
     for name in runs:
         last = (run.history.measured("step", runs.loss_column)[0].max(initial=0) for run in sound(runs.runs(name)))

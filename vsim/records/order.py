@@ -1,4 +1,4 @@
-"""Which of two strategies has the lower loss at a size that was not trained, and the probability that this is so."""
+"""The order of two strategies' losses at a size that was not trained, and the probability that the order holds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 COLUMNS = ("strategy", "parameters", "seed", "loss")
-# An order is called at this probability. Fewer orders than these, seen at two sizes each, give no probability.
+# The probability at which an order is decided; and the fewest orders, seen at two sizes each, that give a probability.
 CALLED, FEWEST = 0.9, 20
-# A target further beyond the measured sizes is called extrapolated.
+# A target beyond the largest measured size by more than this factor is called extrapolated.
 FAR = 100
 # The rate at which orders are lost, per factor of ten in size: its values, and its prior, exponential with a mean of
 # 0.5. Orders then hold with a probability of 80 % at ten times the size, as in DataDecide (arXiv:2504.11393).
@@ -34,7 +34,8 @@ class AtSize:
     """How two strategies differ at one size: by the mean of (log loss of one − log loss of the other), over seeds.
 
     Attributes:
-        parameters: the size. seeds: with which both have a loss. difference: the mean. low, high: its 95 % interval.
+        parameters: the size. seeds: the seeds with which both have a loss. difference: the mean. low, high: its 95 %
+            interval.
         sureness: 2 P(one has the higher loss) − 1, from −1 (one is better) to 1; ±1 where one seed allows no test.
     """
 
@@ -47,11 +48,11 @@ class AtSize:
 
     @property
     def told(self) -> bool:
-        """Whether seeds tell the two apart here (p ≤ 0.05)."""
+        """Whether seeds tell the two apart at this size (p ≤ 0.05)."""
         return abs(self.sureness) >= 0.95
 
     def reversed(self) -> AtSize:
-        """Return the same of the other minus the one."""
+        """Return the difference with the two strategies exchanged."""
         return AtSize(self.parameters, self.seeds, -self.difference, -self.high, -self.low, -self.sureness)
 
 
@@ -62,8 +63,8 @@ class Pair:
     Attributes:
         sizes: how they differ at each measured size. difference, low, high: the trend at the target, ahead − behind,
             with its 95 % interval. slope: change of the difference with a tenfold size; slope_low, slope_high: its
-            interval. by_trend: P(ahead has the lower loss there), if the trend goes on. probability: the same, shrunk
-            towards 1/2 by how well orders held from size to size; NaN without enough of these.
+            interval. by_trend: P(ahead has the lower loss at the target), if the trend continues. probability:
+            `by_trend`, shrunk towards 1/2 by how well orders held from size to size; NaN if too few orders were seen.
     """
 
     ahead: str
@@ -80,7 +81,7 @@ class Pair:
 
     @property
     def decided(self) -> bool:
-        """Whether the order is called: with a probability of at least 90 %."""
+        """Whether the order has a probability of at least 90 %."""
         return self.probability >= CALLED
 
     @property
@@ -123,7 +124,8 @@ class Order:
         names: the strategies, by the trend at the target, the best first.
         held, cases: of `cases` orders of two strategies at one size, `held` held at a larger one.
         kept: the share of a probability's distance from 1/2 that is left at the target.
-        left_out: name → sizes at which a run of it has no loss. They are no part of the trend, and speak against it.
+        left_out: name → sizes at which one of the strategy's runs has no loss. The trend leaves these sizes out, and
+            may flatter the strategy.
     """
 
     to: float
@@ -146,7 +148,7 @@ class Order:
         return all(pair.decided for pair in self.pairs)
 
     def pair(self, one: str, other: str) -> Pair:
-        """Return what is known of two strategies.
+        """Return the `Pair` of two strategies.
 
         Raises:
             ValueError: there is no such strategy, or both are the same.
@@ -184,7 +186,7 @@ class Order:
         return with_notes(aligned(rows, header, format), self.notes(), format)
 
     def headline(self) -> str:
-        """Return the target, how far it is from what was measured, and the strategies in their order."""
+        """Return the target, its distance from the measured sizes, and the strategies in their order."""
         first = "extrapolated: " if self.factor > FAR else ""
         far = f"{self.factor:,.0f}" if self.factor >= 10 else f"{self.factor:.2g}"
         where = f"{far} × the largest measured size" if self.factor > 1 else "not beyond the measured sizes"
@@ -221,12 +223,13 @@ class Order:
 def order(frame: Any, to: float) -> Order:
     """Return the order of strategies at a size, from their losses at other sizes.
 
-    Of each pair, the differences of log loss with equal seeds are fitted by a line in the logarithm of the size. The
-    error of the line at the target is the larger of two: by all residuals (and at least by the spread over seeds), and
-    by the lines of the seeds, each by itself. P is Student's t of the line there; a bootstrap of three seeds would have
-    ten different draws. It shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is what the measured
-    sizes tell of orders that did not hold at a larger size, each counted by how surely seeds tell the two apart, with
-    a prior; orders of k strategies at S sizes share their runs, and count together as (k − 1)(S − 1).
+    For each pair, fit a line in the logarithm of the size to the differences of log loss with equal seeds. The error of
+    the line at the target is the larger of two: from all residuals (and at least the spread over seeds), and from
+    separate lines for the seeds. P follows from Student's t of the line at the target; a bootstrap of three seeds would
+    have only ten different draws. P shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is
+    estimated, with a prior, from orders at measured sizes that did not hold at a larger size, each weighted by how
+    surely seeds tell the two apart; orders of k strategies at S sizes share their runs, and count together as (k − 1)(S
+    − 1).
 
     Args:
         frame: columns "strategy", "parameters", "seed" and "loss", a row per run: a DataFrame, or a dict of lists. NaN
@@ -351,7 +354,7 @@ def _fitted(
     residuals = d - d.mean() - slope * (x - middle)
     variance = max(float(np.square(residuals).sum()) / freedom, 0.0 if math.isnan(noise) else noise**2)
     error, slope_error = math.sqrt(variance * (1 / len(d) + away**2 / spread_of_x)), math.sqrt(variance / spread_of_x)
-    lines = []  # of the seeds that have all sizes, each its own
+    lines = []  # one for each seed that has all sizes
     for seed in np.unique(seeds):
         own_x, own_d = x[seeds == seed], d[seeds == seed]
         if len(own_x) == len(apart):
@@ -385,11 +388,11 @@ def _ranked(one: str, other: str, fit: _Fit, kept: float) -> Pair:
 def _kept(cases: Sequence[tuple[float, float]], beyond: float, independent: int) -> float:
     """Return the expected share of an order's sureness that is left after a number of factors of ten.
 
-    Two sizes, whose orders are told with sureness c and c' (with their signs), have the likelihood
-    1 + exp(−rate · distance) c c' that these are the orders of one law.
+    For two sizes whose orders have the signed sureness c and c', the likelihood that both follow one law is 1 +
+    exp(−rate · distance) c c'.
 
     Args:
-        cases: distance in factors of ten, and c c'. independent: how many cases these count as.
+        cases: distance in factors of ten, and c c'. independent: the number of independent cases they count as.
     """
     if not cases:
         return 1.0 if not beyond else math.nan

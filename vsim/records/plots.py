@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Runs = Mapping[str, Any]  # name → a `History`, or one for each seed
 
-History: TypeAlias = Any  # whose module uses this one
+History: TypeAlias = Any  # the module of `History` imports this one
 
 # Okabe and Ito's palette, which every kind of colour vision can distinguish, without its yellow, which is too pale for
 # a line. The purple at the end differs from all other colours more than they differ from each other, for every kind of
@@ -36,9 +36,9 @@ History: TypeAlias = Any  # whose module uses this one
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
-# Names that have a look of their own, so that no two of them ever have the same, in letters and digits alone.
+# Names with a reserved look, so that no two of them share one; only letters and digits are compared.
 _KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
-# More lines than this have no legend of their own, if they belong to families.
+# With more lines than this, a legend lists families, not lines.
 MANY = 12
 # A legend names at most this many values of one setting, evenly spaced among all.
 _KEYS = 8
@@ -231,7 +231,7 @@ def rounds(history: History) -> NDArray[np.float64]:
 
 
 def attendance(history: History, ax: Axes | None = None) -> Axes:
-    """Draw which nodes took part in which steps, and above it how many did; see `History.plot_attendance`.
+    """Draw which nodes took part in which steps, and above it their number; see `History.plot_attendance`.
 
     Raises:
         ValueError: the run had no `participation`.
@@ -285,7 +285,7 @@ Y_LABELS = {
 PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
 # Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
-# A legend of more entries than this stands below its axes, and one with longer names.
+# A legend with more entries or longer names than this stands below its axes.
 _INSIDE, _SHORT = 4, 40
 _MEAN_REPLICA = "mean replica"
 _THIN: Any = {"linewidth": 0.7, "alpha": 0.7}
@@ -309,7 +309,7 @@ def bands(
 
     The mean over the seeds, also of the bytes or seconds on the x axis, is taken at every step that all seeds have
     measured. The band is one standard deviation (of the sample, n − 1) to both sides; with more than a dozen runs there
-    are no bands. A loss that rises far above its start leaves the picture.
+    are no bands. A loss that rises far above its start is cut off.
 
     Against bytes, only the last of several measurements with equal bytes is drawn, which is the loss reached before
     more bytes were sent. A run that sends nothing is a horizontal line at its last loss. On other axes, a thin line
@@ -446,7 +446,7 @@ def time_axis(histories: Iterable[History], network: Network, compute: Compute) 
 def x_axis(
     x: str, histories: Sequence[History], network: Network | str | float | None, compute: Compute | float | str | None
 ) -> str | XAxis:
-    """Return the axis that `x` names; "time" follows from network and compute, which nothing else takes.
+    """Return the axis that `x` names; "time" follows from network and compute, which no other axis takes.
 
     Raises:
         TypeError: "time" without network or compute, or another x with one of them.
@@ -539,10 +539,10 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -
 
 
 def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, inside: bool = True) -> None:
-    """Add a legend: a short one inside, one that would cover the lines below the axes.
+    """Add a legend: inside the axes if it is short, below them if it would cover the lines.
 
     Args:
-        own: the figure is vsim's, and grows; otherwise, names are cut to leave the axes their place.
+        own: whether the figure is vsim's and may grow; otherwise, names are cut to leave room for the axes.
         inside: whether a legend may be inside.
     """
     from matplotlib.transforms import ScaledTranslation
@@ -581,10 +581,10 @@ def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colo
 def _points(
     histories: Sequence[History], axis: XAxis, y: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return what is drawn: x in its unit, and mean and deviation of y; of points with equal bytes the last."""
+    """Return the points to draw: x in its unit, and mean and deviation of y; of points with equal bytes, the last."""
     xs, mean, deviation = mean_over_seeds(histories, axis, y)
     if (axis.is_bytes or axis.is_wide) and len(xs):
-        last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # of a run that sends nothing its end
+        last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # of a run that sends nothing, the end
         xs, mean, deviation = xs[last], mean[last], deviation[last]
     return xs, mean, deviation
 

@@ -1,4 +1,4 @@
-"""Reports of steps, which records are made from, and the progress that a user sees."""
+"""Reports of steps, from which records are made, and the display of progress."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StepReport:
     executor_reason: str = ""
     segment: Segment | None = None
     preparing: str = ""
-    amends: bool = False  # whether the row replaces the one that was reported last
+    amends: bool = False  # whether the row replaces the last reported one
     client_val: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -133,7 +133,7 @@ class Recorder:
                 desc=self.description,
                 unit="step",
                 dynamic_ncols=True,
-                disable=None,  # not into files and pipes
+                disable=None,  # no bar in files and pipes
             )
         if report.preparing:
             self.bar.set_postfix_str(report.preparing)
@@ -196,7 +196,7 @@ class LiveRace:
             self._show()
 
     def close(self) -> None:
-        """Draw the last picture, with everything in it."""
+        """Draw the final picture with all rows."""
         if any(len(history) for own in self.histories.values() for history in own):
             self._show()
 
@@ -207,7 +207,7 @@ class LiveRace:
         picture = Image(data=self._png(), alt=f"loss of {self.title} against step and bytes")
         if self._handle is None:
             self._handle = display(picture, display_id=True)
-            started = time.perf_counter()  # what the first one took was matplotlib's start, most of it
+            started = time.perf_counter()  # the first picture mostly measures matplotlib's start
         else:
             self._handle.update(picture)
         ended = time.perf_counter()
@@ -258,7 +258,7 @@ class LiveRace:
         front = max(steps.values(), default=0)
         losses = {name: float(np.mean([history.last(y) for history in own])) for name, own in running.items()}
         known = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-        # Runs that are behind have stopped, or have their turn now.
+        # Runs that are behind have stopped, or are being trained now.
         ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
         labels = [
             literal(f"{name}: {known[name]:#.4g}") + (f", step {steps[name]}" if steps[name] < front else "")
@@ -339,7 +339,7 @@ class LiveTable:
     """
 
     def __init__(self, title: str = "", console: Any = None) -> None:
-        import rich.style  # noqa: F401 (draws from Python's random generator, which no run may see)
+        import rich.style  # noqa: F401 (draws from Python's random generator, before any run does)
 
         self.title, self._console = title, console
         self._live: Any = None  # False: there is no terminal

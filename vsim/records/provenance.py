@@ -1,4 +1,4 @@
-"""What was compared, in words: strategies, model, data, options, versions, machine and date."""
+"""The description of a comparison in words: strategies, model, data, options, versions, machine and date."""
 
 from __future__ import annotations
 

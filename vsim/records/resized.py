@@ -35,8 +35,8 @@ def at(
 
     Args:
         parameters, layers, model, bytes_per_parameter: describe the target model, see `vsim.price`.
-        strategies: name → strategy, for strategies of your own in a comparison that was read from a file. Files
-            keep those that are made of vsim's own classes, numbers and text.
+        strategies: name → strategy, for strategies of your own in a comparison that was read from a file. Files keep
+            strategies that are made of vsim's own classes, numbers and text.
 
     Raises:
         ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.

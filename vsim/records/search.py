@@ -66,7 +66,7 @@ class Search(Sweep):
         return f"{len(self)} trials; {super(Sweep, self).title}"
 
     def _pictures(self) -> dict[str, Figure | Axes]:
-        return Comparison._pictures(self)  # a map of values that hardly ever meet would be empty
+        return Comparison._pictures(self)  # sampled values rarely repeat, so that a map would be empty
 
     _keys = (*Sweep._keys, "objectives")
 

@@ -1,7 +1,7 @@
-"""What a run has spent when a result exists: bytes, time or dollars up to every row of its record; and budgets.
+"""The cost of a run's results: bytes, time or dollars up to every row of its record; and budgets.
 
-A loss is a result once a node or a server has the model. Where the global model is the mean of nodes that
-differ (FedAvg between two syncs, SPARTA at any time), one more all-reduce of the weights would form it, and counts.
+A loss is a result once a node or a server has the model. If the global model is the mean of nodes that differ (FedAvg
+between two syncs, SPARTA at any time), the cost includes the all-reduce of the weights that would form the mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vsim.network.links import seconds
 from vsim.records.history import History
 from vsim.records.statistics import Crossing
 
-# What hours are derived from, and how both may be given.
+# Network and compute, from which hours are derived, in all forms that users may give.
 AnyNetwork = Network | str | float | None
 AnyCompute = Compute | float | str | None
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ def forming_seconds(history: History, network: Network, weights_bytes: float) ->
 
 
 def spent(history: History, of: str, weights_bytes: float, priced: Priced = None) -> Floats:
-    """Return (T,) what the result of every row has cost, with the all-reduce that forms its model where none exists.
+    """Return the cost (T,) of every row's result, with an all-reduce to form the model if none exists.
 
     Args:
         of: "wire" or "payload", in bytes; "time" in seconds or "cost" in dollars, which need `priced`; or a column.
@@ -76,7 +76,7 @@ def spent(history: History, of: str, weights_bytes: float, priced: Priced = None
 
 
 def until(history: History, at: Crossing, costs: Floats) -> float:
-    """Return the cost of a crossing, NaN if there is none: of its first measurement, or of the first formed model.
+    """Return the cost of a crossing: of its first measurement or its first formed model; NaN without a crossing.
 
     Args:
         costs: (T,) of every row, from `spent`.
@@ -89,9 +89,9 @@ class Use(NamedTuple):
     """How much of a budget the runs of a strategy used.
 
     Attributes:
-        share: of the budget that is used up first, at most 1. steps: of the runs. steps_needed: that would use it up,
-            in proportion; infinite for a run that costs nothing. ended: whether the runs ended before any budget was
-            used up: one more step like the most expensive one would still be within all of them.
+        share: of the budget that is used up first, at most 1. steps: of the runs. steps_needed: steps that would use up
+            the budget, in proportion; infinite for a run that costs nothing. ended: whether the runs ended before any
+            budget was used up: one more step like the most expensive one would still be within all of them.
     """
 
     share: float
@@ -108,7 +108,7 @@ def use(runs: Sequence[tuple[History, Sequence[tuple[Floats, float]]]]) -> Use:
     """Return the mean use of budgets by runs.
 
     Args:
-        runs: of every run its record, and pairs of a cost (T,) of every row and its budget.
+        runs: for every run, its record and, for each budget, the cost (T,) of every row and the budget.
     """
     found = []
     for history, costs in runs:
@@ -121,12 +121,12 @@ def use(runs: Sequence[tuple[History, Sequence[tuple[Floats, float]]]]) -> Use:
 
 
 def _dearest(costs: Floats, formed: NDArray[np.bool_]) -> float:
-    """Return the largest rise of a cost, among rows whose models exist or among the others: not where that changes."""
+    """Return the largest rise of a cost between rows that both have, or both lack, a formed model."""
     return max(float(np.diff(costs[kind]).max(initial=0.0)) for kind in (formed, ~formed))
 
 
 def last(costs: Floats) -> float:
-    """Return the cost of the last row, 0 of a run that took none."""
+    """Return the cost of the last row, 0 without rows."""
     return float(costs[-1]) if len(costs) else 0.0
 
 
@@ -163,7 +163,7 @@ def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str]
     (2000000000.0, 36000.0, 40.0)
 
     Args:
-        argument: the argument that the budget is given in. allowed: the kinds of budget that it takes.
+        argument: the name of the budget's argument. allowed: the kinds of budget that the argument takes.
 
     Raises:
         TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.

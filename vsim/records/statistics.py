@@ -21,8 +21,8 @@ POWER, MOST_SEEDS = 0.8, 10**6
 class Crossing(NamedTuple):
     """The steps at which a curve reaches a loss; NaN if it never does.
 
-    Between measurements the last value holds, so that a loss is reached where it is measured. Fewer measurements can
-    only make a step later.
+    Between measurements the last value holds, so that a loss is reached at a measurement. Fewer measurements can only
+    make the step later.
 
     Attributes:
         step: of the first measurement at or below the loss.
@@ -87,9 +87,9 @@ def paired(differences: ArrayLike, level: float = 0.95) -> Difference:
     if n < 2 or not np.isfinite(own).all():
         return Difference(mean, math.nan, math.nan, math.nan)
     error = float(own.std(ddof=1)) / math.sqrt(n)
-    if error <= 1e-12 * abs(mean) or not own.any():  # all pairs differ by the same
+    if error <= 1e-12 * abs(mean) or not own.any():  # all pairs differ by the same amount
         return Difference(mean, mean, mean, 0.0 if mean else 1.0)
-    from scipy import stats  # here, as it takes long to load
+    from scipy import stats  # imported here, since scipy.stats takes long to load
 
     half = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
     return Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
@@ -106,7 +106,7 @@ def holm(p: ArrayLike) -> tuple[Floats, Floats]:
     >>> holm([0.01, 0.04, 0.03])[0].tolist()
     [0.03, 0.06, 0.06]
 
-    NaN stands for a test that was impossible; it stays NaN, and does not count as a test.
+    NaN marks an impossible test: it stays NaN, and does not count as a test.
 
     Returns:
         (n,) the adjusted p-values, and (n,) the number of tests that each stands for: p times this number, at most 1,
@@ -128,7 +128,7 @@ def power(effect: float, seeds: int, level: float = 0.95) -> float:
 
     limit = stats.t.ppf((1 + level) / 2, seeds - 1)
     shift = effect * math.sqrt(seeds)
-    # scipy has NaN for some of the other tail, which is below 1e-9 there.
+    # For some of the other tail scipy returns NaN, where the value is below 1e-9.
     return float(stats.nct.sf(limit, seeds - 1, shift) + np.nan_to_num(stats.nct.cdf(-limit, seeds - 1, shift)))
 
 
@@ -226,9 +226,9 @@ def differences(
 def contenders(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     """Return the strategies that can be the best, the best first, and the mean value that decides.
 
-    The one rule for runs that are missing: a run without a finite value, because it diverged or failed, is worse than
-    any other, so that its strategy is not a contender. Contenders are compared over the seeds that all of them have
-    or, if they share none, each over its own.
+    This is the only rule for missing runs: a run without a finite value, because it diverged or failed, is worse than
+    any other, so that its strategy is not a contender. Contenders are compared over the seeds that all of them have or,
+    if they share none, each over its own seeds.
 
     >>> contenders({"a": {0: 1.0, 1: 3.0}, "b": {0: 1.5}, "c": {0: 0.5, 1: math.nan}})
     {'a': 1.0, 'b': 1.5}
@@ -236,11 +236,11 @@ def contenders(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     sound = {name: own for name, own in sorted(values.items()) if own and not _lacks_some(own)}
     shared = shared_seeds(sound.values())
     means = {name: fmean(own[seed] for seed in shared or own) for name, own in sound.items()}
-    return dict(sorted(means.items(), key=itemgetter(1)))  # of equal ones the first by name
+    return dict(sorted(means.items(), key=itemgetter(1)))  # ties: the first by name
 
 
 def shared_seeds(values: Iterable[Mapping[int, Any]]) -> list[int]:
-    """Return the seeds that all have of these values by seed."""
+    """Return the seeds that all of these mappings have."""
     seeds = [set(own) for own in values]
     return sorted(set.intersection(*seeds)) if seeds else []
 
@@ -249,7 +249,7 @@ class Ranking(NamedTuple):
     """The best names of a table (equal to the last bit), and the names that do not differ significantly from them.
 
     Attributes:
-        tested: whether there was anything to test, two common seeds at least.
+        tested: whether a test was possible: there were at least two common seeds.
     """
 
     best: tuple[str, ...]
@@ -262,11 +262,11 @@ def ranking(
 ) -> Ranking:
     """Return the strategies with the lowest mean value, and strategies that do not differ significantly from them.
 
-    A strategy that lacks a value for some seeds is undecided if the others leave it open.
+    A strategy that lacks a value for some seeds is undecided if its other seeds leave the order open.
 
     Args:
         values: strategy → seed → value, NaN for a run without one.
-        among: the strategies of which one may be the best; default: all `contenders`.
+        among: the strategies that may be the best; default: all `contenders`.
     """
     means = contenders(values if among is None else {name: values[name] for name in among})
     if not means:

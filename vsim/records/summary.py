@@ -18,7 +18,7 @@ from vsim.records.losses import begun, compare_finals, diverged, final_loss, mea
 from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, forming_bytes, until
 from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, Marks, text_table
 
-_ALIKE = 0.02  # a difference in compression up to which no note names it
+_ALIKE = 0.02  # the largest difference in compression without a note
 
 
 def rows(
@@ -32,17 +32,16 @@ def rows(
     """Return one dict per strategy: the columns of the table as numbers.
 
     Losses are the last measured losses of the global model on the validation data or, without validation, the mean
-    training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the
-    bytes that AllReduce sends on the wire in as many steps, divided by this strategy's bytes; NaN if nothing was
-    sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's,
-    and a network's collectives go through a server unless its text names another algorithm. With a
-    `client_val_dataset`, "client accuracy" is the mean over the clients, next to their 10th percentile, the mean of
-    the worst tenth and the worst client; without accuracies, "client loss" with the 90th percentile. With a
-    `test_dataset`, "test loss" and "test accuracy" are the final global model's. With several seeds, every
-    number is the mean over the runs that ended (over all runs, if none ended; until a loss, over all runs
-    that began); if the runs differ, "<column> std" follows, the standard deviation of the sample. If strategies may
-    take different numbers of steps, "steps" has them. With a budget, "time used", "wire used" and so on are the
-    shares of it.
+    training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the bytes
+    that AllReduce sends on the wire in the same number of steps, divided by this strategy's bytes; NaN if nothing was
+    sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's, and a
+    network's collectives go through a server unless its text names another algorithm. With a `client_val_dataset`,
+    "client accuracy" is the mean over the clients, next to their 10th percentile, the mean of the worst tenth and the
+    worst client; without accuracies, "client loss" with the 90th percentile. With a `test_dataset`, "test loss" and
+    "test accuracy" are the final global model's. With several seeds, every number is the mean over the runs that ended
+    (over all runs, if none ended; for costs until a loss, over all runs that began); if the runs differ, "<column> std"
+    follows, the standard deviation of the sample. If strategies may take different numbers of steps, "steps" lists
+    them. With a budget, "time used", "wire used" and so on are the used shares.
 
     Args:
         loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
@@ -75,7 +74,7 @@ def rows(
 def _numbers(
     runs: Runs, run: ComparedRun, known: Sequence[str], target: float | None, stays: bool, priced: Priced
 ) -> dict[str, float]:
-    """Return the columns of the table for one run, in their order; `known`: of those that not every table has."""
+    """Return the columns of the table for one run, in their order; `known` lists the optional columns to include."""
     history, ledger, validated = run.history, run.ledger, runs.loss_column == "global_loss"
     steps, loss = int(history.last("step")) if len(history) else 0, final_loss(runs, run)
     found = {runs.loss_title: loss, "perplexity": math.inf if loss >= 700 else math.exp(loss)}
@@ -130,7 +129,7 @@ def on_clients(runs: Runs, run: ComparedRun) -> dict[str, float]:
     measured, history = frozenset().union(*(one.measured_on_clients for one in runs.all_histories)), run.history
     if "accuracies" in measured:
         titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
-        values = values[~np.isnan(values)]  # without clients of whom no label counts
+        values = values[~np.isnan(values)]  # without clients that have no label that counts
     elif "losses" in measured:
         titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
     else:
@@ -231,7 +230,7 @@ def unformed(runs: Runs) -> list[str]:
 
 
 def resized(runs: Runs) -> list[str]:
-    """Return a note on strategies that compress otherwise at the size of `at` than where their losses are from."""
+    """Return a note on strategies whose compression at the size of `at` differs from that at the trained size."""
     said = []
     for name in runs.order:
         measured, priced = runs[name].measured_less, times_less(runs, runs[name])

@@ -47,7 +47,7 @@ class Sweep(Comparison):
 
     @classmethod
     def of_points(cls, runs: Comparison, points: Mapping[str, Point], strategy: str) -> Sweep:
-        """Return the sweep of runs that were compared, priced as they are."""
+        """Return the sweep of a comparison's runs, with the same pricing."""
         sweep = cls(runs.allreduce_bytes, points, strategy)
         vars(sweep).update(vars(runs))
         return sweep
@@ -95,13 +95,13 @@ class Sweep(Comparison):
         return tied[int(abs(places - places.mean(0)).sum(1).argmin())]
 
     def _place(self, name: str, key: str) -> int:
-        """Return the place of a value among those that were tried: numbers by size, other values as they were given."""
+        """Return the place of a value among the tried ones: numbers by size, other values in the given order."""
         tried = {point.labels[key]: point.values[key] for point in self.points.values()}
         order = sorted(tried, key=tried.__getitem__) if are_numbers(tried.values()) else list(tried)
         return order.index(self.points[name].labels[key])
 
     def sends_most(self, name: str, setting: str) -> bool:
-        """Return whether this value of a setting sends more than its other values do, the rest being equal."""
+        """Return whether this value of a setting sends more than the setting's other values, all else being equal."""
         sent, own = {key: self[key].history.last("wire_bytes") for key in self}, self.points[name].values
         others = [
             key
@@ -194,7 +194,7 @@ class Sweep(Comparison):
         for titles, run in super()._titled_runs():
             point = self.points[titles["strategy"]]
             own = {key: _plain(point.values[key], label) for key, label in point.labels.items()}
-            # The rate of a setting is another column than the rate of a step.
+            # A setting that shares its name with a column of steps, such as lr, gets another name.
             yield titles | {f"{key}_setting" if key in COLUMNS else key: value for key, value in own.items()}, run
 
     def looks(self, first: str | None = None) -> Looks:

@@ -65,7 +65,8 @@ def text_table(
     """Return rows of numbers and text as a table.
 
     Args:
-        rows: column → number or text, NaN: a dash; "<column> std" is the standard deviation of a column's number.
+        rows: column → number or text, with a dash for NaN; "<column> std" is the standard deviation of a column's
+            number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
         columns: the other columns to show, in this order; default: all but payload, perplexity and seconds of
@@ -94,7 +95,7 @@ def text_table(
     if columns is None:
         columns = [name for name in known if name not in ON_DEMAND]
     shown = [*titles, *(name for name in columns if name not in titles)]
-    if latex:  # as many digits in all rows
+    if latex:  # the same number of digits in all rows
         for key in shown:
             known_digits = [_default_digits(key, row[key]) for row in rows if not isinstance(row[key], str)]
             own.setdefault(key, max(known_digits, default=0))
@@ -175,7 +176,7 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
     Raises:
         ValueError: there is no such format.
     """
-    from tabulate import tabulate, tabulate_formats  # here, as it takes time to load
+    from tabulate import tabulate, tabulate_formats  # imported here, since tabulate takes time to load
 
     one_of("format", format, tabulate_formats)
     left = len(header) if left is None else left
@@ -192,7 +193,8 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
 
 
 def cell(key: str, value: Any, deviation: float | None = None, digits: int | None = None) -> str:
-    """Return the text of a cell: the number, and its standard deviation if there is one, with as many digits.
+    """Return the text of a cell: the number, and its standard deviation if there is one, with the same number of
+    digits.
 
     >>> cell("validation loss", 1.25, 0.5), cell("utilization", 0.5), cell("wire MB/node", 0.01234)
     ('1.2500 ± 0.5000', '50.0 %', '0.0123')

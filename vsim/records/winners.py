@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-# bit/s and seconds, where they are not given.
+# Default bandwidths in bit/s, and latencies in seconds.
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
 # Approximate number of a table's latencies, and how many of the strategies that do not reach the loss are named.
 _ROWS, _NAMED = 5, 6
@@ -56,8 +56,8 @@ def winners(
 ) -> Winners:
     """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
 
-    Tied strategies are all named; see `Race`. A warning says if validation leaves more than a tenth of the map
-    open, which a smaller `val_interval` would settle.
+    Cells name all tied strategies; see `Race`. A warning says if validation leaves more than a tenth of the map open,
+    which a smaller `val_interval` would settle.
 
     Args:
         loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.
@@ -123,20 +123,20 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Who reaches a loss for the least cost, in cells such as networks, and who is tied with the first of a cell.
+    """The strategy that reaches a loss at the least cost, in cells such as networks, and the strategies tied with it.
 
-    A strategy is first by its mean over the seeds that all strategies have which reach the loss with all seeds. Another
-    is tied with it
+    The first strategy has the least mean cost over the seeds common to all strategies that reach the loss with all
+    seeds. Another strategy is tied with the first
 
-    - if its earliest possible cost, as far as validation was too rare to tell, is at most the first's,
-    - if its lowest possible cost, as far as noise can tell, is at most the first's, or
+    - if its least possible cost, given rare validation, is at most the first's,
+    - if its least possible cost, given noise, is at most the first's, or
     - if 0 is in the interval of the paired difference between the two, by Bonferroni over all pairs of strategies, as
-      the data chose the first: the chance that strategies which do not differ are told apart is at most 5 %.
+      the data chose the first: equal strategies are told apart with a chance of at most 5 %.
 
     Attributes:
-        costs: name → seed → (3, …) of cells: the cost until the loss is measured, infinite if it is not; the least that
-            it can have cost, whatever was not measured; and the least that it may cost but for noise: of a run that
-            ended before it reached the loss, what the run cost.
+        costs: name → seed → (3, …) of cells: the cost until the loss is measured, infinite if never; the least possible
+            cost between measurements; and the least possible cost within noise, which is the run's cost if the run
+            ended above the loss.
     """
 
     costs: Mapping[str, Mapping[int, Floats]]
@@ -153,17 +153,17 @@ class Race:
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """(…) the place in `means` of the first."""
+        """(…) the place in `means` of the first strategy."""
         return np.argmin([own[0] for own in self.means.values()], axis=0)
 
     @cached_property
     def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return (M, …) whether a strategy is tied with the first there, by noise and by validation."""
+        """Return (M, …) whether a strategy is tied with the first of a cell, by noise and by validation."""
         names = list(self.means)
         lowest = np.min([own[0] for own in self.means.values()], axis=0)
         by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)
         for i, j in np.ndindex(len(names), len(names)):
-            here = self.means[names[i]][0] <= lowest * _EQUAL  # the first, and what equals it
+            here = self.means[names[i]][0] <= lowest * _EQUAL  # the first, and its equals
             if i == j or not here.any():
                 continue
             latest, (_, earliest, least) = self.means[names[i]][0, here] * _EQUAL, self.means[names[j]][:, here]
@@ -228,7 +228,7 @@ class Winners:
 
     @cached_property
     def seconds(self) -> dict[str, Floats]:
-        """Name → (L, B), the mean over the seeds, in alphabetical order; infinite if some seed does not get there."""
+        """Name → (L, B), the mean over the seeds, in alphabetical order; infinite if a seed never reaches the loss."""
         return {name: own[0] for name, own in self._race.means.items()}
 
     @cached_property
@@ -390,7 +390,7 @@ def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDA
 
 
 def _texts(names: tuple[str, ...]) -> list[str]:
-    """Return ways to write the names of a region, the widest first; of many names, the first."""
+    """Return ways to write the names of a region, the widest first; of many names, only the first."""
     names = _short(names)
     whole = literal(" or ".join(names))
     lines = literal(" or\n".join(names))
@@ -400,7 +400,7 @@ def _texts(names: tuple[str, ...]) -> list[str]:
 
 
 def _short(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names that are tied as a label has room for them: three, the others as a number, and none of them long."""
+    """Return tied names that fit a label: the first three and the number of others, with long names cut."""
     few = names if len(names) <= _TIED else (*names[: _TIED - 1], f"{len(names) - _TIED + 1} others")
     return tuple(name if len(name) <= _LONG else f"{name[: _LONG - 1]}…" for name in few)
 
@@ -441,14 +441,14 @@ def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], ND
 
     line: Any = {"arrowstyle": "-", "color": "0.2", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
     frame = ax.get_window_extent()
-    labels: list[tuple[float, float, Any]] = []  # (where its region is, its height, the text), in parts of the axes
+    labels: list[tuple[float, float, Any]] = []  # (height of its region, of the text, the text), as shares of the axes
     for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
         i, j = np.unravel_index(int(depth.argmax()), depth.shape)
         lines = [" or ".join(names)] if len(names) <= 2 else _short(names)
         said = literal("\n".join(textwrap.fill(line, 16, break_long_words=False) for line in lines))
         where: Any = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "top"}
         text = ax.annotate(said, (x[j], y[i]), fontsize=6.5, arrowprops=line, **where)
-        height = Text.get_window_extent(text).height / frame.height + 0.05  # without the line
+        height = Text.get_window_extent(text).height / frame.height + 0.05  # without the line to the region
         if sum(own for _, own, _ in labels) + height > 1.1:
             text.remove()
             continue

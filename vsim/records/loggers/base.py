@@ -59,7 +59,7 @@ class Logger(Protocol):
         """Log the numbers of a validation: the columns of `validation_row`."""
 
     def finish(self, failure: str) -> None:
-        """End the run; `failure` says why it did not reach its end, or is empty."""
+        """End the run; `failure` says why the run did not complete, or is empty."""
 
 
 Row = Mapping[str, float]
@@ -135,7 +135,7 @@ def x_of(row: Row, axis: str) -> int:
 
 
 def check_run_name(run_name: str) -> str:
-    """Return `run_name` if it can name a folder within the log folder; "a/b" is one within another."""
+    """Return `run_name` if it can name a folder within the log folder; "a/b" is a folder within another."""
     if not isinstance(run_name, str):
         raise TypeError(f"run_name must be a string, got {run_name!r} of type {type(run_name).__name__}")
     parts = Path(encodable("run_name", run_name)).parts

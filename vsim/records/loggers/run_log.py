@@ -94,7 +94,7 @@ class RunLog:
         if self._last is None:
             self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
         if self._is_due(row, run.max_steps):
-            metrics = self.config.get("metrics") or ()  # these are of validations
+            metrics = self.config.get("metrics") or ()  # metrics belong to validations
             self._tell("log_train", train_row({name: row[name] for name in row if name not in metrics}, self._last))
             self._last = row
 
@@ -124,7 +124,7 @@ class RunLog:
                     self.loggers.remove(logger)
 
     def __deepcopy__(self, memo: Any) -> RunLog:
-        return self  # in a comparison, every run has its own already
+        return self  # in a comparison, every run already has a separate one
 
 
 @contextmanager

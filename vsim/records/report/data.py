@@ -31,14 +31,14 @@ from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import contenders
 from vsim.records.tables import DIGITS, ON_DEMAND, PERCENT, UNDECIDED
 
-# Where the sliders begin once they are moved, if neither the caller nor the comparison gives any.
+# The sliders' first values once one is moved, if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
-# The most measurements of a loss and of other columns, steps of a clock and rows of `node_losses` on a page of few
-# runs, and on a page of many, such as a sweep's; and the most nodes, and bars of a timeline.
+# Limits on a page of few runs, and on a page of many, such as a sweep's: measurements of a loss and of other columns,
+# steps of a clock, and rows of `node_losses`. Then the limits of nodes and of bars of a timeline.
 _FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
 _MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
 _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
-# Columns that have a place of their own on the page, or say nothing of the training.
+# Columns without curves: they are shown elsewhere on the page, or do not describe the training.
 _NO_CURVES = (
     *("step", "examples", "tokens", "payload_bytes", "wire_bytes", "seconds", "validation_seconds", "memory_bytes"),
     *("global_loss_se", "global_formed", "val_examples", "val_total", "node_loss_min", "node_loss_max"),
@@ -179,7 +179,7 @@ class _Page:
         return {key: list(dict.fromkeys(point.labels[key] for point in points.values())) for key in varied}
 
     def _about(self) -> list[list[str]]:
-        """What the runs are, as pairs of title and text."""
+        """The description of the runs, as pairs of title and text."""
         comparison = self.comparison
         histories = comparison.all_histories
         found = [
@@ -230,7 +230,7 @@ class _Page:
         }
 
     def _forming(self, history: History) -> dict[str, Any]:
-        """Return what the all-reduce that forms a mean of nodes costs: bytes on the wire, and time as planes."""
+        """Return the cost of the all-reduce that forms a mean of nodes: bytes on the wire, and time as planes."""
         size, ledger = self.comparison.allreduce_bytes, Ledger(history.ledger.num_nodes)
         ledger.steps = 1
         ledger.record(Event(1, 1, "weights", "all_reduce", "weights", size, (range(history.num_nodes),)))
@@ -313,7 +313,7 @@ class _Page:
         first, last = around_first_event(ledger)
         spans: list[Span] = []
         try:
-            timeline(ledger, self.network, self.compute)  # which raises if another compute decided
+            timeline(ledger, self.network, self.compute)  # raises if another compute decided the run's course
             Clock(ledger, self.network, self.compute, spans.append).run(last)
         except ValueError:
             return None
@@ -328,7 +328,7 @@ class _Page:
 
 
 def _recorded(history: History, network: Network, compute: Compute) -> Any:
-    """Return the timeline of a run on this network, or else on that which decided its course."""
+    """Return the timeline of a run on this network, or else on the network that decided its course."""
     try:
         return history.time(network, compute)
     except ValueError:
@@ -341,7 +341,9 @@ def _recorded(history: History, network: Network, compute: Compute) -> Any:
 
 
 def _bends(steps: Sequence[int], of_steps: Sequence[NDArray[np.float64]], sent: NDArray[np.float64]) -> list[int]:
-    """Return the places of the steps between which one plane, and bytes, are linear in the step; all of several."""
+    """Return the places of the steps between which one plane, and bytes, are linear in the step; all steps if there are
+    several planes.
+    """
     kept = [0] if steps else []
     for i in range(1, len(steps)):
         if i + 1 < len(steps):
@@ -380,7 +382,7 @@ def _look(look: Look) -> dict[str, Any]:
 
 
 def _network(network: Network) -> dict[str, Any]:
-    """Where the sliders stand: bandwidth and latency of equal links, or factors of links that differ."""
+    """Return the sliders' values: bandwidth and latency of equal links, or factors of links that differ."""
     plain = network.as_plain()
     equal = plain["place"] is None
     bandwidth = float(plain["bits_per_second"][0][0]) if equal else 1.0
@@ -395,7 +397,7 @@ def _network(network: Network) -> dict[str, Any]:
 
 
 def _quantiles(seeds: int, runs: int) -> dict[str, list[float]]:
-    """Number of seeds → of 2, 3, … runs, the factor of the standard error in the interval of one of all their pairs."""
+    """Return number of seeds → for 2, 3, … runs, the factor of the standard error in the interval of any one pair."""
     if seeds < 2 or runs < 2:
         return {}
     from scipy import stats

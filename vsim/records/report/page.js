@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let P; // the comparison that is shown
-  let state; // where the sliders and choices stand
+  let state; // the positions of the sliders, and the choices
 
   // Numbers and text -------------------------------------------------------------------------------------------------
 
@@ -66,12 +66,12 @@
     return [ledger.decided ? ledger.seconds : at.sec, at.lat, at.size / at.bw];
   };
   const highest = (planes, [a, b, d]) => {
-    let most = planes[0] === null ? NaN : 0; // of a log, which has no events
+    let most = planes[0] === null ? NaN : 0; // null: a log without events
 
     for (let i = 0; i < planes.length; i += 3) most = Math.max(most, planes[i] * a + planes[i + 1] * b + planes[i + 2] * d);
     return most;
   };
-  /** Where a step lies between two of a ledger's steps: [place of the first, share of the second]. */
+  /** The position of a step between two of a ledger's steps: [place of the first, share of the second]. */
   const between = (steps, step) => {
     let low = 0, high = steps.length - 1;
     if (step >= steps[high]) return [high, 0];
@@ -97,10 +97,10 @@
   };
   const lastStep = (seed) => P.ledgers[seed.ledger].steps[P.ledgers[seed.ledger].steps.length - 1];
   const sound = (run) => run.seeds.filter((seed) => seed.sound);
-  /** The seeds that decide how a run compares with others: those of a run that can be the best, or else the sound ones. */
+  /** The seeds by which runs are compared: all seeds of a run that can be the best, otherwise its sound seeds. */
   const compared = (run) => run.compared.map((i) => run.seeds[i]);
 
-  /** The step of measurement i of the loss, and what its result costs: see `vsim.records.spent`. */
+  /** The step of measurement i of the loss, and the cost of its result; see `vsim.records.spent`. */
   const stepOf = (seed, i) => seed.curves[P.loss][0][i];
   const forming = (seed, i) => (seed.formed.length && !seed.formed[i] ? seed.forming : null);
   const formingTime = (own, at) => (own ? highest(own.planes, [0, at.lat, at.size / at.bw]) : 0);
@@ -119,13 +119,13 @@
   };
   const begun = (run) => run.seeds.filter((seed) => seed.begun);
   const crossings = (run) => begun(run).map((seed) => crossing(seed, state.target));
-  /** What is said of a run of which not all seeds reach the target; "" if they do. */
+  /** Text about a run if some of its seeds do not reach the target; "" if all do. */
   const never = (found) => {
     const reach = found.filter(Boolean).length;
     return reach === found.length ? "" : reach ? `${reach} of ${found.length} runs` : "never";
   };
 
-  /** What a run costs on the network of the sliders: column → [mean, standard deviation], or text. */
+  /** The costs of a run on the sliders' network: column → [mean, standard deviation], or text. */
   const priced = (run) => {
     const whole = (seed) => {
       const ledger = P.ledgers[seed.ledger], total = secondsAt(seed, lastStep(seed)), own = factors(ledger, place());
@@ -184,7 +184,7 @@
     const steps = (seed.curves[P.loss] || [[]])[0];
     return steps.length ? mixed(seed[what], between(steps, step)) : NaN;
   };
-  /** A run's points against an axis: {xs, ys, sds, steps}; of equal bytes the last. */
+  /** A run's points against an axis: {xs, ys, sds, steps}; of points with equal bytes, the last. */
   const points = (run, column, axis) => {
     const curve = curveOf(run, column), own = AXES[axis], at = place();
     const by = curve.seeds.map((seed) => factors(P.ledgers[seed.ledger], at));
@@ -278,11 +278,11 @@
   };
   const tick = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? digits(v, 2) : String(Number(v.toPrecision(4))));
 
-  // Read before anything is drawn: between two plots, the browser would lay out the whole page to answer.
+  // Read sizes before drawing: between two plots, each read would make the browser lay out the whole page.
   const widths = new Map();
   const measure = () => { for (const host of document.querySelectorAll(".plot")) widths.set(host, host.clientWidth); };
 
-  /** A frame with axes: {root, plot, x, y, box}; `root` is an image to those who cannot see it. */
+  /** A frame with axes: {root, plot, x, y, box}; `root` is an image for screen readers. */
   const frame = (host, options) => {
     const width = Math.max(260, widths.get(host) || 600), height = options.height || clamp(width * 0.52, 250, 430);
     const box = { right: width - (options.right || 14), top: options.top || 12, bottom: height - 42 };
@@ -311,7 +311,7 @@
     host.replaceChildren(root);
     return { root, plot, x, y, box, width, height };
   };
-  /** A name in a sentence: one written from right to left turns nothing around it. */
+  /** A name in a sentence, isolated so that text from right to left does not reorder the text around it. */
   const isolated = (name) => (/[\u0590-\u08ff\ufb1d-\ufefc]/.test(name) ? `\u2068${name}\u2069` : name);
   const brief = (name) => isolated(name.length > 32 ? `${[...name].slice(0, 31).join("")}…` : name);
   const empty = (host, text) => host.replaceChildren(el("p", { class: "remark" }, text));
@@ -351,7 +351,7 @@
     tip.style.left = `${clamp(px + 16 + size.width > innerWidth ? px - size.width - 16 : px + 16, 6, Math.max(6, innerWidth - size.width - 6))}px`;
     tip.style.top = `${clamp(py + 16, 6, Math.max(6, innerHeight - size.height - 6))}px`;
   };
-  /** Where on the screen a point of a plot is. */
+  /** The position on the screen of a point of a plot. */
   const onScreen = (host, x, y) => {
     const root = host.querySelector("svg"), edge = root.getBoundingClientRect(), zoom = edge.width / root.viewBox.baseVal.width;
     return [edge.left + x * zoom, edge.top + y * zoom];
@@ -361,7 +361,7 @@
 
   const shownRuns = () => P.runs.filter((run, i) => !state.hide.has(i));
   const ends = (low, high, log) => (log ? [low, high] : [Math.min(low, high - (high - low)), high]);
-  /** As `vsim.records.plots.limits`: a loss that diverges leaves the picture. */
+  /** As `vsim.records.plots.limits`: a loss that diverges is cut off. */
   const limits = (all, column) => {
     const known = all.map((own) => own.ys.filter(finite)).filter((own) => own.length);
     let low = Math.min(...known.map((own) => Math.min(...own))), high = Math.max(...known.map((own) => Math.max(...own)));
@@ -468,8 +468,8 @@
     return { bits: spaced(...b, n[0]), delays: spaced(...l, n[1]) };
   };
   const EQUAL = 1 + 1e-9;
-  /** As `vsim.records.winners.Winners`: who is first at a network, and who cannot be told from it. */
-  let raced = { key: "" }; // the map of the last time: the network's own sliders move nothing but the mark on it
+  /** As `vsim.records.winners.Winners`: the first strategy on a network, and the strategies tied with it. */
+  let raced = { key: "" }; // the last map, on which the network's sliders move only the mark
   const racers = () => {
     const found = [], missing = [], spots = [], known = new Map(); // where clocks are read: runs share them
     const spot = (ledger, step) => {
@@ -482,7 +482,7 @@
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
       if (said || !timed) missing.push(`${isolated(run.name)} (${said || "no hours"})`);
       if (state.hide.has(i) || !timed || !at.some(Boolean)) return;
-      /** The step at which a run might be at the target but for noise; null if not before it was measured there. */
+      /** The step at which a run, but for noise, might have reached the target; null if not before the measured step. */
       const might = (seed, own) => {
         if (!own) return seed.failed ? null : lastStep(seed);
         const early = at.length === 1 && finite(seed.se) ? crossing(seed, state.target + 1.96 * seed.se).step : own.step;
@@ -504,11 +504,11 @@
   const race = (found, spots, at) => {
     const common = [at.sec, at.lat, at.size / at.bw];
     const clock = spots.map(([ledger, spot]) => timeAt(ledger, spot, ledger.decided ? factors(ledger, at) : common));
-    const reach = (own) => Math.min(...own.results.map(([spot, more]) => clock[spot] + formingTime(more, at))); // ∞ of none
+    const reach = (own) => Math.min(...own.results.map(([spot, more]) => clock[spot] + formingTime(more, at))); // ∞ if none
     const reached = found.map((one) => one.seeds.map(reach));
     const over = (k, value) => mean(found[k].decide.map((s) => value(found[k].seeds[s], reached[k][s])));
     const means = found.map((_, k) => over(k, (_own, time) => time)), best = means.indexOf(Math.min(...means)), tied = [];
-    const firsts = found.map((_, k) => k).filter((k) => means[k] <= means[best] * EQUAL); // the first, and what equals it
+    const firsts = found.map((_, k) => k).filter((k) => means[k] <= means[best] * EQUAL); // the first, and its equals
     const isTied = (k, first) => {
       const earliest = (what) => over(k, (own, time) => (own[what] === null ? time : clock[own[what]]));
       if (k === first || Math.min(earliest("first"), earliest("least")) <= means[first] * EQUAL) return true;
@@ -541,7 +541,7 @@
     cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
     const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
     const tiedIn = (own) => own.split(",").map((k) => brief(found[k].run.name));
-    const crowds = order.filter((own) => tiedIn(own).length > 2); // whose names stand below the map, by a letter
+    const crowds = order.filter((own) => tiedIn(own).length > 2); // named below the map, by a letter
     const text = (own) => {
       const tied = tiedIn(own), letter = crowds.indexOf(own);
       return letter < 0 ? tied.join(" or ") : `${tied.length} tied${crowds.length > 1 ? ` (${letter < 26 ? String.fromCharCode(97 + letter) : letter + 1})` : ""}`;
@@ -566,13 +566,13 @@
       return `url(#${id})`;
     };
     const tall = f.y(delays[0]) - f.y(delays[1]), broad = f.x(bits[1]) - f.x(bits[0]);
-    const widest = new Map(); // key → the run of cells that has most room for a name
+    const widest = new Map(); // key → the run of cells with the most room for a name
     cells.forEach((row, j) => {
       for (let i = 0, k; i < row.length; i = k) {
         for (k = i; k < row.length && key(row[k]) === key(row[i]); k += 1);
         const own = key(row[i]);
         f.plot.append(svg("rect", { x: (f.x(bits[i]) - broad / 2).toFixed(2), y: (f.y(delays[j]) - tall / 2).toFixed(2), width: ((k - i) * broad + 0.4).toFixed(2), height: (tall + 0.4).toFixed(2), fill: fill(own) }));
-        let room = 0; // rows above and below that have the middle, too
+        let room = 0; // rows above and below that also contain the middle
         const middle = (i + k - 1) >> 1;
         while (cells[j - room - 1] && cells[j + room + 1] && key(cells[j - room - 1][middle]) === own && key(cells[j + room + 1][middle]) === own) room += 1;
         const width = (k - i) * broad, worth = Math.min(width, 8 * tall * (room + 0.5)) + 0.1 * room;
@@ -622,7 +622,7 @@
     hours: ["hours", () => "hours on the network"],
     dollars: ["dollars", () => "dollars, of all nodes"],
   };
-  /** As `vsim.records.fronts.within`: the losses to show; those above leave the picture, and bars are cut. */
+  /** As `vsim.records.fronts.within`: the range of losses to show; higher losses are outside it, and bars are cut. */
   const within = (all) => {
     const losses = all.map((one) => one.loss).sort((a, b) => a - b), share = (p) => mixed(losses, between(losses.map((_, i) => i), p * (losses.length - 1)));
     const most = share(0.75) + 3 * Math.max(share(0.75) - share(0.25), 0.05 * Math.abs(share(0.5)));
@@ -639,7 +639,7 @@
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
     let last = { loss: Infinity };
     const front = sorted.filter((one) => one.run.ranked && (one.loss < last.loss ? (last = one) : one.loss === last.loss && one.cost === last.cost));
-    /** As `vsim.records.fronts.Front`: dominated only by runs from whose loss its own cannot be told. */
+    /** As `vsim.records.fronts.Front`: dominated only by runs whose losses do not differ significantly. */
     const tied = (one) => one.run.ranked && sorted.every((other) => !other.run.ranked || other.cost > one.cost || other.loss > one.loss ||
       (other.cost === one.cost && other.loss === one.loss) || one.run.ties.includes(other.i));
     const costs = all.map((one) => one.cost).filter((v) => v > 0), free = all.some((one) => !(one.cost > 0));
@@ -837,7 +837,7 @@
   };
   const heading = (key) => key.replace("to target", `to ${digits(state.target, 4)}`);
 
-  let table = { form: "" }; // what was built: of the same form, its cells get new numbers
+  let table = { form: "" }; // the table built last: if the form is the same, only its cells change
   const drawTable = (rows) => {
     const columns = columnsShown(), down = state.sort.startsWith("-"), by = state.sort.replace(/^-/, "");
     const order = P.runs.map((_, i) => i);
@@ -864,7 +864,7 @@
         else node.setAttribute("data-value", value);
       }
       for (const { key, node } of table.heads) node.textContent = heading(key) + arrow(key);
-      if (order.join() !== table.order.join()) table.body.append(...order.map((i) => table.rows[i])); // which moves them
+      if (order.join() !== table.order.join()) table.body.append(...order.map((i) => table.rows[i])); // moves the rows
       table.order = order;
       return;
     }
@@ -900,7 +900,7 @@
   };
   const focusOn = (key) => { const node = [...document.querySelectorAll("th button")].find((own) => own.dataset.key === key); if (node) node.focus(); };
 
-  let legend = ""; // what it was made of
+  let legend = ""; // the content of the legend drawn last
   const drawLegend = () => {
     const form = [pages.indexOf(P), dark.matches, ...state.hide].join();
     if (form === legend) return;
@@ -928,7 +928,7 @@
 
   // Sliders -----------------------------------------------------------------------------------------------------------------
 
-  /** A number with a decimal point or comma; 1,500 could be either number, and is none. */
+  /** A number with a decimal point or comma; 1,500 is ambiguous, and rejected. */
   const numberOf = (text) => (/^[+-]?\d{1,3},\d{3}$/.test(text) ? NaN : Number(text.replace(",", ".") || NaN));
   const unitNumber = (text, units) => {
     const match = /^\s*([+-]?[\d.,]+(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*$/i.exec(text);
@@ -1047,7 +1047,7 @@
   const save = () => {
     clearTimeout(saved);
     saved = setTimeout(() => {
-      // A frame without an address of its own, as in a notebook, keeps none.
+      // A frame without an address, as in a notebook, keeps no state.
       try { history.replaceState(null, "", written() ? `#${written()}` : "#"); } catch (error) { /* sandboxed */ }
     }, 150);
   };
@@ -1109,11 +1109,11 @@
     drawCurves();
     drawTable(rows);
     clearTimeout(mapping);
-    if (P.runs.length > 40) mapping = setTimeout(drawMap, 120); // of many runs, once the slider rests
+    if (P.runs.length > 40) mapping = setTimeout(drawMap, 120); // with many runs, once the slider rests
     else drawMap();
     drawFront(rows);
     const inside = [pages.indexOf(P), state.run, dark.matches, widths.get($("nodes"))].join();
-    if (drawn !== inside) drawNodes(); // which no slider moves
+    if (drawn !== inside) drawNodes(); // no slider changes it
     drawn = inside;
     drawSweep(rows);
     save();
@@ -1153,7 +1153,7 @@
     setTimeout(() => { $("copied").textContent = ""; }, 2500);
   };
   window.addEventListener("hashchange", () => { if (P && location.hash.slice(1) !== written()) begin(); });
-  // A page that is served asks again; `vsim watch` reads the files of runs that go on.
+  // A served page asks again: `vsim watch` reads the files of runs that are still training.
   const every = Number(document.body.dataset.watch || 0);
   let digest = "";
   const look = async () => {
@@ -1172,7 +1172,7 @@
       said.textContent = "the server has ended: this is what it last sent";
       if (!P) $("subtitle").textContent = "the server has ended";
     } finally {
-      setTimeout(look, 1000 * every); // also where nothing has changed
+      setTimeout(look, 1000 * every); // even if nothing has changed
     }
   };
   let width = 0;
@@ -1181,7 +1181,7 @@
   window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced,
     // Rules that Python has, too: tests compare both.
     rules: { cell, crossing, limits, within, ticks: (low, high, count, log) => scale(low, high, 0, 1, log).ticks(count) },
-    /** The names of the first to the target on a network, and of all that cannot be told from it. */
+    /** The names of the strategy that is first to the target on a network, and of all tied with it. */
     first: (bw, lat) => {
       const { found, spots } = racers();
       return found.length ? race(found, spots, { ...place(), bw, lat }).tied.map((k) => found[k].run.name) : [];

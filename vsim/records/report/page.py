@@ -37,7 +37,7 @@ class Report:
         """Write the page to a file; return its path.
 
         Raises:
-            ValueError: the path is a folder, or in no folder that exists.
+            ValueError: the path is a folder, or its folder does not exist.
         """
         path = a_path("path", path)
         if path.is_dir() or not path.parent.is_dir():
@@ -47,7 +47,7 @@ class Report:
         return path
 
     def _repr_html_(self) -> str:
-        # The frame is an origin of its own: the page reads and changes nothing of the notebook.
+        # The frame is a separate origin, so that the page cannot read or change the notebook.
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" title="report of a '
             f'comparison" width="100%" height="{_HEIGHT}" style="border: 0"></iframe>'
@@ -74,7 +74,7 @@ def report(
         section: heading and HTML of a section above all others, whose images are data URLs.
 
     Raises:
-        TypeError: the title is no text.
+        TypeError: the title is not text.
         ValueError: there is no comparison, or one without a run; the network has another number of nodes.
     """
     if title is not None and not isinstance(title, str):
@@ -84,7 +84,7 @@ def report(
 
 
 def served(title: str, every: float) -> Report:
-    """Return a page without data, which asks its server for them every so many seconds."""
+    """Return a page without data, which asks its server for data every `every` seconds."""
     return _page(title, "[]", watch=f' data-watch="{every:g}"', server="'self'")
 
 
@@ -126,7 +126,7 @@ def _section(heading: str, content: str) -> str:
 
 
 def _policy(style: str, script: str, server: str) -> str:
-    """Return the policy: nothing runs but this script, and nothing is loaded but data from the server.
+    """Return the policy: only this script may run, and only data from the server may load.
 
     Images may be data URLs, which are part of the page.
     """
