@@ -1,1 +1,1 @@
-"""Figures: how they look, and how they are written. Only `paper` imports matplotlib."""
+"""The style of figures, and their files. Only `paper` imports matplotlib."""

@@ -1,4 +1,4 @@
-"""Figures for a paper: written as publishers want them, with ticks that are plain numbers."""
+"""Figures for a paper: files as publishers require them, and plain numbers as tick labels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 from vsim.arguments import given
 from vsim.writing import replacing
 
-# What files are written with: in PDF the fonts are embedded as TrueType, which publishers ask for and which can be
-# searched; in SVG letters are shapes, alike everywhere.
+# Settings of files: PDF embeds fonts as TrueType, which publishers require and readers can search; SVG draws letters as
+# shapes, which look the same everywhere.
 _FILE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "vsim"}
 _METADATA = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # The approximate number of tick labels of an axis.
@@ -31,10 +31,10 @@ _FEW, _MANY = 3, 7
 
 
 class PaperFigure(Figure):
-    """A figure of matplotlib that knows how a paper wants it."""
+    """A matplotlib figure that can be saved for a paper."""
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file; see `vsim.figures.paper.save`."""
+        """Write the figure to a file; see `vsim.figures.paper.save`."""
         save(self, path)
 
 
@@ -46,32 +46,32 @@ def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def save(figure: Figure | Axes, path: str | Path) -> None:
-    """Write a figure, or the one that axes are on, for a paper: PNG at 300 dots an inch, PDF with its fonts, or SVG.
+    """Write a figure, given itself or by its axes, for a paper: PNG at 300 dots an inch, PDF with its fonts, or SVG.
 
-    The same figure gives the same file, byte for byte: there is no date in it.
+    The same figure gives the same file, byte for byte, without a date.
 
     Args:
-        figure: of vsim, or any of matplotlib's.
+        figure: any figure or axes of matplotlib.
         path: ends in .png, .pdf or .svg.
 
     Raises:
-        ValueError: it ends in something else.
+        ValueError: the path has another ending.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in _METADATA:
         raise ValueError(f"the path of a figure must end in {', '.join(_METADATA)}, got {str(path)!r}")
     whole = figure if isinstance(figure, Figure) else figure.get_figure(root=True)
     assert whole is not None
-    image = io.BytesIO()  # matplotlib's own files may hide the error of a full disk by another
+    image = io.BytesIO()  # not a file, where matplotlib may hide the error of a full disk
     with matplotlib.rc_context(_FILE):
-        whole.draw_without_rendering()  # lays it out; drawn for the first time it would be laid out a little otherwise
+        whole.draw_without_rendering()  # computes the layout, which differs slightly in a first drawing
         whole.savefig(image, format=suffix[1:], dpi=300, metadata=_METADATA[suffix])
     with replacing(Path(path)) as part:
         part.write_bytes(image.getvalue())
 
 
 def image_html(figure: Figure | Axes, alt: str) -> str:
-    """Return a figure, or the one that axes are on, as an image of a page; a notebook does not show it once more."""
+    """Return a figure, given itself or by its axes, as an HTML image; close it, so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
     whole, image = figure if isinstance(figure, Figure) else figure.get_figure(root=True), io.BytesIO()
@@ -84,31 +84,31 @@ def image_html(figure: Figure | Axes, alt: str) -> str:
 
 def new_figure(width: float, height: float) -> PaperFigure:
     """Return a figure of pyplot, which a notebook shows; sizes are in inches."""
-    import matplotlib.pyplot as plt  # here, as it may open windows
+    import matplotlib.pyplot as plt  # imported here, since pyplot may open windows
 
     return plt.figure(figsize=(width, height), dpi=150, layout="constrained", FigureClass=PaperFigure)  # type: ignore[return-value]
 
 
 def fit(ax: Axes) -> None:
-    """Make room for labels and legend of the caller's axes, if their figure has no layout that would."""
+    """Make room for labels and legend of the caller's axes, if their figure has no layout engine that does."""
     figure = ax.get_figure(root=True)
     assert figure is not None
-    is_free = isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine | None)  # which tight_layout leaves behind
+    is_free = isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine | None)  # left by tight_layout
     if is_free and all(own.get_subplotspec() is not None for own in figure.axes):
-        with warnings.catch_warnings():  # where there is no room
+        with warnings.catch_warnings():  # raised if there is no room
             warnings.simplefilter("ignore")
             figure.tight_layout()
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis with plain numbers, over a large range as over a small one."""
+    """Label a logarithmic axis with plain numbers, for large and small ranges."""
     axis.set_major_locator(PlainLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
     axis.set_minor_locator(NullLocator())
 
 
 class PlainLocator(Locator):
-    """Ticks of a logarithmic axis: decades; over few of them 1, 2 and 5; over less than one as on a linear axis."""
+    """Ticks of a logarithmic axis: decades; for few decades 1, 2 and 5; for less than one, linear ticks."""
 
     def __call__(self) -> Sequence[float]:
         assert self.axis is not None
@@ -116,7 +116,7 @@ class PlainLocator(Locator):
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         low, high = min(vmin, vmax), max(vmin, vmax)
-        if low <= 0:  # before there is anything on the axis
+        if low <= 0:  # while the axis is empty
             return []
         decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for factors in ([1.0], [1.0, 2.0, 5.0]):
