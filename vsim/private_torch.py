@@ -171,7 +171,7 @@ def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes to a tensor, or 0 for tensors made in inference mode, which do not count.
+    """Return the number of in-place writes to a tensor, or 0 for tensors made in inference mode, which lack a counter.
 
     A public counter would replace it.
     """

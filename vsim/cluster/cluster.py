@@ -34,7 +34,7 @@ class Cluster:
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
-        seconds: the compute seconds of the nodes, if a schedule of syncs asks for them.
+        seconds: the compute seconds of the nodes, if a schedule of syncs needs them.
         gradient_at: computes the gradients of the nodes held here at other weights; None if steps are not computed.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only

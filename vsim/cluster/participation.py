@@ -334,7 +334,7 @@ class Stragglers(Participation):
         """
 
     def begun(self) -> Stragglers:
-        """Return the rule for one run, whose rounds it is called for in order. Default: this rule, without state."""
+        """Return the rule for one run, called for the run's rounds in order. Default: this rule, which has no state."""
         return self
 
     def plan(self, given: Round) -> Plan:

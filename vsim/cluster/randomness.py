@@ -120,7 +120,7 @@ def fingerprints(device: torch.device) -> dict[str, bytes]:
 
 
 class DataStates:
-    """The states of the global random generators for the data of one of several runs, as if it ran alone.
+    """The states of the global random generators for the data of one of several runs, as if this run were alone.
 
     Args:
         seed: seeds the generators, as in `isolated`. device: the device whose default generator is included.

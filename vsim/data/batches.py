@@ -97,7 +97,7 @@ class Batches:
         return len(self.order.nodes)
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
-        """Return the batches (n, B, …) of n nodes that have missed these numbers of the run's steps."""
+        """Return the batches (n, B, …) of n nodes, given the number of the run's steps that each has missed."""
         own = copy.copy(self)
         own.order = self.order.attended(nodes, missed)
         return own

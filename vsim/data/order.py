@@ -50,7 +50,7 @@ class Uneven:
     parts: list[Any]
 
 
-# Make maps over the tensors of a batch, such as a copy to another device, map over the tensors of all parts.
+# Register the parts, so that a map over the tensors of a batch, such as a copy to another device, reaches all of them.
 register_pytree_node(
     Uneven,
     lambda batch: (batch.parts, batch.rows),
@@ -135,7 +135,7 @@ class Order:
         return found
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
-        """Return the order of n nodes that have missed these numbers of the run's steps."""
+        """Return the order of n nodes, given the number of the run's steps that each has missed."""
         order = copy.copy(self)
         order.nodes, order.missed = nodes, missed
         return order

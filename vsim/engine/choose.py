@@ -103,7 +103,7 @@ class AutoExecutor(Executor):
             return self.losses_and_grads(batch, minibatch_size)
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
-        """Prove the executor for stacked batches of these shapes, or choose a simpler executor."""
+        """Prove the executor for stacked batches shaped like `batch`, or choose a simpler executor."""
         if self.chosen.__class__ is not self.decision.kind:
             self.chosen = self._made()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:

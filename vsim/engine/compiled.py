@@ -74,7 +74,7 @@ class _Operands(NamedTuple):
 
 
 class CompileError(RuntimeError):
-    """torch.compile cannot compile the model's vmapped loss here."""
+    """torch.compile cannot compile the model's vmapped loss on this machine."""
 
 
 class CompiledExecutor(VmapExecutor):
@@ -159,8 +159,8 @@ class CompiledExecutor(VmapExecutor):
     def captures(self) -> bool:  # type: ignore[override]
         """Whether PyTorch captures the graph as a CUDA graph; from the third step on, a replay is a single launch.
 
-        A CUDA graph needs tensors at fixed addresses. Weights, gradients and buffers have fixed addresses (`_cut`),
-        the batch is copied to one, and losses are copied before the next call overwrites them.
+        A CUDA graph needs tensors at fixed addresses. Weights, gradients and buffers stay where they are (`_cut`), the
+        batch is copied to a fixed address, and losses are copied before the next call overwrites them.
         """
         return self.replicas.weights.device.type == "cuda"
 
@@ -182,7 +182,7 @@ class CompiledExecutor(VmapExecutor):
         return _COMPILING if self.compile_seconds is None else ""
 
     def prove(self, batch: Any, share: float = 1.0) -> Proof:
-        """Prove the graph for batches of these shapes in two halves, see `vsim.engine.proof`:
+        """Prove the graph for batches shaped like `batch` in two halves, see `vsim.engine.proof`:
 
         1. a step of the graph agrees with the uncompiled function, from the same state of the generators;
         2. steps of the uncompiled function agree with the loop's, in evaluation mode if the model draws.

@@ -111,7 +111,7 @@ class Executor(ABC):
         return total
 
     def prepare(self, batch: Any) -> None:  # noqa: B027  # by default a no-op
-        """Prepare for stacked batches (K, B, …) of these shapes; `losses_and_grads` calls this, too."""
+        """Prepare for stacked batches (K, B, …) shaped like `batch`; `losses_and_grads` does so by itself."""
 
     def _shared_tensors(self) -> dict[str, Tensor]:
         """Return name → tensor, for tensors that nodes share and that `forward` must not change."""
@@ -210,7 +210,7 @@ class Executor(ABC):
         copies, places = zip(*self._moved, strict=True)
         torch._foreach_copy_(copies, places)
         yield
-        # Copy back always, because writes through `.data` or by BatchNorm do not change a tensor's version.
+        # Always copy back, because writes through `.data` or by BatchNorm do not change a tensor's version.
         torch._foreach_copy_(places, copies)
 
     def evaluate(
@@ -444,7 +444,7 @@ def check_depends(losses: Tensor) -> None:
 
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
-    """Write `pieces` to `grads` (if first) or add them. A piece may already lie in the memory of its gradient."""
+    """Write (if first) or add `pieces` to `grads`. A piece may already lie in the memory of its gradient."""
     pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # Embedding(sparse=True) has sparse gradients
     if not first:
         torch._foreach_add_(grads, pieces)

@@ -22,7 +22,7 @@ from vsim.engine.machine import synchronize
 from vsim.engine.memory import activation_bytes, optimizer_bytes
 from vsim.engine.vmap import VmapExecutor
 
-# Side of the square matrices whose product measures the machine's peak: large enough for the peak, and still quick.
+# Side of the matrices whose product measures the machine's peak: large enough to reach the peak, and still quick.
 _PEAK_SIDE = 1024
 _FORMS = {"batched": "one call for all nodes", "node by node": "one call a node", "functorch": "functorch's own rule"}
 
@@ -38,7 +38,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a run's step. It prints as text, and as HTML in a notebook.
+    """The explanation of a run's step, printed as text, and as HTML in a notebook.
 
     Attributes:
         executor: the executor that computes the gradients. reason: why this executor was chosen.
@@ -47,8 +47,8 @@ class Explanation:
         memory: bytes per node of weights, gradients, optimizer and activations. A row that K nodes share counts 1 / K
             for each node.
         num_nodes: K.
-        step_seconds: median over the steps taken. gradient_flops: multiplications and additions in the losses and
-            gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
+        step_seconds: median over the steps taken. gradient_flops: multiplications and additions to compute the
+            losses and gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
     """
 
     executor: str

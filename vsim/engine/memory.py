@@ -24,7 +24,7 @@ from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
 # Factors from bytes of tensors to bytes with workspaces of kernels and the allocator's fragmentation. On the CPU, the
-# heap of the C library measured 1.25 to 1.6 times the tensors.
+# heap of the C library was measured to take 1.25 to 1.6 times the tensors' bytes.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
 # Bytes for the workspaces of an accelerator's libraries: cuBLAS takes up to 32 MB, cuDNN more if that is faster.
 _WORKSPACES = 2**28

@@ -41,7 +41,7 @@ from vsim.private_torch import (
 
 
 class Nodes:
-    """The nodes of one vmapped call. Rules unwrap and wrap the nodes' tensors with it.
+    """The nodes of one vmapped call. Rules use this object to unwrap and wrap the nodes' tensors.
 
     Args:
         streams: a generator for each node of the vmapped call, in order, for random operations. None: draw the same
@@ -199,7 +199,7 @@ def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
     """Mark a function of stacked tensors as the form of these operations for all nodes.
 
     The function gets the arguments of the operation, with a stacked tensor (K, …) in place of every tensor; tensors
-    that nodes share are expanded. It returns the stacked result. It may return NotImplemented to leave the operation to
+    that nodes share are expanded. The function returns the stacked result, or NotImplemented to leave the operation to
     functorch.
 
     Args:

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class _BeforeCall:
-    """The state before a vmapped call, which the call may change before it fails.
+    """The state that a vmapped call may have changed when it fails.
 
     Args:
         batch: the tensors of the call's batch.
@@ -149,7 +149,7 @@ class VmapExecutor(Executor):
         return min(wanted, fitting)
 
     def _cut_for(self, batch: Any) -> None:
-        """Cut the nodes for batches of these shapes. Equal shapes get equal pieces."""
+        """Cut the nodes into pieces for batches shaped like `batch`. Equal shapes get equal pieces."""
         shapes = tuple(t.shape for t in tensors_of(batch))
         if shapes not in self._pieces_of:
             with unwatched():  # hide the measurement from modes that count the operations of this step
@@ -203,7 +203,7 @@ class VmapExecutor(Executor):
         return LoopExecutor(self.replicas, self.objective, self.generators, self.settings)
 
     def prove(self, batch: Any, share: float = 1.0) -> Proof:
-        """Prove the steps on stacked batches (K, B, …) of these shapes, see `vsim.engine.proof`."""
+        """Prove the steps on stacked batches (K, B, …) shaped like `batch`, see `vsim.engine.proof`."""
         return prove(self, type(self), batch)
 
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
