@@ -47,8 +47,8 @@ class Explanation:
         memory: bytes per node of weights, gradients, optimizer and activations. A row that K nodes share counts 1 / K
             for each node.
         num_nodes: K.
-        step_seconds: median over the steps taken. gradient_flops: multiplications and additions to compute the
-            losses and gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
+        step_seconds: median over the steps taken. gradient_flops: multiplications and additions to compute the losses
+            and gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
     """
 
     executor: str
