@@ -16,7 +16,7 @@ class GradientAverage(CommunicationModule):
         average: merges the gradients: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
             `vsim.strategy.average`. clip() limits each node's gradient, max_norm the average.
 
-    Payload: all gradients, every step, or what `average` sends in their place.
+    Payload: all gradients, or the messages of `average`, every step.
     """
 
     only_once = True  # afterwards the nodes' gradients are equal

@@ -125,7 +125,7 @@ class AsynchronousStrategy(Algorithm):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take the run's next step: K local steps of all workers together."""
+        """Take the run's next step, which is K local steps of all workers together."""
         clock, self.cluster.collectives.position.moment = self.clock, "weights"
         end = clock.taken + self.cluster.num_nodes
         while clock.taken < end or not clock.is_between_steps:

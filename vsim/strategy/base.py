@@ -145,7 +145,7 @@ class CommunicationModule(Configured):
         """Change `cluster.weights` in place, after a step that H selects. Default: no-op."""
 
     def global_weights(self, cluster: Cluster) -> Tensor | None:
-        """Return the shared weights (P,) that this module holds as the global model, if it does."""
+        """Return the shared weights (P,) that this module keeps as the global model, or None."""
         return None
 
     def measured(self, cluster: Cluster) -> Mapping[str, float]:
@@ -202,7 +202,7 @@ class Algorithm(Configured):
     Args:
         communication_modules: communicate in this order. Default: none; every node trains alone.
         inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its name in small letters. Default
-            AdamW. EXO Gym's name for it, optim_spec, is the same argument.
+            AdamW. EXO Gym's name, optim_spec, is accepted as well.
         lr: its learning rate; also inner_lr.
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
         lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while
@@ -227,7 +227,7 @@ class Algorithm(Configured):
     # only the mean of their gradients is used. A subclass does not inherit these promises, but has to repeat them.
     shares_weights = False
     shares_grads = False
-    # Whether its nodes train on a virtual clock, each at its own speed; see `vsim.strategy.asynchronous`.
+    # Whether its nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
     is_asynchronous = False
     # Methods of `Strategy` that this class never calls.
     uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
@@ -445,7 +445,7 @@ class Algorithm(Configured):
     # The global model ------------------------------------------------------------------------------------------------
 
     def global_weights(self) -> Tensor:
-        """Return the shared weights (P,) to evaluate as the global model: a module's own, or the mean replica."""
+        """Return the shared weights (P,) to evaluate as the global model: a module's, or the mean replica."""
         for module in self.communication_modules:
             weights = module.global_weights(self.cluster)
             if weights is not None:
@@ -515,13 +515,13 @@ class Algorithm(Configured):
     def dry_run(
         self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: Seconds | None = None
     ) -> Ledger:
-        """Return what a run would send, without training: the strategy's own code runs on tensors without values.
+        """Return the messages of a run without training: the strategy's code runs on tensors without values.
 
         Args:
             model: on the meta device. seconds: how long nodes compute, for schedules that depend on it.
 
         Raises:
-            ValueError: the strategy is asynchronous, or what it sends depends on values.
+            ValueError: the strategy is asynchronous, or its messages depend on values.
         """
         name = type(self).__name__
         if self.is_asynchronous:

@@ -84,7 +84,7 @@ def all_gather(
     Args:
         tensor_list: n stacked tensors (K, …) to fill in place, tensor j with the row of the j-th of the n nodes that
             take part; or None.
-        tensor: stacked (K, …): what every node sends.
+        tensor: stacked (K, …), the row that every node sends.
         among, label, payload_bytes: see all_reduce. A node that does not take part finds its own row in every tensor.
 
     Returns:

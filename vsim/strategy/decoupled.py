@@ -26,9 +26,9 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     [Douillard et al. 2026, arXiv:2604.21428].
 
         learner k      after every H of its steps, fragment by fragment:  send θ_k; train on
-        syncer of a    once `quorum` learners have come, and others have had a share γ of the slack:
-        fragment           φ ← outer optimizer(φ, merger of φ_k − θ_k, weighted by tokens²/steps);  send it to them
-        learner k      τ of its steps after sending, or when the answer is there:  θ_k ← φ
+        syncer of a    once `quorum` learners have arrived, and a share γ of the slack has passed:
+        fragment           φ ← outer optimizer(φ, merger of φ_k − θ_k, weighted by tokens²/steps);  send φ to them
+        learner k      τ steps after sending, or when the answer arrives:  θ_k ← φ
 
     The slack is the time from the quorum until the first of the arrived learners needs its answer; the syncer waits for
     a share γ of the slack. A learner that arrives later joins the next round. A learner that still awaits a fragment's

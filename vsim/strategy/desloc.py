@@ -50,7 +50,7 @@ class DESLOCStrategy(Algorithm):
         θ_k ← mean_j θ_j after every H-th step, m_k ← mean_j m_j after every H_m-th, v_k ← mean_j v_j after every H_v-th
 
     with m and v the moments that the optimizer keeps: Adam's and its kin's, the momentum of SGD, the second moment of
-    RMSprop or Adagrad. H = H_m = H_v is local Adam; without the moments it is FedAvg.
+    RMSprop or Adagrad. H = H_m = H_v is local Adam; without the moments, this is FedAvg.
 
     A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token it has not met) has
     v_k = 0 there. If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode. With

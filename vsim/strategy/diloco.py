@@ -23,7 +23,7 @@ class DiLoCoCommunicator(OuterStep):
         average: merges the φ − θ_k: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
 
-    Payload: all weights every H steps, or what `average` sends in their place.
+    Payload: all weights, or the messages of `average`, every H steps.
     """
 
     def sync(self, cluster: Cluster) -> None:

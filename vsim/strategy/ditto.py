@@ -21,7 +21,7 @@ class PersonalModels(CommunicationModule):
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         lam: λ, at least 0; 0.1 to 2 in the paper.
-        personal_lr: η of the clients' own models, at least 0. Default: the inner learning rate.
+        personal_lr: η of the personal models, at least 0. Default: the inner learning rate.
     """
 
     outer_weights: Tensor  # φ, shared (P,)

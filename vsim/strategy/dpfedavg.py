@@ -76,7 +76,7 @@ class PrivateAverage(AveragingCommunicator):
         self.delta = real_number("delta", delta, above=0, below=1)
         if self.noise_multiplier:
             real_number("noise_multiplier", noise_multiplier, at_least=LEAST_NOISE)
-            _accounting()  # raise the error now if it is missing
+            _accounting()  # raises now if dp-accounting is missing
             if self.clip == math.inf:
                 raise ValueError("clip must be finite where there is noise, whose size it sets; or noise_multiplier=0")
 

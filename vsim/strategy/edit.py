@@ -1,4 +1,4 @@
-"""EDiT: DiLoCo that leaves out nodes that moved unusually far, and weights the others by how far they moved."""
+"""EDiT: DiLoCo that leaves out nodes with unusually long moves, and weights all others by the length of their moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALPHA = 0.02  # the weight of a new norm in the moving averages
 
 
 class EDiTCommunicator(OuterStep):
-    """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved.
+    """DiLoCo that leaves out anomalous nodes, and weights all others by the length of their moves.
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, for each parameter tensor:
@@ -117,8 +117,8 @@ class EDiTCommunicator(OuterStep):
 
 
 class EDiTStrategy(Algorithm, of=EDiTCommunicator):
-    """DiLoCo that leaves out anomalous nodes, and weights the others by how far they moved: EDiT [Cheng et al. 2024,
-    arXiv:2412.07210].
+    """DiLoCo that leaves out anomalous nodes, and weights all others by the length of their moves: EDiT [Cheng et al.
+    2024, arXiv:2412.07210].
     """
 
     family = "local steps"

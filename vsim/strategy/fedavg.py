@@ -26,7 +26,7 @@ class AveragingCommunicator(CommunicationModule):
             `vsim.strategy.average`. An average that needs moves takes those since the last sync, where all nodes must
             have been equal: not with islands.
 
-    Payload: all weights every H steps, or what `average` sends in their place.
+    Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """

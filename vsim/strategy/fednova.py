@@ -25,7 +25,8 @@ class NormalizedAverage(SharedWeights):
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         average: merges the moves per step, and sets p_k; see `vsim.strategy.average`. Default: by examples.
 
-    Payload: all weights and 4 bytes every H steps, in one message, or what `average` sends in place of the weights.
+    Payload: all weights and 4 bytes every H steps, in one message, or the messages of `average` in place of the
+    weights.
 
     Deviations from the paper: moves are divided by τ_k, as for plain SGD, whatever the inner optimizer is. The paper
     has other divisors for momentum and proximal terms.

@@ -102,7 +102,7 @@ class ServerStep(DiLoCoCommunicator):
         outer_lr: its learning rate, above 0; 0.03 by default, 0.1 for "adagrad".
         average: merges the φ − θ_k; see `vsim.strategy.average`.
 
-    Payload: all weights every H steps, or what `average` sends in their place.
+    Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
     """

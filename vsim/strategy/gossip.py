@@ -194,7 +194,7 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def topology_of(given: Any) -> Topology:
-    """Return a name, a `RandomGraph` or checked edges for what a user gave as a graph."""
+    """Return a user's graph as a name, a `RandomGraph` or checked edges."""
     if isinstance(given, RandomGraph):
         return given
     if isinstance(given, str) and not given.endswith(".csv"):

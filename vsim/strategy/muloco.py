@@ -28,7 +28,7 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
         average: merges the φ − θ_k; with fewer bytes, compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
 
-    Payload: all weights every H steps, or what `average` sends in their place.
+    Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: weight decay is defined as in torch. The authors' code divides it by the number of nodes
     and the steps of the run; for the same effect, give OptimSpec("muon", weight_decay=λ/(K·T), …).

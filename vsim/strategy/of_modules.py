@@ -57,7 +57,7 @@ def init_of(
 
 
 def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | None]) -> str:
-    """Return the docstring of a strategy: its own text, and the arguments and sections of its modules.
+    """Return the docstring of a strategy: the strategy's text, and the arguments and sections of its modules.
 
     One module adds its text without the first paragraph, several modules add none. A section, such as `Payload:`, is
     the strategy's own if present, otherwise the last module's.

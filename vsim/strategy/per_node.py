@@ -240,7 +240,7 @@ class StackedModel(nn.Module):
 
     @property
     def of_one_node(self) -> nn.Module:
-        """The user's model, whose own tensors are not used."""
+        """The user's model; its tensors are not used."""
         return self._replicas.module
 
     def made(self) -> list[nn.Parameter]:
@@ -285,7 +285,7 @@ class StateByParameter(defaultdict[Any, Any]):
     """The state of an optimizer that steps all nodes as one matrix, also indexed by the model's stacked parameters.
 
     Args:
-        state: the optimizer's own. optimizer: its only parameter is the matrix (R, pitch).
+        state: of the optimizer. optimizer: its only parameter is the matrix (R, pitch).
         model: the stacked model whose parameters are the keys.
     """
 

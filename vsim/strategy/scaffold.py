@@ -52,8 +52,8 @@ class ControlVariates(SharedWeights):
         TypeError: the inner optimizer is not plain SGD: with momentum, for instance, a node's move is not its mean
             gradient.
 
-    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where it is 0, as in the
-    first step of a warm-up, the control variates stay.
+    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where the sum is 0, as in
+    the first step of a warm-up, the control variates do not change.
     """
 
     variate: Tensor  # c, shared (P,)
@@ -113,7 +113,7 @@ class ControlVariates(SharedWeights):
 
 
 class ScaffoldStrategy(Algorithm, of=ControlVariates):
-    """FedAvg with control variates against the drift of each client's own data: SCAFFOLD, with option II
+    """FedAvg with control variates against the drift of clients towards their data: SCAFFOLD, with option II
     [Karimireddy et al. 2019, arXiv:1910.06378].
     """
 

@@ -28,7 +28,7 @@ class SlowMomentum(SharedWeights):
         beta: β, the slow momentum, in [0, 1].
         average: merges the φ − θ_k; see `vsim.strategy.average`.
 
-    Payload: all weights every H steps, or what `average` sends in their place.
+    Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: the nodes train alone between syncs; in the paper the inner optimizer may also
     communicate, by gossip or all-reduce. Of the paper's three options for the inner optimizer's buffers, this is the

@@ -49,7 +49,8 @@ class SparseCommunicator(CommunicationModule):
     Args:
         index_selector: chooses S: `RandomIndexSelector(p)` (the default), `ShuffledSequentialIndexSelector(p)`,
             `PartitionedIndexSelector(p)` or a subclass of `IndexSelector`.
-        sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give it or an `index_selector`.
+        sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give either this rate or an
+            `index_selector`.
         every: steps of a round, at least 1.
         async_delay: d, rounds until a mean is written: round r + d writes the mean of round r into the entries of round
             r, overwriting the nodes' changes since then. The means of the last d rounds of a run are never written.
@@ -59,7 +60,7 @@ class SparseCommunicator(CommunicationModule):
             every tensor (see `vsim_kernels.quantize`), and all gather the values. None: as they are, by an all-reduce.
         mask: "seed": all nodes draw S from the run's seed, at no cost. "broadcast": node 0 sends a mask.
 
-    Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S it is
+    Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S:
         the values      4·m; with b bits ⌈m·b / 8⌉ + 4 · (tensors that have an entry in S)
         mask            P, a byte an entry, if it is broadcast
         nominations     4 · Σ ⌈p·n⌉ with "topk", whose m lies between Σ ⌈p·n⌉ and K times that

@@ -26,7 +26,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
         τ steps later:  φ ← outer optimizer(φ, mean_k Δ_k);  θ_k ← α θ_k + (1 − α) φ
 
-    Each fragment has its own outer optimizer. What is sent overlaps τ steps of training. With one fragment, τ = 0 and α
+    Each fragment has its own outer optimizer. Sending overlaps with τ steps of training. With one fragment, τ = 0 and α
     = 0, this is DiLoCo.
 
     Args:
@@ -44,7 +44,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         average: merges the Δ_k of each fragment: "mean", compress(FP4()), as in the paper, …; see
             `vsim.strategy.average`.
 
-    Payload: each fragment's weights every H steps, or what `average` sends in their place.
+    Payload: each fragment's weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: steps count a run's steps, not a fragment's.
     """

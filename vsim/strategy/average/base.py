@@ -175,7 +175,7 @@ class Average(Stateful, Part):
 
     @property
     def of_moves(self) -> bool:
-        """Whether vectors must be moves or gradients, since the length of weights means nothing."""
+        """Whether vectors must be moves or gradients, since the length of weights has no meaning."""
         parts = (self.limit, self.message, self.attack)
         return self.rule.of_moves or any(part is not None for part in parts)
 

@@ -2,7 +2,7 @@
 
     e_k ← β·e_k + x_k;  send C(e_k);  e_k ← e_k − C(e_k);  every node gets the average of the C(e_k)
 
-A `Compressor` is C and the way its messages are averaged; `compress` keeps e_k, the error that is fed back.
+A `Compressor` defines C and how messages are averaged; `compress` keeps e_k, the error that is fed back.
 """
 
 from vsim.strategy.compression.base import Compressor, by_node, gather_message, sparse_bytes

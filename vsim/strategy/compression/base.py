@@ -1,4 +1,4 @@
-"""The base of compressors: how vectors are averaged with fewer bytes, and what their messages cost."""
+"""The base of compressors: averaging vectors with fewer bytes, and the bytes of messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ INDEX_BYTES = ("int64", "packed")
 
 
 class Compressor(Configured):
-    """How nodes average vectors with fewer bytes. A subclass defines `exchange`.
+    """Average the nodes' vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:
-        contractive: whether sending a message loses less than sending nothing. Error feedback converges only then.
+        contractive: whether sending a message loses less than sending nothing; otherwise error feedback does not
+            converge.
     """
 
     contractive = True
@@ -32,28 +33,28 @@ class Compressor(Configured):
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return stacked `rows` (R, P) in the form that this compressor works on, and the error is kept in.
+        """Return stacked `rows` (R, P) in the form in which this compressor works and keeps the error.
 
         Returns:
-            Stacked tensors (R, …), with P entries a node together; they may share the memory of `rows`.
+            Stacked tensors (R, …), with P entries per node in total; they may share the memory of `rows`.
         """
         return [rows]
 
     def restore(self, arranged: list[Tensor]) -> Tensor:
-        """The inverse of `arrange`, for stacked tensors or shared ones: (R, P) or (P,)."""
+        """Undo `arrange`, for stacked or shared tensors: (R, P) or (P,)."""
         (rows,) = arranged
         return rows
 
     def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
-        """Send what the nodes hold, and return the average of what arrives.
+        """Send the nodes' tensors, and return the average of the messages.
 
         Args:
-            arranged: from `arrange`. It is overwritten: if contractive, by the errors of the messages.
+            arranged: from `arrange`; overwritten, by a contractive compressor with the errors of the messages.
             cluster: the nodes.
             label: its name in the ledger.
 
         Returns:
-            Shared tensors (…), arranged alike.
+            Shared tensors (…), arranged in the same way.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no exchange()")
 
@@ -61,13 +62,14 @@ class Compressor(Configured):
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
     """Return function(*stacked), a stacked tensor or a tuple of them.
 
-    In a deterministic run it is called node by node, on tensors that begin where a node's own would: matrix products
-    and sums may round a row differently when there are more of them or when it lies elsewhere, and results must not
-    depend on how many nodes are held here.
+    A deterministic run calls the function node by node, on tensors that lie in memory like those of one node: matrix
+    products and sums may round a row differently if there are more rows or the row lies elsewhere, and results must not
+    depend on the number of nodes held here.
     """
     if not cluster.deterministic:
         return function(*stacked)
-    # row[None] has the strides of a tensor of one row, by which torch chooses among kernels; split(1) has the stack's.
+    # row[None] has the strides of a one-row tensor, by which torch chooses a kernel; split(1) keeps the stack's
+    # strides.
     each = ([row[None] for row in rows_apart(t)] for t in stacked)
     results = [function(*rows) for rows in zip(*each, strict=True)]
     return tree_map(lambda *rows: torch.cat(rows), *results)
@@ -88,7 +90,7 @@ def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payloa
 
 
 def swap_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
-    """Give every node its part of stacked tensors (R, K, …), which travel as one message: alike, one event."""
+    """Give every node its part of stacked tensors (R, K, …), which travel as one message: equal shapes, one event."""
     return _as_one(cluster.collectives.all_to_all, parts, cluster, label, payload_bytes)
 
 
@@ -109,12 +111,12 @@ def gather_entries(
     label: str,
     payload_bytes: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """All-gather the places of entries with the message of their values: (R, …) each, and (K, …) in return.
+    """All-gather entries, places and values in one message: from (R, …) each to (K, …).
 
-    The places return in one tensor.
+    The places of all `index` tensors come back in one tensor.
 
     Args:
-        index: several (R, n), each of places among `sizes` entries.
+        index: tensors (R, n) of places; `sizes` has the number of entries that each chooses from.
         index_bytes: "int64"; or "packed", so that they travel as bits.
     """
     counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
@@ -128,9 +130,9 @@ def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_byt
     """Return the bytes of (index, value) pairs.
 
     Args:
-        entries: (count, size): `count` values, each of which is one of `size` entries.
-        index_bytes: "int64", or "packed": ceil(log2 size) bits an index, all together rounded up to bytes.
-        value_bytes: of one value.
+        entries: pairs (count, size): `count` values, chosen from `size` entries.
+        index_bytes: "int64", or "packed": ceil(log2 size) bits per index, rounded up to bytes in total.
+        value_bytes: the bytes of one value.
     """
     bits = sum(count * (64 if index_bytes == "int64" else (size - 1).bit_length()) for count, size in entries)
     return math.ceil(sum(count for count, _ in entries) * value_bytes) + bits_to_bytes(bits)

@@ -16,8 +16,8 @@ from vsim.strategy.compression.base import Compressor, average_message, by_node
 
 
 class PowerSGD(Compressor):
-    """One step of power iteration a round, on every parameter of at least two dimensions: M_k (n, m) on node k, folded
-    (out, rest).
+    """Take one step of power iteration per round, on every parameter of at least two dimensions: M_k (n, m) on node k,
+    folded to (out, rest).
 
         P = orthogonalize(mean_k M_k Q);  Q ← mean_k M_kᵀ P;  the average is P Qᵀ
 
@@ -26,13 +26,13 @@ class PowerSGD(Compressor):
     Args:
         rank: r, at least 1.
 
-    Payload: 4·r·(n + m) bytes a matrix, and 4 bytes an entry of what would not get smaller: vectors, and matrices with
-    r·(n + m) ≥ n·m, are averaged as they are. Two all-reduces: P with the vectors, then Q.
+    Payload: 4·r·(n + m) bytes per matrix, and 4 bytes per entry of vectors and of matrices with r·(n + m) ≥ n·m, which
+    are averaged as they are. Two all-reduces: P with the vectors, then Q.
 
     Source: PowerSGD [Vogels et al. 2019, arXiv:1905.13727], algorithms 1 and 2.
 
-    Deviation from the authors' code: the error is M_k − P (M_kᵀ P)ᵀ, with the node's own right factor in place of their
-    mean. Only the mean of the errors enters later rounds, and it is the same; but the node's own do not grow with the
+    Deviation from the authors' code: the error is M_k − P (M_kᵀ P)ᵀ, with the node's right factor in place of the mean
+    of all. Only the mean of the errors enters later rounds, and is the same, but a node's error does not grow with the
     distance between the nodes.
     """
 
@@ -42,8 +42,8 @@ class PowerSGD(Compressor):
         self.rank = whole_number("rank", rank)
 
     def setup(self, cluster: Cluster) -> None:
-        shapes: dict[tuple[int, int], list[Columns]] = {}  # matrices of one shape are multiplied in one go
-        self.vectors: list[Columns] = []  # and the matrices that are averaged as they are
+        shapes: dict[tuple[int, int], list[Columns]] = {}  # all matrices of one shape are multiplied in one call
+        self.vectors: list[Columns] = []  # vectors, and the matrices that are averaged as they are
         for columns in cluster.replicas.layout:
             n, m = matrix_shape(columns.shape)
             smaller = self.rank * (n + m) < n * m
@@ -65,7 +65,7 @@ class PowerSGD(Compressor):
         )
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the matrices, (R, L, n, m) for each shape, and last all vectors as one (R, …)."""
+        """Return the matrices, (R, L, n, m) for each shape, then all vectors in one tensor (R, …)."""
         matrices = [
             torch.stack([rows[:, c.start : c.stop].unflatten(1, matrix_shape(c.shape)) for c in group], dim=1)
             for group in self.matrices

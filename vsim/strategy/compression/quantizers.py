@@ -25,16 +25,16 @@ from vsim.strategy.compression.base import Compressor, bits_to_bytes, by_node, g
 
 
 class BlockQuantizer(Compressor):
-    """A code of a few bits for every entry, a scale for every block of them; the average is the mean of code · scale.
+    """Send a code of a few bits for every entry, and a scale for every block of entries; average code · scale.
 
     Subclasses set `bits` of a code, and define `encode`; also `decode` and `scales`, where a code is decoded with more
     than one number.
 
     Args:
         block_size: consecutive entries that share a scale; the last block may be shorter.
-        two_stage: every node averages one of K chunks and quantizes its mean again, as an all-reduce is reduce-scatter
-            and all-gather, so that a node transmits 2 (K − 1)/K messages in place of K − 1. To its own error it adds K
-            times that of the mean, so that nothing is lost. Off by default.
+        two_stage: as in an all-reduce of reduce-scatter and all-gather, every node averages one of K chunks and
+            quantizes the mean again, so that a node transmits 2 (K − 1)/K messages in place of K − 1. A node adds K
+            times the error of its mean to its own error, so that nothing is lost. Off by default.
 
     Payload: ceil(P · bits / 8) + 4 · ceil(P / block_size) bytes, S(P) for short. One all-gather. In two stages
     K · S(ceil(P / K)), all-to-all, then S(ceil(P / K)), all-gather.
@@ -43,14 +43,14 @@ class BlockQuantizer(Compressor):
     """
 
     bits: int
-    scales = 1  # the numbers that a block is decoded with
+    scales = 1  # numbers per block for decoding
 
     def __init__(self, block_size: int = 512, two_stage: bool = False) -> None:
         self.block_size = whole_number("block_size", block_size)
         self.two_stage = true_or_false("two_stage", two_stage)
 
     def operands(self, rows: Tensor) -> list[Tensor]:
-        """Return what `encode` takes, each like stacked `rows` (R, …)."""
+        """Return the arguments of `encode`, each of the shape of stacked `rows` (R, …)."""
         return [rows]
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,21 +88,21 @@ class BlockQuantizer(Compressor):
         return decoded.flatten()[:size]
 
     def encoded(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the message of stacked `rows` (R, …, P): codes and scales, of whole blocks and of what is left."""
+        """Return the message of stacked `rows` (R, …, P): codes and scales of whole blocks, then of the rest."""
         message: list[Tensor] = []
         for blocks in zip(*map(self._blocks, self.operands(rows)), strict=True):
             message += by_node(cluster, self.encode, *blocks)
         return message
 
     def decoded(self, message: list[Tensor], rows: Tensor, cluster: Cluster) -> Tensor:
-        """Return what the messages of n nodes stand for, (n, …, P), each like the `rows` (R, …, P) that one is of."""
+        """Return the decoded messages of n nodes, (n, …, P), each of the shape of a row of `rows` (R, …, P)."""
         decoded = rows.new_empty(len(message[0]), *rows.shape[1:])
         for target, codes, scales in zip(self._blocks(decoded), message[::2], message[1::2], strict=True):
             target.copy_(self.decode(codes, scales, cluster))
         return decoded
 
     def payload_bytes(self, size: int, value_bytes: int) -> int:
-        """Return the bytes of the message of `size` entries, whose scales have `value_bytes` each, or 4 if fewer."""
+        """Return the bytes of a message of `size` entries, with `value_bytes`, but at least 4, for each scale."""
         blocks = -(-size // self.block_size)
         return bits_to_bytes(size * self.bits) + blocks * self.scales * max(4, value_bytes)
 
@@ -110,14 +110,14 @@ class BlockQuantizer(Compressor):
         return self.payload_bytes(rows.shape[-1], rows.element_size())
 
     def _blocks(self, rows: Tensor) -> list[Tensor]:
-        """Views of (…, P) as (…, blocks, block_size), and as (…, 1, n) of the n entries that are left."""
+        """Return views of (…, P) as (…, blocks, block_size), and of the n remaining entries as (…, 1, n)."""
         whole = rows.shape[-1] // self.block_size * self.block_size
         views = [rows[..., :whole].unflatten(-1, (-1, self.block_size)), rows[..., None, whole:]]
         return [view for view in views if view.numel()]
 
 
 class UniformQuantizer(BlockQuantizer):
-    """Every entry is rounded to the nearest of 2^bits − 1 evenly spaced values from −max|x| to max|x| of its block.
+    """Round every entry to the nearest of 2^bits − 1 evenly spaced values from −max|x| to max|x| of its block.
 
     Args:
         bits: 2 to 16; 8 is int8, 4 is int4.
@@ -137,7 +137,7 @@ class UniformQuantizer(BlockQuantizer):
 
 
 class ScaledSign(BlockQuantizer):
-    """Every entry is sent as its sign times the mean of |x| over its block: (‖x‖₁ / n) · sign(x).
+    """Send every entry as its sign times the mean of |x| over its block: (‖x‖₁ / n) · sign(x).
 
     One bit has no third value: a 0 is sent as +.
 
@@ -149,7 +149,7 @@ class ScaledSign(BlockQuantizer):
 
     Source: EF-signSGD [Karimireddy et al. 2019, arXiv:1901.09847], algorithm 1.
 
-    Deviation from the paper: it compresses layer by layer in place of block by block.
+    Deviation from the paper: a block has `block_size` entries; in the paper, a block is a layer.
     """
 
     bits = 1
@@ -160,11 +160,11 @@ class ScaledSign(BlockQuantizer):
 
 
 class FP4(BlockQuantizer):
-    """Every entry is rounded to the nearest of 0 and ±2^−6, ±2^−5, … ±1 times max|x| of its block: E3M0, which has a
-    sign, three bits of exponent, and no mantissa.
+    """Round every entry to the nearest of 0 and ±2^−6, ±2^−5, … ±1 times max|x| of its block: E3M0, which has a sign,
+    three bits of exponent, and no mantissa.
 
-    The smallest exponent stands for 0; of two values as near, the larger is taken. Decoded values are averaged in
-    the precision of the weights.
+    The smallest exponent stands for 0; ties round to the larger value. Decoded values are averaged in the precision of
+    the weights.
 
     Args:
         block_size: consecutive entries that share max|x|.
@@ -174,7 +174,7 @@ class FP4(BlockQuantizer):
 
     Source: Streaming DiLoCo [Douillard et al. 2025, arXiv:2501.18512], which sends outer gradients as E3M0.
 
-    Deviation from the paper: none is known, for it tells neither scale nor rounding; those above are choices.
+    Deviation from the paper: none is known, since the paper specifies neither scale nor rounding.
     """
 
     bits = 4
@@ -193,23 +193,23 @@ def _e3m0(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class StatisticalQuantizer(BlockQuantizer):
-    """Every entry is sent as its bin, of 2^bits that are 6 / 2^bits deviations wide and lie around the mean of a block:
+    """Send every entry as one of 2^bits bins, each 6 / 2^bits standard deviations wide, around the mean of its block:
 
         shift = mean(x);  scale = 6 · std(x) / 2^bits
         code = round((x − shift) / scale + 2^bits / 2) in 0 … 2^bits − 1;  value = the mean of the x with this code
 
     Args:
-        bits: 1 to 8. With 2 it quantizes what SparseLoCo sends, with 8 it is INTELLECT-1's int8.
-        block_size: consecutive entries that share a table of values, from 1. Default: 256 · 2^bits, so that tables add
-            an eighth of a bit to an entry.
+        bits: 1 to 8. 2 is SparseLoCo's choice, 8 is INTELLECT-1's int8.
+        block_size: consecutive entries that share a table of values, at least 1. Default: 256 · 2^bits, so that tables
+            add an eighth of a bit per entry.
         two_stage: see `BlockQuantizer`.
 
-    Payload: ceil(P · bits / 8) + 4 · 2^bits · ceil(P / block_size) bytes. One all-gather. No shift travels: the table
-    holds values, not their distances to it.
+    Payload: ceil(P · bits / 8) + 4 · 2^bits · ceil(P / block_size) bytes. One all-gather. The shift is not sent, since
+    the table holds the values themselves.
 
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706]; INTELLECT-1 [Jaghouar et al. 2024, arXiv:2412.01152].
 
-    Deviation from the authors' codes: a table for every block in place of every tensor.
+    Deviation from the authors' codes: one table for every block, not for every tensor.
     """
 
     def __init__(self, bits: int = 8, block_size: int | None = None, two_stage: bool = False) -> None:
@@ -226,10 +226,10 @@ class StatisticalQuantizer(BlockQuantizer):
 
 
 class QSGD(BlockQuantizer):
-    """Every entry is rounded at random to one of its neighbours on the grid ‖x‖₂ / s of its block, unbiased.
+    """Round every entry at random to one of its neighbours on the grid ‖x‖₂ / s of its block, unbiased.
 
-    The expectation of what arrives is the mean, so that no error is fed back. Every node rounds with random numbers of
-    its own, whose seed is drawn from the shared generator.
+    The expectation of the result is the mean, so that no error is fed back. Every node has its own random numbers for
+    rounding, with a seed from the shared generator.
 
     Args:
         levels: s, steps of the grid from 0 to ‖x‖₂; 1 to 32767.
@@ -252,10 +252,10 @@ class QSGD(BlockQuantizer):
         self.bits = (2 * self.levels).bit_length()
 
     def setup(self, cluster: Cluster) -> None:
-        # All K seeds are drawn wherever, so that node k's stream does not depend on which nodes are held here.
+        # Every process draws all K seeds, so that node k's stream does not depend on which nodes are held here.
         seeds = torch.randint(2**62, (cluster.num_nodes,), generator=cluster.generator).tolist()
         self.codes = cluster.kernel(stochastic_codes)
-        # There is no generator for the meta device; one of the CPU is not drawn from there.
+        # The meta device has no generators: a CPU generator takes their place, and is never used.
         device = "cpu" if cluster.weights.is_meta else cluster.weights.device
         streams = [torch.Generator(device).manual_seed(seeds[node]) for node in cluster.replicas.nodes]
         self.keep_stacked(streams=streams)
@@ -273,9 +273,9 @@ class QSGD(BlockQuantizer):
 
 
 class SignVote(Compressor):
-    """Every node sends its signs; the average is the sign that most of them have, 0 for a tie.
+    """Send every node's signs; the average is the sign of the majority, 0 for a tie.
 
-    One bit has no third value: a 0 is sent as +1. There is no error feedback, for a sign says nothing of size.
+    One bit has no third value: a 0 is sent as +1. There is no error feedback, since a sign has no magnitude.
 
     Payload: ceil(P / 8) bytes. One all-gather.
 

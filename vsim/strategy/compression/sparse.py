@@ -12,11 +12,11 @@ from vsim.strategy.compression.base import INDEX_BYTES, Compressor, entry_count,
 
 
 class TopK(Compressor):
-    """Every node sends its k entries of largest magnitude; the average counts the others as 0.
+    """Send every node's k entries of largest magnitude; the average counts all other entries as 0.
 
     Args:
         fraction: k = round(fraction · P), at least 1, of all parameters together; in (0, 1].
-        index_bytes: an index is billed as "int64" (8 bytes), or "packed" to ceil(log2 P) bits.
+        index_bytes: bill an index as "int64" (8 bytes), or "packed" to ceil(log2 P) bits.
 
     Payload: k · (8 + 4) bytes; packed 4·k + ceil(k · ceil(log2 P) / 8). One all-gather.
 
@@ -41,12 +41,12 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """All nodes average the same k random entries, drawn every time from the shared generator.
+    """Average the same k random entries on all nodes, drawn every time from the shared generator.
 
     Args:
         fraction: k = round(fraction · P), at least 1, of all parameters together; in (0, 1].
-        unbiased: multiply what arrives by P / k, so that its expectation is the mean. This is instead of error
-            feedback, with which it must not be combined.
+        unbiased: multiply the result by P / k, so that its expectation is the mean. Not to be combined with error
+            feedback.
 
     Payload: 4·k bytes; the indices follow from the seed. One all-reduce.
 
@@ -71,16 +71,16 @@ class RandomK(Compressor):
 def random_subset(size: int, count: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
     """Draw `count` of the numbers 0 … size − 1 without replacement, ascending, with about `count` draws on the CPU.
 
-    On the meta device, where nothing has values, none.
+    On the meta device, where tensors have no values, draw nothing.
     """
     if torch.device(device).type == "meta":
         return torch.empty(count, dtype=torch.int64, device=device)
-    if 2 * count > size:  # the ones that are left out are fewer
+    if 2 * count > size:  # fewer are left out: draw those instead
         kept = torch.ones(size, dtype=torch.bool)
         kept[random_subset(size, size - count, generator)] = False
         return kept.nonzero().flatten().to(device)
     chosen = torch.empty(0, dtype=torch.int64)
-    while len(chosen) < count:  # a number that was drawn already is drawn again
+    while len(chosen) < count:  # draw again for duplicates
         more = torch.randint(size, (count - len(chosen),), generator=generator)
         chosen = torch.cat([chosen, more]).unique()
     return chosen.to(device)

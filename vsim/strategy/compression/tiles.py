@@ -36,28 +36,28 @@ class Tiles:
 
 
 class TileTopK(Compressor):
-    """Every node sends the k largest entries of every tile; the average of an entry is over the nodes that sent it.
+    """Send the k largest entries of every tile; average an entry over the nodes that sent it.
 
-    A parameter is seen as a matrix (out, rest), a vector as one row, and cut into tiles: each dimension into chunks of
-    its largest divisor ≤ `chunk`.
+    A parameter is cut into tiles as a matrix (out, rest), a vector as one row: each dimension into chunks of its
+    largest divisor ≤ `chunk`.
 
     Args:
-        topk: k, the entries sent of a tile; of a smaller tile all.
+        topk: k, the entries sent per tile; a smaller tile is sent whole.
         chunk: upper limit for the sides of a tile.
-        index_bytes: an index is billed as "int64" (8 bytes), or "packed" to the ceil(log2(h·w)) bits in a tile (h, w)
-            that it travels as: of 64 × 64 entries two in three bytes.
-        quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2); its blocks are of the values of
-            all tiles in a row. None: as they are.
+        index_bytes: bill an index as "int64" (8 bytes), or "packed" to the ceil(log2(h·w)) bits that are sent in a tile
+            (h, w): for 64 × 64 entries, two indices in three bytes.
+        quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2); its blocks run over the values of
+            all tiles in a row. None: send values as they are.
 
-    Payload: min(k, h·w) · (8 + 4) bytes a tile (h, w); packed 4 bytes a value, and the indices as bits, together
-    rounded up to bytes. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
-    tiles, of vectors and of dimensions that have no fitting divisor, may cost more than 4 bytes an entry: a UserWarning
+    Payload: min(k, h·w) · (8 + 4) bytes per tile (h, w); packed 4 bytes per value, and the indices as bits, rounded up
+    to bytes in total. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
+    tiles, from vectors and dimensions without a fitting divisor, may cost more than 4 bytes per entry: a UserWarning
     then names the parameters.
 
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706].
     """
 
-    first: Tensor  # shared (V,): with all tiles in a row, where that of every value begins
+    first: Tensor  # shared (V,): the start of each value's tile, with all tiles in a row
     derived = ("first",)
 
     def __init__(
@@ -95,7 +95,7 @@ class TileTopK(Compressor):
         return tiles
 
     def inverse(self, tiles: Tensor) -> Tensor:
-        """Return the tiles (…, h, w) that are so in that basis."""
+        """Return the tiles (…, h, w) whose coordinates in that basis are `tiles`."""
         return tiles
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
@@ -165,7 +165,7 @@ class TileTopK(Compressor):
 
 
 class DCTTopK(TileTopK):
-    """`TileTopK` of the cosine coefficients of the tiles.
+    """Apply `TileTopK` to the cosine coefficients of the tiles.
 
     The transform is the orthonormal DCT-II, two-dimensional on the tiles of a matrix. The error that is fed back is
     kept as coefficients, which is the same up to rounding.
@@ -177,7 +177,7 @@ class DCTTopK(TileTopK):
 
     Source: DeMo [Peng et al. 2024, arXiv:2411.19870], with the authors' code.
 
-    Deviation from the authors' code: it takes no tensor of more than two dimensions.
+    Deviation from the authors' code: tensors of more than two dimensions are allowed.
     """
 
     def __init__(
@@ -193,5 +193,5 @@ class DCTTopK(TileTopK):
 
 
 def _coefficients(tiles: Tensor) -> Tensor:
-    """(R, count, h, w) → alike."""
+    """Return the cosine coefficients of tiles (R, count, h, w), in the same shape."""
     return dct_tiles(tiles.flatten(0, 1)).view_as(tiles)
