@@ -62,7 +62,7 @@ class Priced:
 
 @dataclass(frozen=True, repr=False)
 class BudgetMap(Winners):
-    """The strategy that is ahead among those within the budget, on every network of a grid.
+    """The leading strategy within the budget, on every network of a grid.
 
     Attributes:
         cells: (L, B) the first strategy, and all others if their order is not decided; () if none is within the budget.
@@ -91,9 +91,9 @@ class Decision:
 
     Attributes:
         order: of the strategies at the target. costs: name → the cost of the strategy at the target.
-        within: the budget as text. first: the strategy that is ahead among those within the budget; "" if none is.
+        within: the budget as text. first: the leading strategy within the budget; "" if no strategy fits.
         undecided: name → P(`first` is ahead of it), for strategies within the budget whose order with `first` is open.
-        map: the answer on other networks. assumptions: three sentences. advice: what to train next to decide.
+        map: the answer on other networks. assumptions: three sentences. advice: the next runs that would decide.
     """
 
     order: Order

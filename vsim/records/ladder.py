@@ -339,7 +339,7 @@ class Ladder:
 
         Args:
             path: the path of the file. Default: write no file, and let a notebook show the page.
-            decision: what `decide` returned, to be shown with the ladder.
+            decision: a result of `decide`, shown with the ladder.
             title: the title of the page.
 
         Returns:

@@ -60,14 +60,14 @@ def rank(runs: Runs, name: str) -> tuple[int, float, float]:
 
 
 def candidates(runs: Runs) -> list[str]:
-    """Return the strategies among which the best is sought: those that ended or, if none did, took the most steps."""
+    """Return the strategies that may be the best: all that ended or, if none did, all that took the most steps."""
     ranks = {name: rank(runs, name)[:2] for name in runs}
     first = min(ranks.values(), default=(2, 0.0))
     return [name for name, own in ranks.items() if own == first and first[0] < 2]
 
 
 def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
-    """Return the best final losses, those that do not differ significantly from them, and text on the comparison."""
+    """Return the best final losses and their ties, and text on how they were compared."""
     losses, among = by_seed(runs), candidates(runs)
     found, remarks = ranking(losses, among), []
     known = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}

@@ -19,7 +19,7 @@ class Search(Sweep):
 
     Attributes:
         study: optuna's study, with all trials; None if the search was read from a file.
-        objectives: what was minimized: "loss", and "wire", "time" or "cost".
+        objectives: the minimized numbers: "loss", and "wire", "time" or "cost".
         varied: the parameters of all trials. A trial without a parameter has None for it, shown as –.
     """
 

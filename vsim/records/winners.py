@@ -202,8 +202,8 @@ def _seeds_cannot_tell(apart: Sequence[Floats], tests: int) -> NDArray[np.bool_]
 class Winners:
     """The strategy that reaches a loss first, on every network of a grid. A notebook shows it as a map.
 
-    Only strategies that reach the loss with all seeds are first. Others are tied with the first if validation is too
-    coarse to say which of them is first, or if the seeds leave it open; see `Race`.
+    Only strategies that reach the loss with all seeds are first. Another strategy is tied with the first if validation
+    is too coarse, or the seeds too few, to tell which of the two is first; see `Race`.
 
     Attributes:
         loss: the target.
@@ -233,7 +233,7 @@ class Winners:
 
     @cached_property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B): the name of the first, or the names of all that are tied with it; () if none reaches the loss."""
+        """(L, B): the names of the first strategy and of all tied with it; () if none reaches the loss."""
         if not self.times:
             return [[()] * len(self.bandwidths) for _ in self.latencies]
         return [
