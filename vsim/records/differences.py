@@ -33,7 +33,7 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
         the mean of `to`, over the seeds with which both have a value. p: of the paired t-test, adjusted by Holm.
         low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
         excludes 0 exactly if p ≤ 1 - level. seeds_needed: the number of seeds that find such a difference at that level
-            with a chance of 80 %, infinite without a difference. With one seed there are no intervals and no p.
+        with a chance of 80 %, infinite without a difference. With one seed there are no intervals and no p.
 
     Raises:
         ValueError: there is no such strategy or column.

@@ -107,7 +107,7 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
 
     Returns:
         The columns of all tensors (n,), the first chunks' in front, ascending in every chunk, on the weights' device;
-            and the chunks' starts and stops in this tensor, on the CPU, without empty chunks at the end.
+        and the chunks' starts and stops in this tensor, on the CPU, without empty chunks at the end.
     """
     cuts = [chunk_sizes(t.stop - t.start, min(count, max(1, t.stop - t.start))) for t in tensors]
     sizes = torch.zeros(max(map(len, cuts)), dtype=torch.int64)
