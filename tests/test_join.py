@@ -197,6 +197,23 @@ def test_strategies_are_renamed_and_left_out(two: vsim.Comparison) -> None:
         two.renamed({"DiLoCo": 3})  # type: ignore[dict-item]
 
 
+def test_strategies_are_made_again_unless_a_default_has_changed(two: vsim.Comparison, tmp_path: Path) -> None:
+    name, path = "DiLoCo", tmp_path / "two.json"
+
+    def read(change: Callable[[dict[str, Any]], object]) -> Any:
+        two.to_json(path)
+        content = json.loads(path.read_text())
+        for run in content["runs"]:
+            change(run["history"]["config"]["strategy"])
+        path.write_text(json.dumps(content))
+        return vsim.Comparison.from_json(path)[name].strategy
+
+    assert repr(read(lambda about: None)) == repr(two[name].strategy)
+    assert read(lambda about: about.pop("shares_grads", None)) is not None  # an attribute that another version has not
+    assert read(lambda about: about.update(of_a_later_version=1)) is not None
+    assert read(lambda about: about.update(max_norm=3.0)) is None
+
+
 def test_sweeps_join_and_extend_as_sweeps(tmp_path: Path) -> None:
     def swept(H: list[int], seeds: list[int], **more: Any) -> vsim.Sweep:
         settings = {"H": H, "batch_size": [8, 16], "lr": 1e-3}

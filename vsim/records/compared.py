@@ -90,10 +90,10 @@ class ComparedRun:
         return run
 
     def remake_strategy(self) -> None:
-        """Make the strategy from the configuration, if all of it is vsim's own."""
+        """Make the strategy from the configuration, if all of it is vsim's own and no default has changed since."""
         about = self.history.config.get("strategy", {})
         strategy = type(self).remade(about.get("call", ""))
-        if strategy is not None and describe(strategy).items() <= about.items():
+        if strategy is not None and _agree(describe(strategy), about):
             self.strategy = strategy
 
 
@@ -248,6 +248,15 @@ class Runs(Mapping[str, ComparedRun]):
             given = ", ".join(costs) or "the final loss, which is compared without within="
             raise TypeError(f"network and compute have no effect on {given}; time and cost follow from them")
         return None
+
+
+def _agree(made: Any, saved: Any) -> bool:
+    """Return whether two descriptions are equal in all that both name; versions of vsim may name more or less."""
+    if isinstance(made, dict) and isinstance(saved, dict):
+        return all(_agree(made[name], saved[name]) for name in made.keys() & saved.keys())
+    if isinstance(made, list) and isinstance(saved, list):
+        return len(made) == len(saved) and all(map(_agree, made, saved))
+    return bool(made == saved)
 
 
 def size_text(num_bytes: float) -> str:
