@@ -230,11 +230,9 @@ class Ladder:
         """Return a sentence on sizes, tokens, seeds, nodes and tuning."""
         seeds = sorted({len(own.runs(name)) for own in self.comparisons.values() for name in own})
         sizes = ", ".join(f"{size} ({in_short(number)})" for size, number in self.parameters.items())
-        trained = (
-            ""
-            if self.tokens_per_parameter is None
-            else f"{self.tokens_per_parameter:g} {self.unit[:-1] if self.tokens_per_parameter == 1 else self.unit} a parameter, "
-        )
+        each = self.tokens_per_parameter
+        unit = self.unit.removesuffix("s") if each == 1 else self.unit
+        trained = "" if each is None else f"{each:g} {unit} a parameter, "
         tuned = ", each tuned at its size" if len(self.tuned) == len(self.comparisons) else ""
         number = " or ".join(map(str, seeds))
         return (
