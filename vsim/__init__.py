@@ -1,4 +1,4 @@
-"""vsim: what would this training run have done on K machines, and how many bytes and hours would it have taken?"""
+"""vsim: simulate a training run on K machines, and find out how many bytes and hours it would take."""
 
 from vsim import saved, scaling
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint

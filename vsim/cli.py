@@ -1,4 +1,4 @@
-"""What the commands of the command line do. `vsim_cli` parses their options, without loading PyTorch."""
+"""The work of each command of the command line. `vsim_cli` parses the options, without loading PyTorch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from vsim.watch import Watch
 from vsim.writing import check_output
 from vsim_cli import WINDOWS, Output, Price, Problem, Training
 
-# A learning rate of AdamW that trains each built-in model well in some hundred steps.
+# Learning rates of AdamW that train the built-in models well in some hundred steps.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
 GPT_SHAPE = {"block_size": 32, "layers": 2, "width": 64, "heads": 4}
 # The figures of a command's result, next to its data.
@@ -76,7 +76,7 @@ _FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.pn
 PARTICIPATION: dict[str, type[Participation]] = {
     cls.__name__.lower(): cls for cls in (Dropout, DayNight, Trace, Deadline, DropSlowest, OverCommit, Sample)
 }
-# What a value may be besides a literal and text, with its arguments: topk(0.01), adamw(weight_decay=0.1).
+# Functions that a value may call, such as topk(0.01) or adamw(weight_decay=0.1); other values are literals and text.
 CALLABLES: dict[str, Callable[..., Any]] = {
     **PARTICIPATION,
     **{name: partial(OptimSpec, name) for name in OPTIMIZERS},
@@ -93,16 +93,16 @@ CALLABLES: dict[str, Callable[..., Any]] = {
     "compress": compress,
 }
 
-# What ends a command with one line instead of a traceback.
+# Errors that end a command with one line instead of a traceback.
 _ERRORS = (
     *(ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError),
     *(NodeFailure, CollectiveFailure, ForkServerFailure),
 )
-_COMMAND: ContextVar[str] = ContextVar("command")  # as it was typed, for the records
+_COMMAND: ContextVar[str] = ContextVar("command")  # as typed, for the records
 
 
 def run(command: vsim_cli.Command, argv: Sequence[str]) -> int:
-    """Run a command that was typed as `argv`; return the exit status."""
+    """Run a command, typed as `argv`; return the exit status."""
     if under_torchrun():
         print("vsim: torchrun starts scripts that call vsim.compare or Trainer.fit, not this command", file=sys.stderr)
         return 2
@@ -147,7 +147,7 @@ def compare(command: vsim_cli.Compare) -> int:
     picture, winners = _FIGURES["comparison"]
     title = "; ".join([problem.title(priced.budget), *tuning(comparison)])
     figures: dict[str, Any] = {picture: comparison.figure(title, x="step" if priced.network is None else "time")}
-    in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # others train on one network
+    in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # asynchronous: on one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
         figures[winners] = comparison.winners(priced.target_loss).plot()
     return _write(comparison, figures, out / "comparison")
@@ -271,12 +271,12 @@ _COMMANDS: dict[type, Callable[[Any], int]] = {
 
 
 def parse_strategy(text: str, lr: float) -> Algorithm:
-    """Return the strategy that "name:argument=value,…" says.
+    """Return the strategy for a text "name:argument=value,…".
 
     Args:
         text: the name is one of STRATEGIES or PRESETS; values are Python literals, a compressor, selector or optimizer
             with its arguments, or else strings.
-        lr: learning rate, unless the text or the strategy's own defaults have one.
+        lr: learning rate, unless the text or the strategy's defaults have one.
 
     >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
     OptimSpec(AdamW, lr=0.001)
@@ -288,7 +288,7 @@ def parse_strategy(text: str, lr: float) -> Algorithm:
 
 
 def strategy_class(text: str, lr: float) -> tuple[type[Algorithm], dict[str, Any], dict[str, Any]]:
-    """Return the class that "name:argument=value,…" says, its arguments by default, and those given."""
+    """Return the class for a text "name:argument=value,…", its default arguments, and the given arguments."""
     name, _, tail = text.partition(":")
     named = STRATEGIES | PRESETS
     cls, own_defaults = named[one_of("strategy", name, named)]
@@ -296,7 +296,7 @@ def strategy_class(text: str, lr: float) -> tuple[type[Algorithm], dict[str, Any
 
 
 def parse_settings(items: Sequence[str], option: str = "--set") -> dict[str, list[Any]]:
-    """Return name → values of "name=value,value,…".
+    """Return name → values for texts "name=value,value,…".
 
     >>> parse_settings(["H=5,10", "lr=1e-3", "inner_optim=sgd,adamw", "pairs=(1,2),(3,4)"])
     {'H': [5, 10], 'lr': [0.001], 'inner_optim': ['sgd', 'adamw'], 'pairs': [(1, 2), (3, 4)]}
@@ -313,7 +313,7 @@ def parse_settings(items: Sequence[str], option: str = "--set") -> dict[str, lis
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
-    """Return name → value of "argument=value,…"."""
+    """Return name → value for a text "argument=value,…"."""
     given: dict[str, Any] = {}
     for item in filter(None, _split(text)):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -326,7 +326,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between the commas that are in no brackets or quotes."""
+    """Return the parts between commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if character in "'\"" and quote in ("", character):
@@ -341,19 +341,19 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Return what the text of a value says: a literal, name(arguments) of a callable, or the text itself."""
+    """Return the value for a text: a literal, the result of name(arguments), or the text itself."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
         joined = isinstance(parsed, ast.BinOp) and isinstance(parsed.op, ast.BitOr)
         if not (joined or isinstance(parsed, ast.Call)):
             return ast.literal_eval(parsed)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that the two functions raise
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all errors of the two functions
         return text
     return _called(parsed)
 
 
 def _called(call: ast.expr) -> Any:
-    """Return what name(arguments) says, or several joined by |; an argument is a literal, or a call itself."""
+    """Return the result of name(arguments), or of several joined by |; an argument is a literal or another call."""
     text = ast.unparse(call)
     if isinstance(call, ast.BinOp) and isinstance(call.op, ast.BitOr):
         return _called(call.left) | _called(call.right)
@@ -375,7 +375,7 @@ def _called(call: ast.expr) -> Any:
 
 
 def _new(make: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], where: str) -> Any:
-    """Call a class; an argument that is missing gets an error that names it as the command line does."""
+    """Call a class; the error for a missing argument names the argument as the command line does."""
     parameters = inspect.signature(make).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -407,7 +407,7 @@ def _datasets(problem: Problem) -> tuple[Any, Any]:
 
 
 def _dealt(problem: Problem, train: Any, attending: Participation | None = None) -> Any:
-    """Return the training data as --partition deals them to the nodes."""
+    """Return the training data, split among the nodes by --partition."""
     if problem.partition is None:
         return train
     kind, _, tail = problem.partition.partition(":")
@@ -425,7 +425,7 @@ def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:
 
 
 def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
-    """Return --lr, or that of the model; `named` are strategies, none of which may also have its own."""
+    """Return --lr, or the model's learning rate; no strategy in `named` may have a rate as well."""
     names = [text.partition(":")[0] for text in named]
     own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
     if own and problem.lr is not None:
@@ -434,7 +434,7 @@ def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
 
 
 def _backend(training: Training) -> dict[str, Any]:
-    """Return the backend, and the number of its processes."""
+    """Return the backend, and its number of processes."""
     if training.processes is None:
         return {}
     number = training.processes if training.processes == "auto" else _number_or_text(training.processes)
@@ -478,11 +478,11 @@ def _loggers(output: Output) -> list[Logger] | None:
 
 
 def _folder(output: Output, kind: str, inputs: Iterable[Path]) -> Path:
-    """Return the folder for results, made; check before training that files can be written there.
+    """Make and return the folder for results; check before training that it is writable.
 
     Args:
-        kind: "comparison" or "sweep": a folder that holds one is left as it is, and the next gets a number.
-        inputs: files that the command reads, none of which may be overwritten.
+        kind: "comparison" or "sweep"; a folder with a result of this kind is kept, and a numbered folder is made.
+        inputs: files that the command reads, and must not overwrite.
     """
     first = out = _path("--out", output.out)
     for number in itertools.count(2):
@@ -506,7 +506,7 @@ def _folder(output: Output, kind: str, inputs: Iterable[Path]) -> Path:
 
 
 def _attending(text: str | None, num_nodes: int) -> Participation | None:
-    """Return which nodes take part in which steps, by --participation."""
+    """Return the participation that --participation describes; None without one."""
     if text is None:
         return None
     name, _, tail = text.partition(":")
@@ -525,11 +525,11 @@ def _inputs(problem: Problem, training: Training, extend: str | None) -> Iterato
 
 
 def _fit_options(command: vsim_cli.Compare | vsim_cli.Sweep) -> dict[str, Any]:
-    """Return the arguments that `compare` and `sweep` have in common."""
+    """Return the arguments common to `compare` and `sweep`."""
     problem, training, priced, output = command.problem, command.training, command.priced, command.output
     if output.resume and output.save_dir is None:
         raise ValueError("--resume needs --save-dir DIR")
-    # In steps of ten, as many strategies sync every ten steps by default, and are worse in between.
+    # A multiple of ten, because many strategies sync every ten steps by default, and have a higher loss in between.
     tenth = max(1, problem.num_steps // 10)
     every = (tenth if tenth < 10 else -(-tenth // 10) * 10) if training.val_interval is None else training.val_interval
     return {
@@ -554,13 +554,13 @@ def _fit_options(command: vsim_cli.Compare | vsim_cli.Sweep) -> dict[str, Any]:
 
 
 def _print_table(result: Comparison, loss: float | None) -> None:
-    """Print the table; in a terminal the best line is green and bold, and lines marked † are green."""
+    """Print the table; in a terminal, the best line is green and bold, and lines marked † are green."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     lines = result.table(loss=loss).splitlines()
     names, best = list(result), ""
-    with suppress(ValueError):  # no run got to its end
+    with suppress(ValueError):  # no run is complete
         best = result.best()
     console.print()
     for i, line in enumerate(lines):
@@ -571,8 +571,8 @@ def _print_table(result: Comparison, loss: float | None) -> None:
 
 
 def _write(result: Comparison, figures: Mapping[str, Any], path: Path) -> int:
-    """Write data and figures, and say where they are; return 0, or 2 if no run got to its end."""
-    from vsim.figures.paper import save  # here, as it loads matplotlib
+    """Write data and figures, and print their paths; return 0, or 2 if no run is complete."""
+    from vsim.figures.paper import save  # here, because this import loads matplotlib
 
     result.calls[-1:] = [_COMMAND.get()]
     result.to_csv(path.with_suffix(".csv"))
@@ -601,7 +601,7 @@ def _path(option: str, text: str) -> Path:
 
 
 def about_strategies() -> str:
-    """Return what --help says of strategies: names, default arguments, and what they are."""
+    """Return the text of --help on strategies: names, default arguments, and descriptions."""
     callables = textwrap.wrap(", ".join(sorted(CALLABLES.keys() - OPTIMIZERS.keys())), 100)
     lines = [
         "strategies:",

@@ -1,4 +1,4 @@
-"""Several strategies under identical conditions: the same model, data, order and seeds."""
+"""Train several strategies under identical conditions: the same model, data, order and seeds."""
 
 from __future__ import annotations
 
@@ -83,63 +83,63 @@ def compare(
     extend: Comparison | None = None,
     **options: Any,
 ) -> Comparison:
-    """Train the same model on the same data in the same order with several strategies, all of them together.
+    """Train the same model on the same data in the same order with several strategies at the same time.
 
     The nodes of all runs are rows of one matrix, and runs of equal shapes are computed in one call. Each run has its
-    own history, ledger and random streams; with `deterministic=True` it is bitwise equal to its own `Trainer.fit`,
-    otherwise equal up to rounding.
+    own history, ledger and random streams. With `deterministic=True`, a run is bitwise equal to a separate
+    `Trainer.fit`, otherwise equal up to rounding.
 
     Args:
-        model: the model that all runs start from; or a function f(seed) → model, so that every seed has its own initial
+        model: the initial model of all runs; or a function f(seed) → model, so that every seed has its own initial
             weights, the same for all strategies.
         train_dataset, val_dataset, loss_fn: see `Trainer`.
-        strategies: name → strategy; or name → dict of these, such as a `vsim.grid`, whose names then begin with it.
+        strategies: name → strategy; or name → dict of strategies, such as a `vsim.grid`, whose names get this prefix.
         num_nodes: K.
         seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
             deviation, and figures bands.
-        logger, run_name, wandb_project: see `Trainer.fit`. Every strategy is a run of its own, called
-            "<run_name>/<name of the strategy>", which is also its folder; the default run name is date and time.
-            vsim's own loggers are copied for every run; an object of your own hears all runs, step by step.
+        logger, run_name, wandb_project: see `Trainer.fit`. Every strategy is logged as a run
+            "<run_name>/<name of the strategy>", in a folder of this name; the default run name is date and time.
+            vsim's loggers are copied for every run; a logger object of your own gets all runs, step by step.
         together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
             `max_memory_usage` of the whole memory; False: one after the other. If a model, strategy or callback draws
             from the global random generators of Python, NumPy or torch in its first two steps, the runs start again,
             one after the other.
         max_steps: see `Trainer.fit`; or name → steps of this strategy.
-        budget: what every strategy may use, such as `{"time": "10 h", "cost": 500}`: "time" on the network, "cost" in
-            dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes as many steps as
-            `vsim.price` finds within all of these, at most `max_steps`, and its learning-rate schedule ends with its
-            own last step. Tables show the steps, and the share of each budget that was used.
-        at: parameters of the model whose prices count for the budget; default: the model that is trained. The result
-            has the bytes and hours of that model, see `Comparison.at`.
+        budget: limits for every strategy, such as `{"time": "10 h", "cost": 500}`: "time" on the network, "cost" in
+            dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes the largest number of steps
+            that `vsim.price` finds within all limits, at most `max_steps`, and its learning-rate schedule ends with its
+            last step. Tables show the steps, and the used share of each limit.
+        at: parameters of the model whose prices count for the budget; default: the trained model. The result has the
+            bytes and hours of that model, see `Comparison.at`.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
-            arguments that it takes, with seeds that the comparison does not use (equally many, counted on from its
-            largest), and goes into the comparison with the lowest mean validation loss, after equal steps or within the
-            budget. `Comparison.tuned` has all these runs. A warning names a best value that is the smallest or largest
-            of those tried. Of settings that the seeds do not tell from the best, the one in the middle is taken, see
-            `Sweep.chosen`. The runs of tuning have no loggers and hooks; they are saved in save_dir/tuning.
-        extend: a comparison of the same problem, also one that was read from a file: only strategies and seeds that it
-            does not have are trained, and runs of it that failed or were interrupted; its other runs are in the result.
-            For more steps, resume it from its `save_dir`.
-        save_dir: a folder for the checkpoints of all runs, with a folder for each, which `load_checkpoint` and
-            `Trainer.fit` can read. All are saved at the end, when interrupted, and every `checkpoint_interval` steps.
-        resume: resume the comparison in `save_dir`, each run from its newest checkpoint, bitwise equal to one that was
-            never stopped; "auto": if there is one, else start it.
-        network, compute: what hours are derived from, see `vsim.timeline`; kept in the comparison, whose tables then
-            show hours and utilization. They can be given afterwards, too; but asynchronous strategies train by
-            them.
-        options: every other argument of `Trainer.fit`, the same for all.
+            tuned arguments that it takes. Tuning uses as many seeds as the comparison, counted on from its largest
+            seed. The setting with the lowest mean validation loss, after equal steps or within the budget, goes into
+            the comparison; among settings that the seeds do not distinguish from the best, the middle one, see
+            `Sweep.chosen`. A warning names a best value that is the smallest or largest value tried.
+            `Comparison.tuned` has all runs of tuning; they have no loggers and hooks, and are saved in save_dir/tuning.
+        extend: a comparison of the same problem, which may be read from a file. Only missing strategies and seeds, and
+            failed or interrupted runs, are trained; the result includes the comparison's other runs. For more steps,
+            resume the comparison from its `save_dir`.
+        save_dir: a folder for the checkpoints of all runs, with a folder for each run, which `load_checkpoint` and
+            `Trainer.fit` can read. All runs are saved at the end, when interrupted, and every `checkpoint_interval`
+            steps.
+        resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
+            a comparison without a stop. "auto": resume if there is a comparison, else start one.
+        network, compute: the basis of hours, see `vsim.timeline`; kept in the comparison, whose tables then show hours
+            and utilization. Both can be given afterwards, too, except that asynchronous strategies need them to train.
+        options: every other argument of `Trainer.fit`, the same for all strategies.
 
     Returns:
-        A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early, and
-        named. A run that fails later is kept with its record and the reason, and the others continue. After an
-        interrupt all runs are returned: those that have ended with their models, and those that have not, also if they
-        have not begun, with the step of the interrupt. A warning tells of both. The seconds of a history are its share,
-        by nodes, of the time that the runs took together.
+        A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early; errors
+        name the strategy. A run that fails later is kept with its record and the reason, and the other runs continue.
+        After an interrupt, all runs are returned: complete runs with their models, and all other runs with the step of
+        the interrupt. A warning names failed and interrupted runs. The seconds of a history are its share, by nodes, of
+        the time that the runs took together.
 
     Raises:
-        TypeError, ValueError: as `Trainer.fit`.
+        TypeError, ValueError: see `Trainer.fit`.
         CheckpointError: a ValueError: `save_dir` holds another comparison, or nothing to resume.
-        Exception: an error of a run in its first step, when nothing is lost yet; but not a non-finite loss.
+        Exception: an error of a run in its first step, when no progress is lost yet, except for a non-finite loss.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
@@ -187,7 +187,7 @@ def call_text(function: str, **arguments: Any) -> str:
     return f"{function}({', '.join(f'{key}={text(value)}' for key, value in arguments.items() if value is not None)})"
 
 
-# Options that the runs of tuning do without: they are of the final comparison.
+# Options that only the final comparison gets, not the runs of tuning.
 _OF_THE_COMPARISON = (
     *("logger", "run_name", "wandb_project", "train_loss_hook", "eval_loss_hook"),
     *("client_val_dataset", "client_val_steps", "test_dataset"),
@@ -204,7 +204,7 @@ def _tuned(
     seeds: Sequence[int] | None,
     options: dict[str, Any],
 ) -> dict[str, Sweep]:
-    """Train every strategy with all combinations of the settings that it takes; return name → sweep."""
+    """Train every strategy with all combinations of the tuned settings that it takes; return name → sweep."""
     if not isinstance(tune, Mapping) or not tune:
         raise TypeError(f"tune must be a dict of argument → list of values, got {tune!r}")
     if val_dataset is None:
@@ -247,7 +247,7 @@ def _tuned(
 
 
 def _of_each(argument: str, given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return name → value for all of `names`, and no others."""
+    """Return name → value for exactly these `names`."""
     for name in given:
         one_of(f"{argument}: a name", name, names)
     if lacking := [name for name in names if name not in given]:
@@ -256,12 +256,12 @@ def _of_each(argument: str, given: Mapping[str, Any], names: Collection[str]) ->
 
 
 def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorithm:
-    """Return a strategy made with the same arguments but for these."""
+    """Return a copy of a strategy with some arguments changed to `values`."""
     return made(type(strategy), point, {**arguments_of(strategy), **values})
 
 
 def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None, equal_steps: bool) -> Algorithm:
-    """Return the strategy with its best setting; warn if the best value is the smallest or largest of those tried."""
+    """Return the strategy with its best setting; warn if the best value is the smallest or largest value tried."""
     if sweep is None:
         return strategy
     with naming(name):
@@ -305,24 +305,24 @@ def train_entries(
     title: str = "",
     **options: Any,
 ) -> Comparison:
-    """Train every entry with every seed; see `compare` for the arguments and for what it raises.
+    """Train every entry with every seed; see `compare` for other arguments and for errors.
 
     Args:
-        entries: name → its own options of `Trainer.fit`; `options` are the same for all.
-        max_steps: of all, or name → its own.
+        entries: name → options of `Trainer.fit` for this entry; `options` are the same for all.
+        max_steps: steps of all entries, or name → steps.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
-            The others are kept with `stopped_at`.
+            Stopped entries are kept with `stopped_at`.
         pruning: steps, and the function that returns the entries that continue there; see `Entries.keep`.
-        extend: runs that are not trained again. They are not in the result.
+        extend: a comparison whose runs are neither trained again nor in the result.
         interrupt: gets a request if the training was interrupted.
-        title: begins the title of the progress.
+        title: start of the progress title.
     """
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = checked_seeds(seeds, options)
-    amounts, within = _amounts(budget, at), None  # what decides the steps, if runs may differ in them
+    amounts, within = _amounts(budget, at), None  # `within`: what decides the steps, if runs may differ in steps
     lengths: dict[str, int] = {}
     if isinstance(max_steps, Mapping):
         if budget is not None:
@@ -370,7 +370,7 @@ def train_entries(
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
     configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
-    problems: dict[Trainer, dict[str, Any]] = {}  # as far as they have been described
+    problems: dict[Trainer, dict[str, Any]] = {}  # descriptions made so far
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
@@ -411,7 +411,7 @@ def train_entries(
             "process: give num_processes=, too, so that each process computes its nodes of all runs"
         )
     folders = [entry.folder for entry in running if entry.folder is not None]
-    if len({str(own).casefold() for own in folders}) < len(folders):  # not every file system knows upper case
+    if len({str(own).casefold() for own in folders}) < len(folders):  # some file systems ignore case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
     if halving is not None:
         if spec.max_steps is None:
@@ -457,7 +457,7 @@ def train_entries(
     return comparison.at(parameters=at, layers=None if priced is None else overlapped(None, priced[1], None))
 
 
-# What budget= may have.
+# The limits that budget= may have.
 _BUDGETS = ("time", "cost", "wire", "examples")
 
 
@@ -480,8 +480,8 @@ def _steps_within(
     """Return the number of steps of a run within a budget; `spec.max_steps` limits them.
 
     Raises:
-        TypeError: time and cost need network and compute. ValueError: the run has no price before training, or one step
-            is beyond the budget.
+        TypeError: time or cost is limited without network and compute. ValueError: the run cannot be priced before
+            training, or one step exceeds the budget.
     """
     if spec.strategy.is_asynchronous or spec.participation is not None:
         why = f"{spec.participation}" if spec.participation is not None else "an asynchronous strategy"
@@ -489,7 +489,7 @@ def _steps_within(
     with naming("budget"):
         network, compute = priced or (None, None)
         if {"time", "cost"} & amounts.keys() and priced is None:
-            network, compute = Network.of(None), Compute.of(None)  # which raises
+            network, compute = Network.of(None), Compute.of(None)  # raises the error
         if "cost" in amounts and compute is not None and compute.dollars_per_hour is None:
             raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
         batches: list[Batches] = []
@@ -513,7 +513,7 @@ def _steps_within(
 
 
 def _train(entries: Entries, device: torch.device | None) -> None:
-    """Train in this process or, with backend="process", in several."""
+    """Train in this process or, with backend="process", in several processes."""
     specs = [entry.spec for entry in entries.entries]
     device = entries.device if specs[0].device is not None else device
     here = specs[0].backend == "stacked"
@@ -556,13 +556,13 @@ def _conditions_of(comparison: Comparison) -> Conditions:
 
 
 def _is_new(name: str, seed: int, extended: Comparison) -> bool:
-    """Whether a run is to be trained, because the comparison that is extended does not have it, or not to its end."""
+    """Return whether to train a run: the extended comparison lacks it, or has only a part of it."""
     runs = extended.runs(name) if name in extended else []
     return not any(run.seed == seed and (run.ended or run.diverged_at is not None) for run in runs)
 
 
 def checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[int]:
-    """Return the seeds of all runs; a single one is taken out of `options`."""
+    """Return the seeds of all runs; remove a single seed from `options`."""
     what = "seed" if seeds is None else "every one of seeds"
     if seeds is None:
         seeds = [options.pop("seed", 42)]
@@ -575,7 +575,7 @@ def checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[
 
 
 def _compared(entry: Entry) -> ComparedRun:
-    """Return the outcome of an entry, with a UserWarning if it did not reach its end."""
+    """Return the outcome of an entry; issue a UserWarning if the run is not complete."""
     failure, error = "", entry.error
     if error is not None:
         where = f" ({_first_line(error.__cause__).rstrip(':')})" if isinstance(error.__cause__, NodeFailure) else ""
@@ -606,8 +606,8 @@ def _compared(entry: Entry) -> ComparedRun:
 def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
     """Return the rungs of `halving` as (step, number of names that continue).
 
-    They are at T / f, T / f², … of T steps while more than one name is left, but none is in the first tenth of the run,
-    where losses say little about the end.
+    Rungs are at T / f, T / f², … of T steps while more than one name is left. No rung is in the first tenth of the run,
+    where losses predict little about the end.
 
     >>> rungs(27, 270, 3), rungs(3, 100, 2)
     ([(30, 9), (90, 3)], [(25, 2), (50, 1)])
@@ -622,12 +622,12 @@ def rungs(count: int, max_steps: int, factor: int) -> list[tuple[int, int]]:
 
 
 def _lowest(kept: Mapping[int, int], step: int, losses: Mapping[str, float]) -> list[str]:
-    """Return the names with the lowest losses, as many as a rung keeps."""
+    """Return the `kept[step]` names with the lowest losses."""
     return sorted(losses, key=losses.__getitem__)[: kept[step]]
 
 
 def _made(model: Any, seed: int) -> nn.Module:
-    if not callable(model) or isinstance(model, type):  # the first argument of a class is no seed
+    if not callable(model) or isinstance(model, type):  # the first argument of a class is not a seed
         raise TypeError(f"model must be a torch.nn.Module, or a function f(seed) that makes one, got {model!r:.100}")
     a_function("model", model, "seed")
     made = model(seed)

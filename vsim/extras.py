@@ -1,4 +1,4 @@
-"""Packages that vsim can do without: imported where they are needed, with a word on how to get them."""
+"""Optional packages: imported when needed, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def extra(module: str, user: str, package: str, name: str) -> Any:
-    """Return a module of an optional package. Python's generator is left as it was by what the import draws.
+    """Return a module of an optional package. The import leaves the state of Python's random generator unchanged.
 
     Args:
-        module: as Python imports it. user: what needs it, for the message.
-        package: as pip knows it. name: the extra of vsim that installs it.
+        module: name of the module. user: the caller that needs the module, for the message.
+        package: name of the package for pip. name: the extra of vsim that installs the package.
 
     Raises:
-        ImportError: the package is not installed; the message says how to get it.
+        ImportError: the package is not installed; the message says how to install it.
     """
-    state = random.getstate()  # scikit-learn imports rich, where it is installed, which draws a number
+    state = random.getstate()  # scikit-learn imports rich, if installed, which draws a number
     try:
         return importlib.import_module(module)
     except ImportError as error:

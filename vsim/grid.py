@@ -1,4 +1,4 @@
-"""Strategies over a grid of settings: the product of lists, with short names that say what varies."""
+"""Strategies over a grid of settings: the product of lists, with short names for the settings that vary."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from vsim.strategy.configured import names_of
 def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Algorithm]:
     """Return name → strategy for every combination of settings, for `vsim.compare`.
 
-    A dict of such dicts, and of single strategies, can be given to `compare` as it stands.
+    `compare` also takes a dict of such dicts and single strategies.
 
     Args:
         strategy: a class, or a function that returns a strategy.
-        settings: its arguments. A list, tuple, range or array is varied, anything else the same for all; a value that
-            is itself a list is put in a list: `betas=[(0.9, 0.95)]`.
+        settings: arguments of the strategy. A list, tuple, range or array is varied; any other value is the same for
+            all. Put a value that is itself a list in a list: `betas=[(0.9, 0.95)]`.
 
     Raises:
-        TypeError, ValueError: an unknown argument; a combination that the class refuses, which is named; a list that
-            is empty, or has a value twice.
+        TypeError, ValueError: an argument is unknown; a combination is invalid for the class (the message names the
+            combination); a list is empty, or has a value twice.
 
     Example:
         >>> from vsim.strategy import DiLoCoStrategy
@@ -41,7 +41,7 @@ def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Al
 
 
 def points(strategy: Callable[..., Algorithm], settings: Mapping[str, Any]) -> dict[str, Point]:
-    """Return name → point for the product of those settings that are lists, the last of them varying fastest."""
+    """Return name → point for the product of the settings that are lists; the last list varies fastest."""
     lists = {key: _listed(key, value) for key, value in settings.items()}
     texts = {key: _texts(values) for key, values in lists.items()}
     title = getattr(strategy, "__name__", "strategy").removesuffix("Strategy") or "Strategy"
@@ -55,7 +55,7 @@ def points(strategy: Callable[..., Algorithm], settings: Mapping[str, Any]) -> d
 
 
 def made(strategy: Callable[..., Algorithm], name: str, values: Mapping[str, Any]) -> Algorithm:
-    """Return the strategy with these arguments; what it raises begins with the name of the combination."""
+    """Return the strategy with these arguments; errors begin with the name of the combination."""
     try:
         result = strategy(**values)
     except (TypeError, ValueError) as error:
@@ -67,18 +67,18 @@ def made(strategy: Callable[..., Algorithm], name: str, values: Mapping[str, Any
 
 
 def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    """Raise a TypeError for a setting that is neither an argument of `strategy` nor one of `also`, with the nearest."""
+    """Raise a TypeError, with the nearest name, for a setting that is no argument of `strategy` and not in `also`."""
     try:
         if isinstance(strategy, Algorithm):
             raise TypeError
         parameters = inspect.signature(strategy).parameters.values()
-    except (TypeError, ValueError):  # no function, or one without a signature
+    except (TypeError, ValueError):  # not a function, or a function without a signature
         raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}") from None
     valid = settings_of(strategy)
     open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
     if open_ended not in ([], ["options"]) and unknown:
-        return  # of an own class, which may take anything
+        return  # a user's class, which may take any argument
     reject_unknown(settings, [*valid, *also], getattr(strategy, "__name__", "the strategy"))
 
 
@@ -92,7 +92,7 @@ def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
 
 
 def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name → strategy of a dict that may hold dicts, whose names begin with theirs.
+    """Return name → strategy of a dict that may hold dicts; names in an inner dict get its name as a prefix.
 
     >>> merged({"a": 1, "b": {"b H=5": 2, "c": 3}})
     {'a': 1, 'b H=5': 2, 'b, c': 3}
@@ -119,7 +119,7 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(key: str, value: Any) -> list[Any]:
-    """The values of a setting; one, if it is no list."""
+    """Return the values of a setting; a single value if the setting is not a list."""
     if not isinstance(value, list | tuple | range | np.ndarray):
         return [value]
     value = a_list(key, value)
@@ -132,12 +132,12 @@ def _listed(key: str, value: Any) -> list[Any]:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # tensors, arrays: of several values
+    except Exception:  # tensors or arrays of several values
         return False
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """A text for every value of a setting, different for each; of objects of one class it has what differs.
+    """Return a distinct text for every value of a setting; for objects of one class, only arguments that differ.
 
     >>> from vsim.strategy import OptimSpec
     >>> _texts([OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.01, momentum=0.9), None])
@@ -153,7 +153,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
 
 
 def _text(value: Any, among: Sequence[Any] = ()) -> str:
-    """Short text of what `describe` returns: of an object all, or what differs from others of its class `among` values.
+    """Return a short text for a result of `describe`; of an object, only what differs from its class `among` values.
 
     >>> _text({"T": 10, "rates": [1e-3, 0.5, None]})
     '(T=10, rates=(0.001, 0.5, None))'

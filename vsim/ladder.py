@@ -1,4 +1,4 @@
-"""A model ladder: the same strategies at several sizes of a model, each tuned at its size."""
+"""A model ladder: the same strategies at several sizes of a model, tuned at each size."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ def ladder(
     save_dir: str | Path | None = None,
     **options: Any,
 ) -> Ladder:
-    """Train every strategy at every size of a model, to learn which is ahead at a size that cannot be trained here.
+    """Train every strategy at every size of a model, to predict the best strategy at a size too large to train.
 
     Each size is one `compare`: with `tune=`, strategies are tuned at each size, and all see the same data, order and
-    seeds. Runs are whole schedules: their number of steps grows with the model, and their learning rates end with it.
+    seeds. Every run is a whole schedule: its number of steps grows with the model, and its learning rate ends with it.
 
     Args:
-        model: a function f(size) → model, such as `lambda width: GPT(…, width=width)`. It is called for each seed, with
-            torch's generators seeded by it.
+        model: a function f(size) → model, such as `lambda width: GPT(…, width=width)`, called for each seed with
+            torch's generators set to that seed.
         train_dataset, val_dataset: see `compare`.
         sizes: at least two values for this function, such as widths; their models must differ in parameters.
         strategies, num_nodes: see `compare`.
-        tokens_per_parameter: of a run, of all nodes together; default: 20. An example counts as its token ids, or as
-            one token if it holds none.
+        tokens_per_parameter: tokens of a run, of all nodes together; default: 20. An example counts as its number of
+            token ids, or as one token without token ids.
         max_steps, budget: see `compare`; steps of every size, instead of `tokens_per_parameter`.
-        save_dir: a folder, with a folder for each size; and `ladder.json`, what has ended, for `vsim.load_ladder`. With
-            `resume`, sizes that have ended are read, and the others resume.
+        save_dir: a folder for `ladder.json`, the record of complete sizes for `vsim.load_ladder`, and a folder for each
+            size. With `resume`, complete sizes are read, and the remaining sizes resume.
         options: every other argument of `compare`, the same for all sizes.
 
     Returns:
-        A `Ladder`. If it is interrupted, it has the sizes that have ended.
+        A `Ladder`; after an interrupt, with the complete sizes.
 
     Raises:
-        TypeError, ValueError: as `compare`; or the sizes are too few, or alike.
-        KeyboardInterrupt: interrupted before the first size has ended.
+        TypeError, ValueError: see `compare`; or there are too few sizes, or equal ones.
+        KeyboardInterrupt: interrupted before the first size was complete.
     """
     if isinstance(model, nn.Module | type):
         raise TypeError(f"model must be a function f(size) that makes a torch.nn.Module, got {given(model)}")
@@ -130,27 +130,27 @@ def ladder(
     return Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
 
 
-_compare = inspect.unwrap(compare)  # which takes a title of its progress, too; the ladder has checked the names
+_compare = inspect.unwrap(compare)  # takes a title, too; the ladder has checked the names
 
 
 def load_ladder(path: str | Path) -> Ladder:
     """Read a ladder that `Ladder.save` wrote; its runs have no models.
 
     Args:
-        path: of the file, or a `save_dir` of `vsim.ladder`.
+        path: the file, or a `save_dir` of `vsim.ladder`.
 
     Raises:
-        FileNotFoundError: there is none. ValueError: the file holds something else.
+        FileNotFoundError: there is no such file. ValueError: the file is not a ladder.
     """
     path = a_path("path", path)
     return Ladder.load(path / "ladder.json" if path.is_dir() else path)
 
 
 class _Counted:
-    """The tokens of a run, by its number of steps.
+    """The number of tokens of a run, by its number of steps.
 
     Attributes:
-        tokens: token ids in an example; 0 if it holds none.
+        tokens: number of token ids in an example; 0 without token ids.
     """
 
     def __init__(self, train_dataset: Data, num_nodes: int, seed: int, options: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class _Counted:
         self.tokens, self._order = tokens // examples, batches.order
 
     def steps(self, tokens: float) -> int:
-        """Return the smallest number of steps in which all nodes together see that many tokens."""
+        """Return the smallest number of steps in which all nodes together see `tokens` tokens."""
         examples = tokens / max(1, self.tokens)
         most = 16
         while (seen := self._order.examples(np.arange(most + 1)))[-1] < examples:

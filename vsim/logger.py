@@ -1,4 +1,4 @@
-"""The loggers under the path that users import them from; they live in `vsim.records.loggers`."""
+"""The import path of loggers for users; the loggers are defined in `vsim.records.loggers`."""
 
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 

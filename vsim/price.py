@@ -1,4 +1,4 @@
-"""Prices without training: a strategy's own code runs on tensors without values, and the ledger has what it sends."""
+"""Prices without training: a strategy's code runs on tensors without values, and the ledger records its messages."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def price(
     bytes_per_parameter: int | None = None,
     seed: int = 42,
 ) -> Timeline:
-    """Return how long a run would take, without training: no tensor has values, so that 10¹² parameters cost nothing.
+    """Return the timeline of a run without training it. Tensors have no values, so that 10¹² parameters cost nothing.
 
-    Drawn numbers are replaced by their expectation: a share p of N random entries is p·N of them.
+    Random numbers of entries are replaced by their expectation: a share p of N random entries is p·N entries.
 
     Args:
-        strategy: its own code runs, except for the inner optimizer, which sends nothing.
+        strategy: the strategy, whose code runs except for the inner optimizer, which sends nothing.
         parameters: N, up to 10¹⁵, in the shapes of a GPT; see `gpt_of`. Or give a model.
-        layers: of this GPT. Default: the layers of `compute`, or else as many as a GPT of that size usually has.
-        model: gives the shapes instead. It may be on the meta device, and is not changed.
-        num_nodes: K, up to 10⁶. max_steps: of the run. network, compute: see `timeline`.
+        layers: layers of this GPT. Default: the layers of `compute`, or else the usual number for a GPT of that size.
+        model: gives the shapes instead of `parameters`; may be on the meta device, and is not changed.
+        num_nodes: K, up to 10⁶. max_steps: steps of the run. network, compute: see `timeline`.
         bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.
-        seed: of what the nodes decide together, such as islands.
+        seed: seed of the nodes' joint decisions, such as islands.
 
     Raises:
         TypeError: neither or both of parameters and model are given; network or compute is missing.
-        ValueError: what the strategy sends depends on values (such as the union of entries that nodes nominate).
+        ValueError: the strategy's messages depend on values (such as the union of entries that nodes nominate).
     """
     network, compute = Network.of(network), Compute.of(compute)
     max_steps = whole_number("max_steps", max_steps)
@@ -76,21 +76,21 @@ def required_bandwidth(
     grid: Sequence[float | str] | None = None,
     max_steps: int = 1000,
 ) -> dict[float, float]:
-    """Return the bandwidth between the nodes, in bit/s, at which they spend a share of the time computing.
+    """Return the bandwidth between the nodes, in bit/s, at which nodes compute for a given share of the time.
 
     Args:
         strategy, parameters, layers, model, num_nodes, compute, bytes_per_parameter: see `price`.
         utilization: shares of the time, in (0, 1].
-        latency, collective: of the `Network`.
+        latency, collective: see `Network`.
         grid: bandwidths to choose from, in bit/s or text. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their
             logarithm.
-        max_steps: steps in which something is sent; looked at until the last of it is due.
+        max_steps: steps that may send messages; the run is priced until the last message is due.
 
     Returns:
-        Utilization → the smallest bandwidth of the grid that suffices, inf where none does.
+        Utilization → the smallest sufficient bandwidth of the grid, inf if none suffices.
 
     Raises:
-        ValueError: nothing is sent in `max_steps` steps; and see `price`.
+        ValueError: nothing is sent in `max_steps` steps; or see `price`.
     """
     compute = Compute.of(compute)
     shares = [real_number("utilization", share, above=0, at_most=1) for share in a_list("utilization", utilization)]
@@ -102,7 +102,7 @@ def required_bandwidth(
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
         hint = "one node has no other to send to" if num_nodes == 1 else "a larger max_steps shows more"
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; {hint}")
-    ledger.steps = max(event.due for event in ledger)  # whole rounds, with all that is waited for
+    ledger.steps = max(event.due for event in ledger)  # whole rounds, with the wait for all messages
 
     @cache
     def reached(bandwidth: float) -> float:
@@ -113,7 +113,7 @@ def required_bandwidth(
 
 
 Floats = NDArray[np.float64]
-_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # that are priced first; and at most, without max_steps
+_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps priced first; and the largest number without max_steps
 # A cost as text.
 _TEXTS: dict[str, Callable[[float], str]] = {
     "time": duration,
@@ -136,21 +136,21 @@ def steps_within(
     most: int | None = None,
     seed: int = 42,
 ) -> int:
-    """Return the largest number of steps whose price is within the budget: one more step is beyond it.
+    """Return the largest number of steps whose price is within the budget: one more step exceeds the budget.
 
     Args:
-        budget: "time" in seconds, "cost" in dollars, "wire" in bytes of a node, or "examples" → the most of it.
+        budget: "time" in seconds, "cost" in dollars, "wire" in bytes per node, or "examples" → limit.
         strategy, parameters, model, num_nodes, network, compute, seed: see `price`; time and cost need the network.
-        examples: numbers of steps → examples that all nodes see in them. most: limits the steps, too.
+        examples: numbers of steps → examples that all nodes see in these steps. most: a limit on the steps, too.
 
     Raises:
-        ValueError: one step is beyond the budget; nothing limits the steps; or the strategy cannot be priced.
+        ValueError: one step exceeds the budget; nothing limits the steps; or the strategy cannot be priced.
     """
     layers = None if compute is None else overlapped(None, compute, model)
     bare = without_values(parameters, layers, model, None)
 
     def costs(steps: int) -> dict[str, Floats]:
-        """Return what a run of this length has cost after each of its steps: (steps + 1,)."""
+        """Return kind → cost (steps + 1,) after each step of a run of this length."""
         found = {"examples": examples(np.arange(steps + 1))} if "examples" in budget else {}
         if budget.keys() - found.keys():
             try:
@@ -164,11 +164,11 @@ def steps_within(
         return {of: found[of] for of in budget}
 
     within, beyond, first, tries = 0, math.inf if most is None else most + 1, _FIRST_STEPS, 0
-    hint = None  # how far a run that was too long came
+    hint = None  # steps within the budget of the last run that was too long
     while within + 1 < beyond:
         if hint is None:
             steps = int(min(first, beyond - 1))
-        else:  # most strategies do the same in a shorter run, but a schedule may follow the length of the run
+        else:  # most strategies do the same in a shorter run, but a schedule may depend on the run's length
             steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
         if most is None and steps > _MOST_STEPS:
             raise ValueError(f"the budget is enough for more than {_MOST_STEPS:,} steps: limit them by max_steps=")
@@ -189,7 +189,7 @@ def steps_within(
 
 
 def _sent(ledger: Ledger) -> Floats:
-    """Return the bytes on the wire that the busiest node has sent after each step: (steps + 1,)."""
+    """Return the bytes (steps + 1,) on the wire that the busiest node has sent after each step."""
     again, sent = Ledger(ledger.num_nodes), np.zeros(ledger.steps + 1)
     for event in ledger:
         again.record(event)
@@ -198,7 +198,7 @@ def _sent(ledger: Ledger) -> Floats:
 
 
 def overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -> int | None:
-    """Return the layers that are given or else that the compute has, if the model is to have as many."""
+    """Return the given layers; by default those of the compute, unless it has one layer or a model is given."""
     return compute.layers if layers is None and model is None and compute.layers > 1 else layers
 
 

@@ -1,6 +1,6 @@
 """Read saved comparisons, checkpoints and logs, also while their runs train.
 
-Nothing is written, and nothing locked: reading never disturbs a run.
+Reading writes and locks nothing, and so never disturbs a run.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from vsim.records.history import COLUMNS, History, holding_a_record, read_json
 from vsim.records.search import Search
 from vsim.records.swept import Sweep
 
-# What `vsim compare` and `vsim sweep` call them.
+# File names of `vsim compare` and `vsim sweep`.
 NAMES = ("comparison.json", "sweep.json")
-# What runs write, and how deep below the path of a comparison.
+# Suffixes of files that runs write, and the depth of these files below the path of a comparison.
 _SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
 _SEED = re.compile(r"(.+), seed (-?\d+)")
 
 
 class Log(History):
-    """The record of a run as a `CSVLogger` wrote it: it says how many bytes were sent, and not in which events."""
+    """The record of a run that a `CSVLogger` wrote: the numbers of bytes sent, but not the events."""
 
     def time(self, network: Any = None, compute: Any = None) -> Timeline:
-        """Raise a ValueError: without events there are no hours."""
+        """Raise a ValueError, because a record without events has no hours."""
         raise ValueError(f"{self.strategy}: a log has no events, and so no hours; a run with save_dir= has them")
 
 
 @dataclass(eq=False)
 class SavedRun(ComparedRun):
-    """A run as its files tell it.
+    """A run that was read from its files.
 
     Attributes:
         state: "ended", "running", "interrupted" or "failed".
@@ -59,21 +59,21 @@ class SavedRun(ComparedRun):
 
     @property
     def note(self) -> str:
-        """What the run is doing, if it did not get to its end."""
+        """The state of the run, if it is not complete."""
         return f"{self.state}, step {self.stopped_at}" if self.stopped_at is not None else self.failure
 
 
 def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
-    """Read a comparison: what `to_json` wrote, or runs that save checkpoints or log to CSV files, and may still train.
+    """Read a comparison from a file of `to_json`, or from checkpoints or CSV logs of runs that may still train.
 
     Args:
         path: a file of `to_json`; or a folder: of `vsim compare` or `vsim sweep`, a `save_dir`, or the folder of a
-            `CSVLogger`. A log has no events: its runs have losses and bytes, and no hours.
-        cache: what earlier calls read. Files that have not changed since are not read again.
+            `CSVLogger`. A log has no events: its runs have losses and bytes, but no hours.
+        cache: results of earlier calls; unchanged files are not read again.
 
     Raises:
-        FileNotFoundError: there is nothing of that kind.
-        ValueError: it holds something else.
+        FileNotFoundError: there is no such file, or the folder holds no runs.
+        ValueError: the content is not a comparison.
     """
     path, cache = a_path("path", path), Cache() if cache is None else cache
     found = [path / name for name in NAMES if (path / name).is_file()] if path.is_dir() else [path]
@@ -91,10 +91,11 @@ def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
 
 
 def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) -> dict[str, Comparison]:
-    """Read several comparisons; return name → comparison, the names as short as they can be while they differ.
+    """Read several comparisons; return name → comparison, with the shortest distinct names.
 
     Raises:
-        ValueError: none is named, or one twice, or it holds something else. FileNotFoundError: it is not there.
+        ValueError: no path is given, a path is given twice, or a content is not a comparison. FileNotFoundError: a path
+            does not exist.
     """
     if not paths:
         raise ValueError("name a comparison that was saved, such as vsim-out/comparison.json")
@@ -113,7 +114,7 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
 
 
 def files_at(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Yield the files that `read_comparison` may read of a path."""
+    """Yield the files that `read_comparison` may read at a path."""
     if not path.is_dir():
         yield path
         return
@@ -130,13 +131,13 @@ def files_at(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 
 def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[str, Comparison]:
-    """Return the comparisons with the runs that have the words of one of the texts in their names; all without texts.
+    """Return the comparisons with only the runs whose names contain all words of a text; without texts, all runs.
 
     Args:
-        only: such as "fedavg", "diloco H=10" or "*diloco": capitals do not count, and * is any number of letters.
+        only: texts such as "fedavg", "diloco H=10" or "*diloco"; case is ignored, and * is any number of letters.
 
     Raises:
-        ValueError: no run has these words.
+        ValueError: no run matches.
     """
     if not only:
         return dict(comparisons)
@@ -156,21 +157,21 @@ def _has_words(name: str, text: str) -> bool:
 
 
 def _stamp(*files: Path) -> tuple[Any, ...]:
-    """Return what changes with the content of files: path, time and size of each."""
+    """Return a key that changes with the content of files: path, time and size of each."""
     found: list[Any] = []
     for file in files:
         found.append(str(file))
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # there is no such file
             stat = file.stat()
             found.append((stat.st_mtime_ns, stat.st_size))
     return tuple(found)
 
 
 def read_log(folder: str | Path) -> History:
-    """Read what a `CSVLogger` wrote of a run, as far as it has got; its ledger has no events.
+    """Read the record that a `CSVLogger` has written of a run so far; its ledger has no events.
 
     Raises:
-        FileNotFoundError: there is no train.csv. ValueError: it holds something else.
+        FileNotFoundError: there is no train.csv. ValueError: a file is not a log.
     """
     folder = a_path("folder", folder)
     with holding_a_record(folder, "CSVLogger"):
@@ -193,7 +194,7 @@ def read_log(folder: str | Path) -> History:
 
 
 def _lines(path: Path, must: bool) -> Iterator[dict[str, float]]:
-    """Yield the whole lines of a CSV file as numbers; the last may be half written."""
+    """Yield the complete lines of a CSV file as numbers; skip a last line that is still being written."""
     try:
         text = read_text(path)
     except FileNotFoundError:
@@ -225,13 +226,13 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _of_checkpoints(folder: Path, cache: Cache) -> SavedRun | None:
-    """Return the run that saves in a folder: from its end, or its newest checkpoint that is whole; None without one."""
+    """Return the run saved in a folder, from its record of the end or its newest readable checkpoint; else None."""
     end = folder / "end.json"
     if end.is_file():
         ended: SavedRun = cache.get(_stamp(end), _ended, end)
         return ended
     for path in reversed(checkpoints_in(folder)):
-        with suppress(CheckpointError):  # half of it is gone: the run continues, and removes old ones
+        with suppress(CheckpointError):  # the file is gone: the run continues, and removes old checkpoints
             history, step = cache.get(_stamp(path), _reached, path)
             state = "running" if _is_held(folder) or _is_held(folder.parent) else "interrupted"
             return SavedRun(history, stopped_at=step, state=state)
@@ -267,7 +268,7 @@ def _logged(folder: Path) -> SavedRun:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a process that is alive saves there, by what its lock file says: the lock itself is left alone."""
+    """Return whether a running process saves in a folder, by the text of the lock file, without touching the lock."""
     try:
         said = read_text(folder / ".lock", errors="replace")
     except OSError:
@@ -280,14 +281,14 @@ def _is_held(folder: Path) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        pass  # another user's
+        pass  # another user's process
     return True
 
 
 def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
-    """Make a comparison of runs that are called "name, seed 1", or as they like."""
+    """Make a comparison of runs; a run's name may have the form "name, seed 1"."""
     sent = [float(run.history["payload_bytes"][1]) for _, run in runs if len(run.history) > 1]
-    comparison = Comparison(int(max(sent, default=0)))  # what AllReduce would send, if it is among them
+    comparison = Comparison(int(max(sent, default=0)))  # the bytes of AllReduce, if it is among the runs
     holders: dict[str, Path] = {}
     configs: dict[str, Any] = {}
     with suppress(OSError, ValueError, LookupError, TypeError):
@@ -305,7 +306,7 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
 
 
 def _describe(run: SavedRun, config: Any) -> None:
-    """Give a run its configuration, seed and strategy, if `config` is a configuration."""
+    """Set a run's configuration, seed and strategy from `config`, if `config` is a configuration."""
     own = Comparison(0)
     own.add("", run)
     try:

@@ -4,9 +4,9 @@
     floor        L = A · N^a · M^b · H^c + C
     interaction  L = A · N^(a + b·M) · H^c + C
 
-with N parameters, M nodes (replicas) and H steps between syncs, each only where it varies. Fitted as in "Communication-
-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for DiLoCo" [Charles et al. 2025,
-arXiv:2503.09799]: Huber's loss of the differences of logarithms, from many starts.
+with N parameters, M nodes (replicas) and H steps between syncs; a factor is left out if its variable does not vary. The
+fit follows "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for DiLoCo"
+[Charles et al. 2025, arXiv:2503.09799]: least Huber loss of the differences of logarithms, from many starts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 FORMS = ("power", "floor", "interaction")
 VARIABLES = ("N", "M", "H")
-# Differences of logarithms above this count by their size, not by its square: two per cent, by which hardly a run of a
-# sweep differs from a law, so that only outliers count less.
+# δ of Huber's loss: larger differences of logarithms count linearly, not squared. Few runs of a sweep differ from a law
+# by more than two per cent, so that only outliers count less.
 _HUBER = 0.02
 _STARTS = 32
 
@@ -52,12 +52,13 @@ _HELD_OUT = (4e9, 10e9)
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted loss, with what it rests on.
+    """A predicted loss, with its interval and the evidence for the law.
 
     Attributes:
-        loss: by the law. low, high: a 95 % interval of the law there, by the bootstrap, without the noise of a run.
-        factor: the size over the largest measured one; above 1, the law is extrapolated.
-        held_out_error: how far the law was off, relative, at the largest measured size when fitted to the others.
+        loss: the law's loss. low, high: the law's 95 % interval at this point, by the bootstrap, without the noise of a
+            run.
+        factor: the size divided by the largest measured size; above 1, the law is extrapolated.
+        held_out_error: relative error of the law at the largest measured size when fitted to the other sizes.
     """
 
     loss: float
@@ -79,10 +80,11 @@ class Law:
     """A fitted scaling law; see `fit`.
 
     Attributes:
-        form: its name. parameters: "A", exponents "a" (of N), "b" (of M), "c" (of H), and "C", each that it has.
+        form: the name of the form.
+        parameters: "A", exponents "a" (of N), "b" (of M) and "c" (of H), and "C", as far as the law has them.
         intervals: name of a parameter → 95 % interval by the bootstrap.
-        errors: name of a form → its mean relative error at the largest size, when fitted to the others.
-        data: the columns that it was fitted to.
+        errors: name of a form → its mean relative error at the largest size, when fitted to the other sizes.
+        data: the columns of the fit.
     """
 
     form: str
@@ -104,10 +106,10 @@ class Law:
         return f"L = {own['A']:.4g} · {' · '.join(factors)}{floor}, of {len(self.data['loss'])} losses{held_out}"
 
     def _interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
-        """Return the 95 % interval of a number from what it was in the fits to resampled residuals, by Student's t.
+        """Return the 95 % interval of a number, by Student's t of its values in fits to resampled residuals.
 
         Args:
-            positive: whether the number is above 0, and so has the interval of its logarithm.
+            drawn: the values in these fits. positive: whether the number is above 0; if so, use logarithms.
         """
         from scipy.stats import t
 
@@ -120,10 +122,10 @@ class Law:
         return float(value - width * np.std(drawn, ddof=1)), float(value + width * np.std(drawn, ddof=1))
 
     def predict(self, **at: float) -> Prediction:
-        """Return the loss for N, M and H, each that the law has.
+        """Return the loss for the law's variables among N, M and H.
 
         Raises:
-            TypeError: one is missing, or the law lacks it. ValueError: one is not above 0.
+            TypeError: a variable is missing, or the law does not have it. ValueError: a value is not above 0.
         """
         needed = [name for name in VARIABLES if name in self.data]
         if sorted(at) != sorted(needed):
@@ -146,7 +148,7 @@ class Law:
         return pd.DataFrame({**self.data, "law": law, "error": law / self.data["loss"] - 1})
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw loss against N on logarithmic axes: points as measured, a line of the law for each M and H."""
+        """Draw loss against N on logarithmic axes: measured points, and a line of the law for each M and H."""
         import matplotlib.pyplot as plt
 
         others = [name for name in ("M", "H") if name in self.data]
@@ -176,11 +178,11 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
 
     Args:
         frame: columns "loss" and "N", and "M" or "H" if they vary: a DataFrame, or a dict of lists.
-        form: "power", "floor" or "interaction"; default: the one that predicts the largest size best when fitted to the
-            others. The law is then fitted to all sizes.
+        form: "power", "floor" or "interaction"; default: the form that predicts the largest size best when fitted to
+            the other sizes. The law is then fitted to all sizes.
         bootstrap: number of fits to resampled residuals, for intervals.
-        seed: of the resampling and of the starts.
-        delta: of Huber's loss.
+        seed: seed of the resampling and of the starts.
+        delta: δ of Huber's loss.
 
     Raises:
         ValueError: a column is missing, a value is not above 0, or there are too few rows for the form.
@@ -217,7 +219,7 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
 
 
 def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
-    """Return the law of DiLoCo's published losses, of N parameters and M replicas, fitted up to 2.4 billion parameters.
+    """Return the law, in N parameters and M replicas, of DiLoCo's published losses up to 2.4 billion parameters.
 
     Source: arXiv:2503.09799; its joint fit of the power law has A = 19.226, a = −0.0985 and b = 0.0116. The paper gives
     no losses by H.
@@ -237,24 +239,24 @@ def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
 def penalty(
     comparison: Comparison, to: str = "AllReduce", *, loss: float | None = None, level: float = 0.95
 ) -> pd.DataFrame:
-    """Return the penalty of communicating rarely: how many times the examples of `to` a strategy needs for its loss.
+    """Return the penalty of rare communication: the examples a strategy needs for a loss, relative to those of `to`.
 
-    Runs of `to` may be shorter than the others, see `max_steps` of `vsim.compare`. A loss is reached at a measurement:
-    a small `val_interval` measures ratios finely.
+    Runs of `to` may be shorter than other runs, see `max_steps` of `vsim.compare`. A loss is reached at a measurement,
+    so a small `val_interval` measures ratios finely.
 
     Args:
         to: the strategy to compare with.
-        loss: the loss to reach; default: the highest final loss of `to` over its seeds, so that all of them reach it.
+        loss: the loss to reach; default: the highest final loss of `to` over its seeds, so that all its seeds reach it.
         level: the confidence level of the intervals, in (0, 1).
 
     Returns:
         A DataFrame `strategy, ratio, low, high, at_least, seeds, reached, tied`. ratio: the geometric mean over the
-        seeds that both have; NaN unless all these reach the loss. at_least: the ratio if those that did not reach it
-        had reached it at their ends. low, high: the interval of the ratio, by Student's t of its logarithms; NaN with
-        one seed. reached: the seeds that reach the loss. tied: whether the interval holds 1.
+        seeds of both strategies; NaN unless all runs reach the loss. at_least: the ratio if the remaining runs had
+        reached the loss at their last steps. low, high: the interval of the ratio, by Student's t of its logarithms;
+        NaN with one seed. reached: the number of seeds that reach the loss. tied: whether the interval contains 1.
 
     Raises:
-        ValueError: there is no such strategy, or it does not reach the loss.
+        ValueError: there is no strategy `to`, or it does not reach the loss.
     """
     import pandas as pd
 
@@ -285,7 +287,7 @@ def penalty(
 
 
 def _columns(frame: Any) -> dict[str, Floats]:
-    """Return the columns that vary, and the loss, as arrays."""
+    """Return the varying columns and the loss as arrays."""
     missing = [name for name in ("N", "loss") if name not in frame]
     if missing:
         raise ValueError(f"frame has no column {missing[0]!r}; it needs N and loss, and may have M and H")
@@ -305,7 +307,7 @@ def _form(form: str, data: Mapping[str, Floats]) -> str:
 
 
 def _names(form: str, data: Mapping[str, Floats]) -> list[str]:
-    """Return the names of the parameters of a form, in their order."""
+    """Return the names of a form's parameters, in order."""
     exponents = [exponent for exponent, name in zip("abc", VARIABLES, strict=True) if name in data]
     return ["A", *exponents, *(["C"] if form != "power" else [])]
 
@@ -324,7 +326,7 @@ def _log_loss(form: str, values: Floats, at: Mapping[str, Floats]) -> Floats:
 def _fitted(
     form: str, data: Mapping[str, Floats], delta: float, stream: np.random.Generator, near: Floats | None = None
 ) -> Floats:
-    """Return the parameters with the least Huber loss, from many starts, or from parameters that are `near`."""
+    """Return the parameters with the least Huber loss, starting from many points, or from the parameters `near`."""
     from scipy.optimize import least_squares
 
     names, logs = _names(form, data), np.log(data["loss"])

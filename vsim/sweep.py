@@ -15,7 +15,7 @@ from vsim.records.swept import Sweep
 from vsim.strategy.base import Algorithm
 from vsim.training.spec import takes_options
 
-# Arguments of a run that may be settings, besides the strategy's.
+# Arguments of a run that may be settings, besides the strategy's arguments.
 OF_THE_RUN = ("num_nodes", "batch_size")
 
 
@@ -37,21 +37,21 @@ def sweep(
     Args:
         model, train_dataset, val_dataset, seeds: see `compare`.
         strategy: a class of strategies, or a function that returns one.
-        settings: its arguments by name, and `num_nodes` and `batch_size` if they vary. A list is varied, anything else
-            is the same for all; a value that is itself a list is put in a list. See `vsim.grid`.
-        num_nodes: K, unless it is one of the settings.
+        settings: arguments of the strategy by name, and `num_nodes` and `batch_size` if they vary. A list is varied;
+            any other value is the same for all. Put a value that is itself a list in a list. See `vsim.grid`.
+        num_nodes: K, unless `num_nodes` is one of the settings.
         halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (after
             T / f, T / f², … of T steps, none in the first tenth) only the best 1 / f of the settings, by their mean
-            loss over the seeds, continue. The others are kept, with `stopped_at`. Early rungs favour fast starters. It
-            needs a `max_steps` that is the same for all.
+            loss over the seeds, continue. Stopped settings are kept, with `stopped_at`. Early rungs favour fast
+            starters. Needs a `max_steps` that is the same for all.
         options: every other argument of `compare`, the same for all; but a `budget` gives each setting its own number
             of steps, and `max_steps` may be a dict of name → steps, with names as in `vsim.grid`.
 
     Returns:
-        A `Sweep`. All settings are set up before the first one trains; a setting that is refused is named.
+        A `Sweep`. All settings are set up before the first one trains; errors name the invalid setting.
 
     Raises:
-        TypeError, ValueError: as `grid` and `compare`.
+        TypeError, ValueError: see `grid` and `compare`.
 
     Example:
         >>> import vsim

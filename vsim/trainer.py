@@ -1,4 +1,4 @@
-"""Trainer: checks the arguments, picks device and executor, and runs the loop."""
+"""The Trainer: checks the arguments, picks device and executor, and runs the loop."""
 
 from __future__ import annotations
 
@@ -59,19 +59,20 @@ class Trainer:
     """Trains a model on K simulated nodes.
 
     Args:
-        model: any nn.Module. `model(batch)` returns a scalar loss, the mean over the batch, or outputs with one called
-            `loss`; with `loss_fn`, `model(x)` returns outputs. It is not changed: every `fit` starts from its weights.
-            Modules in evaluation mode stay in it, unless the whole model is: then all of it trains in training mode.
-        train_dataset: a map-style dataset, which the nodes share as DistributedSampler would, or a function
+        model: any nn.Module. `model(batch)` returns a scalar loss, the mean over the batch, or outputs with a field
+            `loss`; with `loss_fn`, `model(x)` returns outputs. The model is not changed: every `fit` starts from its
+            weights. Modules in evaluation mode stay in that mode, unless the whole model is in evaluation mode: then
+            all modules train in training mode.
+        train_dataset: a map-style dataset, split among the nodes as by DistributedSampler, or a function
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
-        val_dataset: a dataset or factory, which is called for rank 0. None: no validation.
+        val_dataset: a dataset or factory, called for rank 0. None: no validation.
         loss_fn: f(outputs, y) → scalar loss of a batch (x, y).
-        device: where to train by default. None: cuda, else mps, else cpu. devices: with backend="process", where the
-            nodes train by default; see `fit`.
+        device: where to train by default. None: cuda, else mps, else cpu.
+        devices: with backend="process", where the nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
-        history: the `History` of the last run. strategy: its own copy of the strategy. loggers: its loggers.
-        run_label: what progress bar and history call the next runs; None: by their strategy.
+        history: the `History` of the last run. strategy: the last run's copy of the strategy. loggers: its loggers.
+        run_label: the name of the next runs in progress bar and history; None: the strategy's name.
 
     Example:
         >>> from vsim import Trainer
@@ -100,7 +101,7 @@ class Trainer:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None:
             a_function("loss_fn", loss_fn, "outputs, y")
-        self.model = uncompiled(model)  # its names would begin with `_orig_mod.`; compile=True is for all nodes
+        self.model = uncompiled(model)  # names of a compiled model have a prefix; compile=True compiles for all nodes
         check_apart(self.model)
         if idle := idle_dropout(self.model):
             warnings.warn(
@@ -116,13 +117,13 @@ class Trainer:
             raise TypeError("device and devices say the same thing; give one of them")
         self.device = None if device is None else pick_device(device)
         if devices is not None:
-            devices_of_nodes(devices, None, 1)  # an error, if there is one, now
+            devices_of_nodes(devices, None, 1)  # raises an error now, if any
         self.devices = devices
         self.history = History()
         self.strategy: Algorithm | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self._last: Run | Checkpoint | None = None  # what resume=True resumes without a save_dir
+        self._last: Run | Checkpoint | None = None  # the run that resume=True resumes without a save_dir
 
     @property
     def ledger(self) -> Ledger:
@@ -130,7 +131,7 @@ class Trainer:
         return self.history.ledger
 
     def spec(self, label: str = "", **options: Any) -> RunSpec:
-        """Return what `fit(**options)` asks for, checked."""
+        """Return the checked options of `fit(**options)`."""
         if str(options.get("backend")) == "process" and options.get("device") is options.get("devices") is None:
             options["devices"] = self.devices
         spec = RunSpec(self.model, self.train_dataset, self.val_dataset, self.loss_fn, label, **options)
@@ -162,11 +163,11 @@ class Trainer:
 
     @takes_options()
     def explain(self, **options: Any) -> Explanation:
-        """Take the first steps of `fit(**options)` and tell how they are computed; nothing is kept of them.
+        """Take the first steps of `fit(**options)`, discard them, and explain how they are computed.
 
         Returns:
-            An `Explanation`, which shows itself: the form that every operation takes, the memory per node, the executor
-            and why, and the share of the machine's peak that a step achieves.
+            An `Explanation`, which prints itself: the form of every operation, the memory per node, the executor and
+            the reason for it, and the share of the machine's peak that a step achieves.
         """
         if options.get("backend", "stacked") != "stacked":
             raise ValueError(
@@ -189,91 +190,91 @@ class Trainer:
             strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
                 again.
             num_nodes: K.
-            num_epochs: passes over the data; `max_steps`: optimizer steps, instead of or as a limit on epochs: with
-                max_steps given, the run has exactly that number of steps.
+            num_epochs: passes over the data. `max_steps`: number of optimizer steps of the run, whatever `num_epochs`.
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
-            shuffle: a new order every epoch.
-            val_size: validation examples to use at every validation: all, or a sample if the dataset has more. Default:
-                up to 2,048. Samples are the same for all runs, whatever their seed.
+            shuffle: whether to draw a new order every epoch.
+            val_size: number of validation examples: the whole dataset, or a sample if it is larger. Default: up to
+                2,048. Samples are the same for all runs and seeds.
             val_interval: steps between validations (None: first and last only).
             client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
-                of a population; or a `Partition`, such as that of the training data. After the last step the global
-                model is measured on each one's data, up to `val_size` examples: `history.client_val_losses`. With
+                of a population; or a `Partition`, for instance of the training data. After the last step, the global
+                model is measured on each client's data, up to `val_size` examples: `history.client_val_losses`. With
                 personal layers, every client's own model is measured; see `client_model`.
-            client_val_steps: steps that each client first takes on its own training data, on a copy of the model, by
-                the inner optimizer without state, schedule or max_norm. None: measure the model as it is.
-            test_dataset: a dataset or factory like val_dataset, on all of which the global model is measured after the
-                last step: `test_loss` and `test_accuracy` in the history's last row. Nothing is chosen by it.
-            seed: everything random follows from it. The process's own random state is not touched.
+            client_val_steps: steps that each client first takes on its training data, on a copy of the model, with the
+                inner optimizer without state, schedule or max_norm. None: measure the model without such steps.
+            test_dataset: a dataset or factory like val_dataset. After the last step the global model is measured on all
+                of it: `test_loss` and `test_accuracy` in the history's last row. It influences nothing else.
+            seed: seed of all random numbers. The process's global random state is not changed.
             participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
                 stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
-            attack: a `vsim.Attack` of some nodes, if it is not the strategy's own. For several attacks in one
-                comparison, give it to strategies.
+            attack: a `vsim.Attack` of some nodes, unless the strategy has one. For several attacks in one comparison,
+                give each attack to a strategy.
             device: overrides the device of Trainer.
-            autocast: compute in bfloat16 where torch.autocast does; weights stay as they are.
-            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, but the loop where that is as
-                fast, or where vmap is not proved to agree with it; see `vsim.engine.AutoExecutor`. `history.computed`
-                says which, and why.
+            autocast: compute in bfloat16 where torch.autocast does; weights keep their dtype.
+            executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, unless the loop is as fast, or
+                vmap is not proved to agree with the loop; see `vsim.engine.AutoExecutor`. `history.computed` says which
+                executor was used, and why.
             deterministic: on the CPU: compute nodes one by one in eager PyTorch, in float32 bitwise equal to separate
                 processes; a model must not draw from Python's or NumPy's global generator in `forward`. On CUDA: runs
                 repeat bit by bit, with PyTorch's deterministic algorithms. Not for MPS.
-            compile: torch.compile the loss and its gradient, and those kernels of strategies for which that was
-                measured to pay (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
+            compile: torch.compile the loss and its gradient, and the kernels of strategies that were measured to be
+                faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
             backend: "stacked", the simulator; or "process": processes over torch.distributed, on this machine or, under
                 torchrun, this process as one of its ranks.
-            num_processes: with backend="process", the number of processes. Each holds a range of the nodes, as equal as
-                possible, and computes them as the simulator does. "auto": a process for every GPU or, for models of at
-                least 200,000 weights, every core, else the simulator. None: a process for every node, in ordinary eager
+            num_processes: with backend="process", the number of processes. Each computes a range of the nodes, of sizes
+                as equal as possible, as the simulator does. "auto": a process for every GPU or, for models of at least
+                200,000 weights, every core, else the simulator. None: a process for every node, in ordinary eager
                 PyTorch.
             devices: with backend="process", process k computes on devices[k mod len(devices)]. Default: a GPU for every
-                process if there are as many, else the CPU.
-            threads_per_process: its CPU threads; default the machine's divided by its processes, at least 1.
-            timeout_seconds: how long a collective waits for the other processes; default 600.
-            compute, network: of an asynchronous strategy, whose nodes train on a virtual clock: how long a step takes,
-                a `vsim.network.Compute` or seconds, and what messages take, a `Network` or text (None: no time).
-            save_dir: a folder for checkpoints: at the end, when the run is interrupted by Ctrl-C (which takes effect
-                after the current step; a second one at once), and every `checkpoint_interval` steps. The newest two
-                are kept.
-            resume: resume a run, bitwise equal to one that was never stopped: from the newest checkpoint in a folder or
-                from a file; with True from `save_dir`, or without a save_dir this trainer's last run, if that was
-                interrupted or has ended (then with a larger `max_steps`). Everything that the course of a run depends
-                on must be as before, except its length; `Checkpoint.fork` starts another run from a checkpoint. Draws
-                of a DataLoader's worker processes are not restored.
+                process if there are enough GPUs, else the CPU.
+            threads_per_process: CPU threads of a process; default: the machine's cores divided by its processes, at
+                least 1.
+            timeout_seconds: how long a collective waits for other processes; default 600.
+            compute, network: for an asynchronous strategy, whose nodes train on a virtual clock: the time of a step, a
+                `vsim.network.Compute` or seconds, and of messages, a `Network` or text (None: no time).
+            save_dir: a folder for checkpoints, saved at the end, when Ctrl-C interrupts the run (after the current
+                step; a second Ctrl-C acts at once), and every `checkpoint_interval` steps. The newest two are kept.
+            resume: resume a run, bitwise equal to a run without a stop: from the newest checkpoint in a folder, or from
+                a file. True: from `save_dir`; without a save_dir, this trainer's last run, if it was interrupted, or
+                has ended and `max_steps` is larger now. All settings that determine a run must be as before, except its
+                length; `Checkpoint.fork` starts another run from a checkpoint. Draws of a DataLoader's worker processes
+                are not restored.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
-            max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process may hold (with
-                backend="process" all nodes' processes on a device together): takes the largest minibatch that fits, by
-                an estimate from small probes, which are not compiled, and leaves it in `history.minibatch_size`.
+            max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process (with backend="process",
+                all nodes' processes on a device) may hold. The largest fitting minibatch is estimated from small
+                probes, which are not compiled, and stored in `history.minibatch_size`.
             logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
-                `vsim.logger`), or a list of them. Under torchrun, rank 0 logs.
-            log_interval: steps between rows of a log; validations are logged whenever there is one.
+                `vsim.logger`), or a list of loggers. Under torchrun, rank 0 logs.
+            log_interval: steps between rows of a log; every validation is logged.
             run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
             wandb_project: log to this project of Weights & Biases, too.
-            log_x_axis: what W&B and TensorBoard draw over: "step" or "examples".
-            progress: show a progress bar; "plot": in a notebook, draw loss against step and bytes while it trains;
-                "table": in a terminal, show all runs of a comparison in a table; or False.
+            log_x_axis: x axis of W&B and TensorBoard: "step" or "examples".
+            progress: True: a progress bar; "plot": in a notebook, a figure of loss against step and bytes, updated
+                during training; "table": in a terminal, a table of all runs of a comparison; False: no progress.
             callbacks: your own code in the run: objects of a class of `vsim.Callback`, such as `vsim.EarlyStopping` and
                 `vsim.KeepBest`, or functions f(run) that are called after every step.
             metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
-                of the global model in evaluation mode, averaged over the validation examples.
-            accuracy: f(outputs, targets) → booleans, one for each prediction that counts, or the share of right
-                predictions in the batch, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn
-                f(what the model returns, batch). False: no accuracy. None: of models with `loss_and_accuracy` and where
+                for the global model in evaluation mode, averaged over the validation examples.
+            accuracy: f(outputs, targets) → a boolean for each prediction that counts, or the batch's share of right
+                predictions, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn, f(the
+                model's output, batch). False: no accuracy. None: accuracy of models with `loss_and_accuracy`, and where
                 a loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
             train_loss_hook: called as f(step, mean training loss) after every step; the short form of a callback.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 
         Raises:
             TypeError, ValueError: an argument is unknown, out of range, or would have no effect.
-            CheckpointError: a ValueError: a checkpoint is damaged or of another run, or something cannot be saved.
+            CheckpointError: a ValueError: a checkpoint is damaged or from another run, or the run's state cannot be
+                saved.
             KeyboardInterrupt: the run was interrupted; `history` and `ledger` hold its steps so far.
-            FloatingPointError: a node's loss is not finite, or its weights when they are to be saved or returned; step
-                and nodes are named.
-            NodeFailure: with backend="process", a node's process died; what a node raises is raised here, caused by a
-                NodeFailure that has its rank and traceback.
+            FloatingPointError: a node's loss is not finite, or its weights when they are saved or returned; the message
+                names step and nodes.
+            NodeFailure: with backend="process", a node's process died. An error in a node is raised here, caused by a
+                NodeFailure with the node's rank and traceback.
         """
         is_other_rank = str(options.get("backend")) == "process" and world_rank() > 0
         started = datetime.now()
@@ -297,16 +298,16 @@ class Trainer:
                         self.history.config = self.config(options, started)
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the model that a node or client used at the end of the last run, of a population also an absent one's.
+        """Return the model of a node, or of any client of a population, at the end of the last run.
 
-        It has the global weights and what is the client's own: personal layers, running statistics, or all of Ditto's
-        v_k. Where a strategy has nothing personal, it is the global model.
+        The model has the global weights and the client's personal values: personal layers, running statistics, or all
+        of Ditto's v_k. If the strategy has no personal values, this is the global model.
 
         Args:
-            client: its number, 0 to N − 1.
+            client: the number of the node or client, 0 to N − 1.
 
         Raises:
-            ValueError: there was no run in this process: none yet, or one with backend="process"; or the node was
+            ValueError: there was no run in this process: none yet, or a run with backend="process"; or the node was
                 absent at the end.
         """
         if not isinstance(self._last, Run):
@@ -317,7 +318,7 @@ class Trainer:
         return self._last.client_model(client)
 
     def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
-        """Return `spec`, made of `options`, with the callback that passes its rows to these loggers."""
+        """Return `spec`, made of `options`, with a callback that passes the run's rows to these loggers."""
         if not loggers:
             return spec
         about = self.config({**options, "logger": [type(one).__name__ for one in loggers]})
@@ -326,11 +327,11 @@ class Trainer:
     def config(
         self, options: Mapping[str, Any], started: datetime | None = None, problem: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the configuration of `fit(**options)`, as JSON can hold it; see `vsim.records.describe`.
+        """Return the configuration of `fit(**options)` as plain values for JSON; see `vsim.records.describe`.
 
         Args:
-            started: when it began; default: now.
-            problem: what `describe_problem` says of model and data, if that is known.
+            started: start of the run; default: now.
+            problem: the result of `describe_problem` for model and data, if known.
         """
         given = {**option_defaults(), **options}
         device = pick_device(self.device if given["device"] is None else given["device"])
@@ -339,7 +340,7 @@ class Trainer:
         return describe_run(given, arguments_of(given["strategy"]), problem, device, options, started)
 
     def device_of(self, spec: RunSpec) -> torch.device:
-        """Return where a run in the simulator computes."""
+        """Return the device of a run in the simulator."""
         device = pick_device(self.device if spec.device is None else spec.device)
         if spec.deterministic and spec.backend == "stacked":
             check_repeats(device)
@@ -355,7 +356,7 @@ class Trainer:
             return self._last.mean_model()
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
-        """Train in several processes, or as the rank that this process is."""
+        """Train in several processes, or as this process's rank."""
         device = self.device if spec.device is None else spec.device
         number = number_of_processes(spec, device)
         if number == 1 and spec.num_processes == "auto" and not under_torchrun():
@@ -387,7 +388,7 @@ class Trainer:
             finally:
                 if not saving.wanted:
                     shutil.rmtree(saving.folder, ignore_errors=True)
-        assert outcome is not None  # the run has reached its end
+        assert outcome is not None  # the run is complete
         relay.end(outcome.callbacks)
         return outcome.model(like=self.model)
 

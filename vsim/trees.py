@@ -1,4 +1,4 @@
-"""The tensors of a batch: `tree_leaves` and `tree_map` of torch, but at once for the usual batch, a pair of tensors."""
+"""The tensors of a batch: torch's `tree_leaves` and `tree_map`, with a fast path for the usual pair of tensors."""
 
 from __future__ import annotations
 

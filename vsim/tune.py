@@ -1,4 +1,4 @@
-"""A search with optuna: trials are asked in batches, and each batch trains as one matrix."""
+"""A search with optuna: trials are requested in batches, and each batch trains as one matrix."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 _OBJECTIVES = ("loss", "wire", "time", "cost")
-_FILE = "comparison.json"  # of the records in save_dir, which `vsim show` and `vsim report` find
-# Attributes that optuna keeps: of a trial, the process that trains it, and why it did not end; of a study, its problem.
+_FILE = "comparison.json"  # the records in save_dir, for `vsim show` and `vsim report`
+# User attributes in optuna: a trial's process, and the reason why the trial did not complete; a study's problem.
 _PROCESS, _FAILURE, _PROBLEM = "process", "failure", "problem"
 
 
@@ -58,40 +58,40 @@ def tune(
     seeds: Sequence[int] | None = None,
     **options: Any,
 ) -> Search:
-    """Search for the best strategy with optuna. Trials are asked in batches, and a batch trains as one matrix.
+    """Search for the best strategy with optuna. Trials are requested in batches, and a batch trains as one matrix.
 
     Args:
         model, train_dataset, val_dataset, num_nodes: see `compare`.
         space: a function of an `optuna.Trial` that returns a strategy, such as
             `lambda trial: DiLoCoStrategy(H=trial.suggest_int("H", 1, 50))`. It may raise `optuna.TrialPruned`.
-        trials: the number of trials that the study has in the end, those of earlier calls included.
-        together: trials that are asked at once, before any of them is told.
-        objectives: what is minimized: "loss", the mean final validation loss over the seeds; and, if given, "wire"
+        trials: the total number of trials in the study, including trials of earlier calls.
+        together: number of trials in a batch, which are requested before any of them is reported.
+        objectives: values to minimize: "loss", the mean final validation loss over the seeds; and, if given, "wire"
             (bytes per node), "time" (seconds) and "cost" (dollars) on the `network` and `compute`.
-        sampler: optuna's sampler. Default: `TPESampler` with `constant_liar`, so that the trials of a batch differ; its
-            random numbers follow from the seed and the number of the trial, so that equal calls ask for equal trials,
-            also after a kill. A sampler of your own begins its random numbers again in every call.
-        pruner: optuna's pruner, for one objective; default: none. It gets the mean validation loss of every trial
-            after every `val_interval` steps. Pruned trials leave the matrix.
-        storage: optuna's storage, such as "sqlite:///study.db": an equal call continues the study in it. Trials that
+        sampler: optuna's sampler. Default: `TPESampler` with `constant_liar`, so that the trials of a batch differ. Its
+            random numbers depend only on the seed and the trial's number, so that equal calls request equal trials,
+            also after a kill. A sampler of your own starts its random numbers again in every call.
+        pruner: optuna's pruner, for one objective; default: none. The pruner gets the mean validation loss of every
+            trial after every `val_interval` steps. Pruned trials leave the matrix.
+        storage: optuna's storage, such as "sqlite:///study.db": an equal call continues the stored study. Trials that
             were running when a call was killed are trained first, under their numbers. Only one call at a time may
             search a study.
-        study_name: of the study in the storage; default "vsim".
+        study_name: name of the study in the storage; default "vsim".
         seeds: train every trial once with each seed; default: once with `seed`.
         save_dir: a folder for the records of all trials and their checkpoints, and without `storage` also for the
-            study, in study.db: an equal call continues the batch that was killed. Without it, the result has only the
-            trials that this call trains.
+            study, in study.db: an equal call continues the batch of a killed call. Without save_dir, the result has
+            only the trials that this call trains.
         options: every other argument of `compare`, the same for all trials. `max_steps` is a number.
 
     Returns:
-        A `Search`: a comparison of all trials, the best first, whose `study` is optuna's. A trial with a run that
-        diverged is told as pruned, so that the sampler avoids such values; a trial with another error as failed; both
-        have the reason as their user attribute "failure". After an interrupt, the trials of the batch are left running
-        in the storage.
+        A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. A trial with a diverged
+        run is reported as pruned, so that the sampler avoids such values; a trial with another error is reported as
+        failed; both have the reason as their user attribute "failure". After an interrupt, the trials of the batch
+        stay in the state running in the storage.
 
     Raises:
         ImportError: optuna is not installed; it is in the extra `tune`.
-        TypeError, ValueError: as `compare`; or the study in the storage is of another problem.
+        TypeError, ValueError: see `compare`; or the study in the storage is of another problem.
     """
     optuna = extra("optuna", "vsim.tune", "optuna", "tune")
     a_function("space", space, "trial")
@@ -128,7 +128,7 @@ def tune(
         raise ValueError(f"study_name={study_name!r} has no effect without storage= or save_dir=")
     try:
         storage = None if storage is None else optuna.storages.get_storage(storage)
-    except Exception as error:  # of SQLAlchemy or a database
+    except Exception as error:  # from SQLAlchemy or a database
         raise ValueError(f"storage={storage!r} cannot be opened: {error}") from error
     study = optuna.create_study(
         storage=storage,
@@ -141,7 +141,7 @@ def tune(
     asking = _Asking(optuna, study, space, trials, together, seed if sampler is None else None)
     found = _Found(study, objectives, folder)
     while batch := asking.batch():
-        # A call that is killed before it tells leaves trials whose runs are known.
+        # A call that was killed before it reported to optuna leaves trials whose runs are known.
         new = {name: one for name, one in batch.items() if name not in found.runs}
         interrupt = Interrupt()
         if new:
@@ -193,13 +193,13 @@ def _rungs(objectives: Sequence[str], options: Mapping[str, Any]) -> list[int]:
 
 
 class _Asking:
-    """Asks optuna for batches of trials, and tells it how they ended.
+    """Requests batches of trials from optuna, and reports their results.
 
     Args:
-        trials, together: see `tune`. seed: of the default sampler; None: the study's sampler is the user's.
+        trials, together: see `tune`. seed: seed of the default sampler; None: the sampler is the user's.
 
     Attributes:
-        exhausted: whether the sampler has nothing more to suggest.
+        exhausted: whether the sampler has no more suggestions.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Asking:
         while not batch and not self.exhausted:
             begun = [one for one in self.study.get_trials(deepcopy=False) if one.state != self.states.WAITING]
             left = [one for one in begun if one.state == self.states.RUNNING and _PROCESS in one.user_attrs]
-            # What a killed call left of a batch is completed to that batch.
+            # Complete the batch of a killed call.
             missing = -len(begun) % self.together if left else self.together - len(begun) % self.together
             new = range(len(begun), min(len(begun) + missing, self.trials))
             if not left and not new:
@@ -237,7 +237,7 @@ class _Asking:
         """Return a trial that another call has left running.
 
         Raises:
-            ValueError: that call still runs.
+            ValueError: the other call is still running.
         """
         process = left.user_attrs[_PROCESS]
         if process != self.process and _is_alive(process):
@@ -246,7 +246,7 @@ class _Asking:
                 f"trial {left.number}: wait for it, or give another study_name"
             )
         self._seed(left.number)
-        # Only the id, which is not public, leads from a storage to a trial that can be suggested to and reported.
+        # Only the id, which is not public, gives a trial from the storage that can suggest values and be reported.
         trial = self.optuna.Trial(self.study, left._trial_id)
         trial.set_user_attr(_PROCESS, self.process)
         return trial
@@ -275,10 +275,10 @@ class _Asking:
         return strategy
 
     def tell(self, trial: Any, runs: Sequence[ComparedRun], values: Sequence[float] | None) -> None:
-        """Tell how a trial ended.
+        """Report the end of a trial to optuna.
 
         Args:
-            values: of the objectives, if all runs reached their ends.
+            values: values of the objectives; None if a run is not complete.
         """
         diverged = [run.failure for run in runs if run.diverged_at is not None]
         failed = [run.failure for run in runs if run.failed]
@@ -298,7 +298,7 @@ class _Asking:
     def _tell(self, trial: Any, values: Sequence[float] | None = None, state: Any = None) -> None:
         try:
             self.study.tell(trial, values, state=state)
-        except RuntimeError:  # a sampler that has suggested everything stops the study, which optuna refuses here
+        except RuntimeError:  # an exhausted sampler stops the study, for which optuna raises an error here
             if self.study.trials[trial.number].state == self.states.RUNNING:
                 raise
             self.exhausted = True
@@ -314,7 +314,7 @@ def _is_alive(process: str) -> bool:
 
 
 class _Pruning:
-    """Asks optuna's pruner at a rung which trials continue.
+    """Lets optuna's pruner decide at a rung which trials continue.
 
     Args:
         batch: name → trial and strategy.
@@ -322,7 +322,7 @@ class _Pruning:
 
     def __init__(self, batch: Mapping[str, tuple[Any, Algorithm]]) -> None:
         self.trials = {name: trial for name, (trial, _) in batch.items()}
-        # Of an earlier call that was killed.
+        # Intermediate values reported by an earlier call that was killed.
         known = {one.number: one.intermediate_values for one in next(iter(self.trials.values())).study.trials}
         self.reported = {name: set(known[trial.number]) for name, trial in self.trials.items()}
 
@@ -338,8 +338,8 @@ class _Found:
     """The runs of all trials so far, in a folder if there is one.
 
     Attributes:
-        runs: name → runs. values: name → values of the objectives, of trials that reached their ends.
-        known: a comparison with the problem that is searched; None at first.
+        runs: name → runs. values: name → values of the objectives, for complete trials.
+        known: a comparison of the same problem; None at first.
     """
 
     def __init__(self, study: Any, objectives: Sequence[str], folder: Path | None) -> None:
@@ -411,7 +411,7 @@ class _Found:
         """Return the trials whose runs are known, with the study.
 
         Raises:
-            ValueError: there are none.
+            ValueError: no trial has runs.
         """
         if self.priced is None:
             raise ValueError(

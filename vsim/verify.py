@@ -36,15 +36,15 @@ _FIT_OPTIONS = (
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found. It prints itself.
+    """The result of `verify`, which prints itself.
 
     Attributes:
         num_nodes: K. num_parameters: P.
-        steps: the number of steps that were compared and found equal.
-        compared: the kinds that were compared, of KINDS.
-        differences: all differences at the first step that has any: by kind, then node, then name.
-        num_processes: the processes of the last comparison; None: one for every node.
-        agreed: what agreed with the simulator before the last comparison, in words.
+        steps: the number of steps found equal.
+        compared: the compared kinds, of KINDS.
+        differences: all differences at the first step with a difference: by kind, then node, then name.
+        num_processes: the number of processes in the last comparison; None: one for every node.
+        agreed: text on earlier comparisons, which agreed with the simulator.
     """
 
     num_nodes: int
@@ -57,12 +57,12 @@ class VerifyReport:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences."""
         return not self.differences
 
     @property
     def first_difference(self) -> Difference | None:
-        """The first of the differences, if there is one. Its `rounding` speaks for all of them."""
+        """The first difference, or None. Its `rounding` says whether all differences can be rounding."""
         if self.identical:
             return None
         return replace(self.differences[0], rounding=only_rounding(self.differences))
@@ -115,33 +115,35 @@ def verify(
     """Train in the simulator, then with a process for every node, and compare the two after every step.
 
     Both train on the CPU with `deterministic=True`, and should be bitwise equal: the simulator keeps all nodes in one
-    matrix, the processes are ordinary PyTorch over torch.distributed. With `num_processes`, the run is also trained in
-    that many processes, which compute ranges of the nodes as the simulator does.
+    matrix; the processes are ordinary PyTorch over torch.distributed. With `num_processes`, the run is also trained in
+    this number of processes, which compute ranges of the nodes as the simulator does.
 
-    Compared are, in this order, the nodes' losses, weights, buffers, optimizer state (also of optimizers that are
-    attributes of the strategy or its modules), the global weights that the strategy evaluates, the ledger's events, and
-    the measurements of the history. The processes are ended at the first step with a difference. Two entries are equal
-    if they compare equal or are both NaN: the sign of a zero is ignored.
+    The comparison covers, in this order, the nodes' losses, weights, buffers, optimizer state (also of optimizers that
+    are attributes of the strategy or its modules), the global weights that the strategy evaluates, the ledger's events,
+    and the measurements of the history. The processes end at the first step with a difference. Two entries are equal
+    if they compare equal or are both NaN; the sign of a zero is ignored.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.
-        strategy: yours or a built-in one. num_nodes: K, also the number of processes. max_steps: optimizer steps.
-        threads: CPU threads of the simulator and of every process; default the machine's cores over K, at least 1.
-        num_processes: also compare with this number of processes, from 1 to K; default: with a process for every node
-            only.
-        fit_options: of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
+        strategy: your strategy or a built-in one. num_nodes: K, also the number of processes. max_steps: optimizer
+            steps.
+        threads: CPU threads of the simulator and of every process; default: the machine's cores divided by K, at least
+            1.
+        num_processes: also compare with this number of processes, from 1 to K; default: only with a process for every
+            node.
+        fit_options: options of `Trainer.fit`: batch_size, minibatch_size, gradient_accumulation, shuffle, val_size,
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
             progress, accuracy.
 
-    The simulator's states wait for the processes' in a temporary folder: max_steps · K times the size of a node's
-    weights, buffers and optimizer state.
+    The simulator's states are kept in a temporary folder until the processes reach the same steps. They take
+    max_steps · K times the size of a node's weights, buffers and optimizer state.
 
     Returns:
         A `VerifyReport`.
 
     Raises:
-        TypeError, ValueError, FloatingPointError: as `Trainer.fit`.
-        RuntimeError: called under torchrun; verify starts processes of its own.
+        TypeError, ValueError, FloatingPointError: see `Trainer.fit`.
+        RuntimeError: called under torchrun, although verify starts its processes itself.
         Exception: a failure in the processes only, caused by a NodeFailure with rank and traceback.
 
     Example:
@@ -174,7 +176,7 @@ def verify(
     simulator.run_label = "simulator"
     of_processes = {"backend": "process", "threads_per_process": threads, "timeout_seconds": timeout_seconds}
     if num_processes is not None:
-        simulator.spec(**options, **of_processes, num_processes=num_processes)  # may be refused
+        simulator.spec(**options, **of_processes, num_processes=num_processes)  # raises an error for invalid options
     agreed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vsim-verify-") as name:
         folder = Path(name)
@@ -198,7 +200,7 @@ def verify(
 def _compared(
     simulator: Trainer, processes: Trainer, folder: Path, max_steps: int, options: dict[str, Any]
 ) -> tuple[int, list[Difference]]:
-    """Train in processes; return how many steps were compared, the start included, and the differences found."""
+    """Train in processes; return the number of steps compared, including the start, and the differences."""
     assert simulator.strategy is not None
     dtype = simulator.strategy.cluster.replicas.weights.dtype
     found: list[Difference] = []
@@ -228,4 +230,4 @@ def _compared(
 
 
 class _Different(Exception):
-    """Ends the processes: a difference has been found."""
+    """Raised to end the processes when a difference is found."""

@@ -1,3 +1,3 @@
-"""The version of vsim, which records of runs name."""
+"""The version of vsim, saved in records of runs."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Serves the page of runs that go on to this machine's browser, and reads their files again as they grow."""
+"""Serve a page of training runs to this machine's browser, and read the runs' files again as they grow."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _HEADERS = {
 class Watch:
     """A server of one page, at an address that cannot be guessed.
 
-    It answers requests of this machine alone, for its own host name and with its token, and reads files, nothing else.
-    Files and clocks of runs that have not changed are kept.
+    The server answers only requests from this machine, for its host name and with its token, and only reads files.
+    Files and clocks of unchanged runs are kept in memory.
 
     Args:
         paths: comparisons, saved or still training; see `vsim.saved.read_comparison`.
-        port: to listen at; 0: any that is free.
-        every: seconds between two looks at the files.
-        network, compute: where the sliders stand at first.
+        port: port of the server; 0: any free port.
+        every: seconds between checks of the files.
+        network, compute: initial positions of the sliders.
         only: words in the names of the runs to show, see `vsim.saved.select`; default: all runs.
 
     Attributes:
@@ -77,11 +77,11 @@ class Watch:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names under which the page may be asked for; another is that of a page elsewhere that points here."""
+        """The allowed host names of requests; any other name belongs to a foreign page that points to this machine."""
         return tuple(f"{name}:{self._server.server_port}" for name in (HOST, "localhost"))
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
-        """Return the kind of content and the content at a path; None: there is nothing."""
+        """Return the kind of content and the content at a path; None if the path has no content."""
         if secrets.compare_digest(path.encode(), f"/{self._token}/".encode()):
             return "text/html; charset=utf-8", self._page
         if secrets.compare_digest(path.encode(), f"/{self._token}/data".encode()):
@@ -89,10 +89,10 @@ class Watch:
         return None
 
     def serve(self) -> None:
-        """Answer until `close`, or Ctrl-C; the page is there at once, and its data once the files have been read.
+        """Answer until `close` or Ctrl-C. The page is served at once, and its data once the files have been read.
 
         Raises:
-            FileNotFoundError, ValueError: there is nothing to show yet, or something else.
+            FileNotFoundError, ValueError: there are no runs to show yet, or a file is not a record of runs.
         """
         threading.Thread(target=self._begin, daemon=True).start()
         try:
@@ -107,7 +107,7 @@ class Watch:
         self._server.shutdown()
 
     def _begin(self) -> None:
-        """Read the files; end `serve` if there is nothing to show."""
+        """Read the files; end `serve` if there are no runs to show."""
         try:
             with self._lock:
                 self._read()
@@ -116,17 +116,17 @@ class Watch:
             self.close()
 
     def _current(self) -> bytes:
-        """Return the data of the page, from files that were looked at not long ago."""
+        """Return the data of the page; check the files first, unless they were checked a moment ago."""
         with self._lock:
             if not self._data or time.monotonic() - self._looked >= 0.9 * self.every:
                 try:
                     self._read()
-                except (OSError, ValueError) as error:  # a file is being replaced: the next look tells
+                except (OSError, ValueError) as error:  # a file is being replaced: the next check decides
                     return json.dumps({"error": str(error)}).encode()
             return self._data
 
     def _read(self) -> None:
-        """Look at the files, and make the data anew if they have changed."""
+        """Check the files, and make the data again if files have changed."""
         stamps = self._stamps()
         self._looked = time.monotonic()
         if stamps != self._files or not self._data:
@@ -147,7 +147,7 @@ class Watch:
         return f'{{"digest":"{digest}","pages":{data}}}'.encode()
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Return file → time and size of everything that may be read."""
+        """Return file → time and size, for all files that may be read."""
         found = {}
         for path in self.paths:
             for file in files_at(path):
@@ -182,6 +182,6 @@ def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Write whole files: each next to its old content, which it replaces once it is complete."""
+"""Write files atomically: the new file is written next to the old file, and replaces it once complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Names of the temporary folders that `replacing` makes; a killed process leaves its own.
+# Names of the temporary folders that `replacing` makes; a killed process leaves its folder behind.
 PART = re.compile(r"\..+\.\d+\.part")
 
 
@@ -19,8 +19,8 @@ PART = re.compile(r"\..+\.\d+\.part")
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which atomically replaces `path` at the end of the block.
 
-    The new file keeps the permissions of the old one. If `path` is a link, the file that it points to is replaced. What
-    is not a regular file, such as /dev/stdout, is written directly.
+    The new file keeps the permissions of the old file. If `path` is a link, its target is replaced. A path that is not
+    a regular file, such as /dev/stdout, is written directly.
 
     Raises:
         OSError: the file cannot be written. The error names `path`, whose old content is intact.
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield path
             return
         real = Path(os.path.realpath(path))
-        # A folder, because a writer may put temporary files next to its file, and may go by the file's suffix.
+        # Use a folder, because a writer may put temporary files next to its file, and may depend on the file's suffix.
         part = Path(tempfile.mkdtemp(f".{os.getpid()}.part", ".", real.parent))
         new = part / real.name
         yield new
@@ -50,15 +50,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_output(what: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Raise a ValueError if writing `path` would overwrite one of the inputs, by whatever name it is called."""
+    """Raise a ValueError if writing `path` would overwrite one of the inputs, under any of its names."""
     for one in inputs:
-        with suppress(OSError):  # there is no such file
+        with suppress(OSError):  # no such file
             if os.path.samefile(path, one):
                 raise ValueError(f"{what} {path} would overwrite {one}, which is an input; give another path")
 
 
 def _mode(path: Path) -> int | None:
-    """Return type and permissions of a file; None if there is none."""
+    """Return type and permissions of a file; None if there is no such file."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

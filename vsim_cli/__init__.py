@@ -1,8 +1,8 @@
 """The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time` and `verify`.
 
-A package of its own, because importing anything of `vsim` loads PyTorch, and help, mistakes in options and the version
-need not wait for that. A command is a dataclass: its fields and docstring are its options and its help. `vsim.cli` has
-a function of the same name that does the work.
+This is a separate package because importing `vsim` loads PyTorch, and help, errors in options and the version should
+not wait for that. A command is a dataclass: its fields and docstring are its options and its help. A function of the
+same name in `vsim.cli` does the work.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-# Examples per node and step, which suit each built-in model.
+# Examples per node and step that suit each built-in model.
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
 WINDOWS = 256  # of text, to validate on
 
 
 def _optional(metavar: str | None = None, default: str = "") -> Any:
-    """Return how --help shows an option that may be left out: its value, and what happens without it."""
+    """Return the annotation of an optional argument, with the value and default that --help shows."""
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
@@ -90,7 +90,7 @@ class Problem:
         return 160 if self.steps is None else self.steps
 
     def title(self, budget: Sequence[str]) -> str:
-        """Return what a figure shows, within a budget if there is one."""
+        """Return the title of a figure, with the budget if there is one."""
         data = Path(self.text).name if self.text is not None else self.data
         data += f" ({self.partition})" if self.partition else ""
         nodes = f"{self.num_nodes} nodes × batch {self.examples_per_step}"
@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if argv and argv[0] in ("compare", "sweep", "time", "verify") and not end.code:
             print(_EXAMPLES, flush=True)
-            from vsim.cli import about_strategies  # which takes as long as to load PyTorch
+            from vsim.cli import about_strategies  # loads PyTorch
 
             print(about_strategies())
         raise
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vsim {argv[0]}: {error}", file=sys.stderr)
         return 2
     if isinstance(command, Compare | Sweep) and not command.problem.quiet and sys.stderr.isatty():
-        with suppress(ValueError):  # which the command reports
+        with suppress(ValueError):  # the command reports the error
             print(f"{command.problem.title(command.priced.budget)} …", file=sys.stderr)
     from vsim.cli import run
 
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reject_repeated(argv: Sequence[str]) -> None:
-    """Raise a ValueError for an option that is given twice; only the last would count."""
+    """Raise a ValueError for an option that is given twice, because only the last one would count."""
     options = [word.partition("=")[0] for word in argv if word.startswith("--")]
     for option in options:
         if options.count(option) > 1:
