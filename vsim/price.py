@@ -36,7 +36,7 @@ def price(
 ) -> Timeline:
     """Return the timeline of a run without training it. Tensors have no values, so that 10¹² parameters cost nothing.
 
-    Random numbers of entries are replaced by their expectation: a share p of N random entries is p·N entries.
+    Random draws are replaced by their expectation: a share p of N random entries counts as p·N entries.
 
     Args:
         strategy: the strategy, whose code runs except for the inner optimizer, which sends nothing.
@@ -198,7 +198,7 @@ def _sent(ledger: Ledger) -> Floats:
 
 
 def overlapped(layers: int | None, compute: Compute, model: nn.Module | None) -> int | None:
-    """Return the given layers; by default those of the compute, unless it has one layer or a model is given."""
+    """Return `layers`; by default the layers of `compute`, if there are several and no model is given."""
     return compute.layers if layers is None and model is None and compute.layers > 1 else layers
 
 

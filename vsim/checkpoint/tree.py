@@ -306,7 +306,7 @@ class Filler:
                 )
 
     def _generator(self, content: Encoded, live: Any, path: str, _: bool) -> None:
-        state = content if isinstance(content, Tensor) else self.fill(content, None, path)  # on the CPU for any device
+        state = content if isinstance(content, Tensor) else self.fill(content, None, path)  # always on the CPU
         _generator(live)[1](live, state)
 
     def _joint(self, content: Encoded, live: JointOptimizers, path: str, stacked: bool) -> None:
@@ -359,7 +359,7 @@ _FILLED: dict[str, Any] = {
 
 
 def _with_rows(value: Tensor, like: Tensor) -> Tensor:
-    """Return a stacked tensor with the rows of `like`, if one of both has a single row, shared by equal nodes."""
+    """Return a stacked tensor, with its single row repeated or its equal rows merged to match the rows of `like`."""
     if value.dim() and like.dim() and len(value) != len(like) and 1 in (len(value), len(like)):
         return value[:1].expand(len(like), *value.shape[1:]).contiguous()
     return value

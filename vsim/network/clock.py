@@ -193,7 +193,7 @@ class Clock:
                 self.seconds[done] = self.now.max(1)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
-        if self.attendance:  # mean over participating nodes; below 0 if absent nodes lagged behind a step
+        if self.attendance:  # mean over present nodes; below 0 while they catch up with an absent node
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 
@@ -229,7 +229,7 @@ class Clock:
         return masked, there.mean(1)
 
     def _attend(self, step: int) -> None:
-        """Change the participating nodes if a segment begins with this step. A joining node has not been waiting."""
+        """Change the present nodes if a segment begins with this step; joining nodes start at the last node's time."""
         segment = self.attendance.get(step)
         if segment is None:
             return

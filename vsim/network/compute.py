@@ -138,7 +138,7 @@ class Compute:
     def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
         """Return a function (first, last) → (K,), every node's compute seconds in these steps, counted from 1.
 
-        The function's third argument (K,) limits each node to its first steps of these.
+        The function's third argument (K,) limits the number of steps that each node computes, from the first on.
         """
         done, steps = 0, self.steps(num_nodes)
 

@@ -89,7 +89,7 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
     return there if collective == "push" else (*there, Way(False, slice(None), back[collective]))
 
 
-# Links that differ: a node waits for the messages that it needs, not for the slowest link of a round -----------------
+# If links differ, a node waits for the messages that it needs, not for the slowest link of a round -------------------
 
 
 def ring_seconds(latency: Floats, seconds: Floats, links: NDArray[np.int64], times: int) -> Floats:

@@ -138,7 +138,7 @@ def _missing(values: Floats, seconds: Floats) -> Floats:
 
 
 def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, list[int]]:
-    """Return a few of the planes (N, 3) that together reach the clock at all points (N, 3), and points below it."""
+    """Return a few of the planes (N, 3) that reach the clock at all points (N, 3), and indices of points they miss."""
     values, chosen, missed = np.zeros((len(points), 1)), list[int](), list[int]()
     # Among planes that are about equally good at a point, prefer planes that are good elsewhere, then the first.
     weights = points / np.where(seconds > 0, seconds, np.inf)[:, None]

@@ -156,7 +156,7 @@ def train_in_processes(
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Cloudpickle that can also ship parametrized modules, whose class, made by torch at run time, raises an error."""
+    """Cloudpickle that also ships parametrized modules. Their classes, made by torch at run time, refuse pickling."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and is_parametrized(obj) and type(obj).__reduce__ is object.__reduce__:

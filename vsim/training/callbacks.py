@@ -221,7 +221,7 @@ class Monitor(Callback):
 
 
 class EarlyStopping(Monitor):
-    """Ends a run, as after its last step, when a column of the history has stopped improving.
+    """Ends a run when a column of the history has stopped improving. The current step becomes the run's last step.
 
     Args:
         monitor: the column. mode: "min" or "max".
@@ -332,7 +332,7 @@ class Relay:
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, for callbacks with a state. Name: the class's, numbered if a class occurs repeatedly."""
+    """Return name → callback, for callbacks with a state; the name is the class's, with a number if it repeats."""
     found: dict[str, Any] = {}
     for one in callbacks:
         if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):

@@ -344,7 +344,7 @@ class Entries:
                     )
 
     def _separate(self, entries: Sequence[Entry], untold: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Discard the training of `entries` together, and replace their callbacks by `untold`, copies made before it.
+        """Discard the joint training of `entries`, and replace their callbacks by `untold`, copies from before it.
 
         Raises:
             ValueError: halving and pruners need runs that train together.
@@ -528,7 +528,7 @@ def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
-    """Return where an entry is saved: in a folder of its name within the comparison's folder."""
+    """Return where to save an entry: in a folder of its name within the comparison's folder."""
     return Saving(folder_at(save_dir) / name, interval)
 
 

@@ -129,7 +129,7 @@ class Evaluator:
             except Exception:  # not vectorizable, or undefined for a single example
                 continue
             error = float(losses.std()) / math.sqrt(self.num_examples)
-            # A loss that weights examples differently differs a little from the plain mean: allow that.
+            # Allow a small difference from the plain mean, because a loss may weight examples differently.
             return error if abs(float(losses.mean()) - loss) <= 3 * error + 1e-4 * abs(loss) else math.nan
         return math.nan
 
@@ -354,7 +354,7 @@ def _equal(one: _Rows, other: _Rows) -> bool:
 
 
 def _told_by_first(run: Run, value: float) -> float:
-    """Return the first node's process's value, in all processes of a run."""
+    """Return, in all processes of a run, the value of the first node's process."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
         told = torch.full((num_held, 1), value, dtype=torch.float64)

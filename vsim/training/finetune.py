@@ -1,4 +1,4 @@
-"""Take a client's local steps that adapt the global model to the client's data before its validation."""
+"""Fine-tune the global model on a client's data before the client's validation."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run so that the other runs continue, or raise the error if they cannot or nothing is lost."""
+    """Remove a failed run so that other runs continue. Raise the error if they cannot, or if no progress is lost."""
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, the other processes may not have this error
@@ -425,7 +425,7 @@ def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.is_over:
             with _own(ensemble, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
-                    # With several processes, the other processes could no longer learn of an interrupt of one process.
+                    # With several processes, one process could no longer tell the others of an interrupt.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
                         tell(callback, "on_end", run)
                 run.concluded = True

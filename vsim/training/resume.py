@@ -182,7 +182,7 @@ def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
 def _gathered(
     run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
 ) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
-    """Return the state of all processes, in the first node's process only, and in every process the first problem."""
+    """Return the first problem, in every process, and the state of all processes, only in the first node's process."""
     collectives = run.cluster.collectives
     text, contents = packed([stacked, shared])
     told = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])

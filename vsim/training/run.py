@@ -53,7 +53,7 @@ class Run:
         plan: which nodes take part in which steps; None: all nodes in all steps.
         data_states: the random states that the run's data draw from; None: the process's random generators.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
-        rows: this process's rows of the stack's matrix for present nodes of the run; one row if no node is present.
+        rows: this process's rows of the stack's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
         made: name → state that the strategy declared as stacked in its setup, with as many rows.
@@ -70,8 +70,8 @@ class Run:
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the other runs continue.
         stopped: whether this run was stopped before the other runs.
-        concluded: whether the last step is reported and saved, and the callbacks have got `on_end`.
-        trial_steps: number of next steps in which draws from the global random generators are looked for.
+        concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
+        trial_steps: number of next steps in which to detect draws from the global random generators.
         rungs: steps after which the run is validated, besides the requested steps.
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients; None without a population.
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def random_states(self) -> dict[str, Any]:
-        """The states of the global random generators from which the run's data draw; or, run alone, the whole run."""
+        """The states of the global random generators: for the run's data or, if the run trains alone, the process's."""
         if self.data_states is not None:
             return self.data_states.states
         return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
@@ -204,7 +204,7 @@ class Run:
 
     @property
     def nodes(self) -> range:
-        """The indices of this process's nodes among the present nodes."""
+        """Indices of this process's nodes among the present nodes."""
         return self.collectives.nodes
 
     @property

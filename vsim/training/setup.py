@@ -62,7 +62,7 @@ WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
     "has to fit on a device whole"
 )
-# Models of at most this size (weights) get a row per node even if the nodes are equal, because copying the row is
+# Models with at most this number of weights get a row per node even if the nodes are equal, because copying the row is
 # faster than a separate call.
 _SMALL = 2**16
 
@@ -98,7 +98,7 @@ def prepare(
 
     Args:
         specs, reports, histories: one per run; reports and histories receive the outcomes.
-        connect: makes the collectives of a run, which know the nodes of this process; None: all nodes.
+        connect: makes the collectives of a run, which know the nodes of this process; None: this process has all nodes.
         interrupt: the request to stop that all runs share.
         batches: makes the batches of a run. executor: computes the gradients; default: the executor that specs name.
 
@@ -268,7 +268,7 @@ def _stacked(
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
         run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
-    if spec.participation is not None:  # so have all runs of the stack, and they start at the same step
+    if spec.participation is not None:  # true of all runs of the stack, which start at the same step
         arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
     engine = stack.executor
     _find_validation_examples(runs, device)

@@ -359,8 +359,8 @@ Result = TypeVar("Result")
 def takes_options(*but: str, of: Callable[..., Any] = RunSpec) -> Callable[[Function], Function]:
     """Replace `**options` in a function's signature by the keyword arguments of `of`.
 
-    An unknown keyword raises a TypeError that names the nearest valid keyword. The function can train in any mode of
-    its caller, because `torch.no_grad` and `torch.inference_mode` are switched off in it.
+    An unknown keyword raises a TypeError that names the nearest valid keyword. `torch.no_grad` and
+    `torch.inference_mode` of the caller are switched off within the function, so that it can train.
 
     Args:
         but: arguments of `of` that the function does not take.

@@ -155,7 +155,7 @@ class Stack:
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
 
     def place(self, run: Run, rows: range) -> None:
-        """Give a run these rows of the matrix; rows that it keeps outside the matrix stay."""
+        """Give a run these rows of the matrix, in addition to its rows outside the matrix."""
         earlier, run.rows = run.cluster.replicas, rows
         first = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has one row
         own = self.whole.rows(rows.start, rows.stop, first)
