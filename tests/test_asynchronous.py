@@ -40,7 +40,7 @@ from vsim.strategy import (
     mean,
     rda,
 )
-from vsim.training.asynchronous import Workers
+from vsim.training.workers import Workers
 
 SPEEDS = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3)
 NETWORK = Network("1 Mbit/s", "20 ms")

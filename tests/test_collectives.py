@@ -24,8 +24,8 @@ from vsim import Ledger
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.stacked import StackedCollectives
 from vsim.engine.machine import devices_of_nodes
-from vsim.process import collectives as process_collectives
-from vsim.process.collectives import CollectiveFailure, ProcessCollectives, completing, open_group
+from vsim.process import distributed
+from vsim.process.distributed import CollectiveFailure, ProcessCollectives, completing, open_group
 from vsim.process.options import backend_for
 
 
@@ -381,7 +381,7 @@ def _share(rank: int, folder: Path, exact: bool, backend: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     nccl = _Nccl()
     if backend == "nccl":
-        process_collectives.dist, process_collectives._DEVICES = nccl, {}  # type: ignore[assignment]
+        distributed.dist, distributed._DEVICES = nccl, {}  # type: ignore[assignment]
     rows = torch.load(folder / "rows.pt")
     collectives = ProcessCollectives(Ledger(len(rows)), exact)
     results = _every_collective(collectives, rows[collectives.nodes.start : collectives.nodes.stop])

@@ -50,6 +50,11 @@ MODULES = {module_name(path): path for path in FILES}
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 
+def test_no_two_files_have_one_name() -> None:
+    names = [path.stem for path in FILES if path.stem not in ("__init__", "base")]
+    assert not [name for name in sorted(set(names)) if names.count(name) > 1]
+
+
 def imported(path: Path) -> set[str]:
     """The modules that a file imports, wherever in it, also for types only."""
     found = set()

@@ -22,7 +22,7 @@ import vsim
 from vsim import Compute, Ladder
 from vsim.models import GPT, MLP
 from vsim.records.decision import Decision, decided
-from vsim.records.order import in_short, order
+from vsim.records.size_order import in_short, order
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 
 SIZES, SEEDS = [2, 4, 8, 16], [1, 2]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import linregress
 
-from vsim.records.order import CALLED, FEWEST, Order, in_short, order
+from vsim.records.size_order import CALLED, FEWEST, Order, in_short, order
 
 SIZES = (3e4, 1e5, 3e5, 1e6)
 Law = Callable[[float], float]

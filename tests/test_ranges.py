@@ -18,7 +18,7 @@ import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, cli, load_checkpoint
 from vsim.cluster.state import CheckpointError
 from vsim.logger import CSVLogger
-from vsim.process.collectives import even_ranges
+from vsim.process.distributed import even_ranges
 from vsim.process.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
 from vsim.records.comparison import Comparison
 from vsim.strategy import (

@@ -24,7 +24,7 @@ from torch import nn
 from vsim import Trainer, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.process import world
-from vsim.process.collectives import CollectiveFailure
+from vsim.process.distributed import CollectiveFailure
 from vsim.strategy import DiLoCoStrategy, OptimSpec
 
 SECONDS = 120

@@ -24,7 +24,7 @@ from vsim.engine import VmapExecutor
 from vsim.engine.rules import Lowering
 from vsim.models import CNN, GPT, MLP
 from vsim.process import NodeFailure
-from vsim.process.comparison import KINDS, ROUNDING_ULPS, difference, ulps
+from vsim.process.bitwise import KINDS, ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,

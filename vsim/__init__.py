@@ -22,7 +22,7 @@ from vsim.grid import grid
 from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
-from vsim.process.comparison import Difference
+from vsim.process.bitwise import Difference
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.history import History

@@ -17,9 +17,9 @@ from vsim.arguments import a_function, a_list, a_path, given, real_number, whole
 from vsim.cluster.randomness import isolated
 from vsim.compare import call_text, compare
 from vsim.data.batches import Batches, Data, resolve, sizes_of
+from vsim.records.by_size import Ladder
 from vsim.records.comparison import Comparison
-from vsim.records.ladder import Ladder
-from vsim.records.order import in_short
+from vsim.records.size_order import in_short
 from vsim.training.spec import option_defaults, takes_options
 
 __all__ = ["Ladder", "ladder", "load_ladder"]

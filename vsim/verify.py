@@ -15,7 +15,7 @@ from vsim.data.batches import Data
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import LossFunction
 from vsim.process import default_threads, under_torchrun
-from vsim.process.comparison import (
+from vsim.process.bitwise import (
     KINDS,
     CompareStates,
     Difference,

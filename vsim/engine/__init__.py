@@ -7,7 +7,7 @@ from vsim.engine.batched import VmapError
 from vsim.engine.choose import AutoExecutor
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.executor import Executor, Settings
-from vsim.engine.loop import LoopExecutor
+from vsim.engine.looped import LoopExecutor
 from vsim.engine.vmap import VmapExecutor
 
 EXECUTORS = ("auto", "vmap", "loop")

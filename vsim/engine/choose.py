@@ -16,7 +16,7 @@ from vsim.engine import batched
 from vsim.engine.batched import VmapError
 from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.executor import Executor, minibatches
-from vsim.engine.loop import LoopExecutor
+from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof
 from vsim.engine.vmap import VmapExecutor, shapes_of

@@ -21,7 +21,7 @@ from vsim.cluster.replicas import Replicas, Views, matrix
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casts
 from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
-from vsim.engine.loop import LoopExecutor
+from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
 

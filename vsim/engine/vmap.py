@@ -20,7 +20,7 @@ from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import SHARED_ROW, Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
-from vsim.engine.loop import LoopExecutor, keep_assigned
+from vsim.engine.looped import LoopExecutor, keep_assigned
 from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof, prove

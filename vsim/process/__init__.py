@@ -12,7 +12,7 @@ several machines, the same script runs under torchrun; see docs/torchrun.md and 
 where both backends agree bitwise, and where differences are only bounded.
 """
 
-from vsim.process.collectives import CollectiveFailure
+from vsim.process.distributed import CollectiveFailure
 from vsim.process.launch import ForkServerFailure, NodeFailure, train_in_processes
 from vsim.process.node import run_node
 from vsim.process.options import ProcessOptions, default_threads

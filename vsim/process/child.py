@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vsim.arguments import brief
 from vsim.engine.machine import settle_vector_functions
 from vsim.private_torch import register_recorders
-from vsim.process.collectives import CollectiveFailure, completing, open_group
+from vsim.process.distributed import CollectiveFailure, completing, open_group
 from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
 from vsim.training.entries import Outcome

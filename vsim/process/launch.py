@@ -34,7 +34,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from vsim.engine.memory import check_room
 from vsim.private_torch import NAMES_OF_OPERATORS
 from vsim.process.child import Descriptor, Setup, main, torch_settings
-from vsim.process.collectives import CollectiveFailure, even_ranges
+from vsim.process.distributed import CollectiveFailure, even_ranges
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
 from vsim.training.entries import Entries, Outcome

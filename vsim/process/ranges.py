@@ -20,7 +20,7 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.data.batches import BatchSource
 from vsim.engine import Executor
-from vsim.process.collectives import ProcessCollectives, completing
+from vsim.process.distributed import ProcessCollectives, completing
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.entries import Entries, Outcome, Processes

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device, using_threads
 from vsim.engine.memory import check_room
-from vsim.process.collectives import completing, open_group
+from vsim.process.distributed import completing, open_group
 from vsim.process.options import ProcessOptions, backend_for, default_threads, num_cores
 from vsim.training.setup import WAYS_OUT, bytes_of_node
 from vsim.training.spec import RunSpec

@@ -16,8 +16,8 @@ from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import duration, seconds_on
 from vsim.records.comparison import Comparison
-from vsim.records.order import CALLED, Order, in_short, order
 from vsim.records.plots import Looks
+from vsim.records.size_order import CALLED, Order, in_short, order
 from vsim.records.spent import amount
 from vsim.records.tables import aligned, with_notes
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners

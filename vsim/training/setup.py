@@ -47,7 +47,6 @@ from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
 from vsim.training.alike import batch_shapes, same_model, settings_order
-from vsim.training.asynchronous import Workers
 from vsim.training.attendance import arrange, feed, rows_at_first
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
@@ -57,6 +56,7 @@ from vsim.training.resume import begin_fork, made_in_setup, resume
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 from vsim.training.stack import FewRows, Stack
+from vsim.training.workers import Workers
 
 WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "

@@ -17,7 +17,7 @@ from vsim.engine import Executor
 from vsim.engine.executor import bits_of, undone
 from vsim.engine.machine import takes_one_thread
 from vsim.private_torch import storage_key
-from vsim.training.optimizers import Optimizers
+from vsim.training.joint_steps import Optimizers
 from vsim.training.run import Run
 
 _SHARED = (

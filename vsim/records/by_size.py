@@ -15,8 +15,8 @@ from vsim.records.comparison import Comparison
 from vsim.records.decision import Decision, decided
 from vsim.records.history import holding_a_record, read_json, write_json
 from vsim.records.losses import by_seed, compare_finals
-from vsim.records.order import Order, in_short, order
 from vsim.records.plots import Looks, add_legend, looks_of
+from vsim.records.size_order import Order, in_short, order
 from vsim.records.tables import UNDECIDED, aligned, with_notes
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Ladder:
         Args:
             to: parameters of the target.
 
-        See `vsim.records.order.order` for the method. "Not decided" is an answer.
+        See `vsim.records.size_order.order` for the method. "Not decided" is an answer.
 
         Raises:
             ValueError: the ladder has one size or one strategy, or a loss that is not above 0.
