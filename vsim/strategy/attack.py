@@ -24,12 +24,14 @@ class Attack:
 
     Attackers know the mean μ and standard deviation σ, by entry, of the other nodes' vectors g_i, and send:
 
-    - "sign_flip": −scale · g. - "gaussian": normal noise of deviation `scale`. - "alie": μ − z σ, "a little is enough"
-    [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default Φ⁻¹((n − m − s) / (n − m)) for n nodes and m
-    attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1. - "min_max", "min_sum": μ + γ p with the largest γ for which the
-    vector is as near to each other node as two of them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as
-    near to all of them together, Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS]. -
-    "label_flip": the vector computed from data with labels C − 1 − y in place of y.
+    - "sign_flip": −scale · g.
+    - "gaussian": normal noise of deviation `scale`.
+    - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
+      Φ⁻¹((n − m − s) / (n − m)) for n nodes and m attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1.
+    - "min_max", "min_sum": μ + γ p with the largest γ for which the vector is as near to each other node as two of
+      them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as near to all of them together,
+      Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS].
+    - "label_flip": the vector computed from data with labels C − 1 − y in place of y.
 
     Args:
         kind: one of the above.

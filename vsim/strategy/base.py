@@ -52,8 +52,8 @@ class CommunicationModule(Configured):
     """A way of communicating. A subclass defines `sync`, which is called after the steps that H selects.
 
     Attributes:
-        H: a number of steps, or a schedule of `vsim.strategy.when`; default: 1.
-        average: merges the nodes' vectors, and in a warm-up their gradients; default: the mean.
+        H: a number of steps, or a schedule of `vsim.strategy.when`; 1 if a subclass sets none.
+        average: merges the nodes' vectors, and in a warm-up their gradients; the mean if a subclass sets none.
         only_once: whether a second module of the same class, whatever its settings, would have nothing to do.
     """
 
