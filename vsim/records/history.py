@@ -35,13 +35,16 @@ COLUMNS = (
     *("step", "examples", "tokens", "train_loss", "lr", "payload_bytes", "wire_bytes"),
     *("seconds", "validation_seconds", "memory_bytes", *VALIDATED, *SPREAD, *TESTED),
 )
-# Columns about the machine, not the training; they differ from run to run.
 _MOST_NEW_ROWS = 64
+# Columns about the machine, not the training; they differ from run to run.
 OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 
 
 class History:
     """One row per step, the first for step 0, before training. Values not measured at a step are NaN.
+
+    Besides these columns, a record has the `metrics` of `fit` by their names, measured on the global model, and the
+    columns of a strategy of your own (its modules' `measured`).
 
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
@@ -65,10 +68,9 @@ class History:
         test_loss, test_accuracy: of the global model on the `test_dataset`, at the last step only.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
-        In addition, the `metrics` of `fit` by their names, measured on the global model, and a strategy's own columns:
-            epsilon: the privacy that `DPFedAvgStrategy` has spent.
-            clock_seconds: virtual time of an asynchronous run, whose training losses are of the workers' last local
-            steps. compute_seconds: compute time of a node until then, averaged over the nodes.
+        epsilon: the privacy that `DPFedAvgStrategy` has spent.
+        clock_seconds: virtual time of an asynchronous run, whose training losses are of the workers' last local steps.
+        compute_seconds: compute time of a node in an asynchronous run until then, averaged over the nodes.
 
     Attributes:
         ledger: the record of communication; see `Ledger`.

@@ -34,8 +34,8 @@ class AlternatingAverage(PersonalAverage):
     part that is not trained.
     """
 
-    begun: int  # the step after which the round began, and its steps
-    length: int
+    begun: int  # the step after which the round began
+    length: int  # steps of the round
     resting: tuple[Fragment, Tensor] | None = None  # in a step: the untrained part, and its weights (R, p)
     derived = (*PersonalAverage.derived, "resting")
 
