@@ -425,7 +425,7 @@ def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:
 
 
 def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
-    """Return --lr, or the model's learning rate; no strategy in `named` may have a rate as well."""
+    """Return --lr, or the model's learning rate. With --lr, raise an error if a strategy in `named` has a rate."""
     names = [text.partition(":")[0] for text in named]
     own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
     if own and problem.lr is not None:

@@ -23,7 +23,7 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: (…, n), floating.
-        k: entries to keep in a row, at least 1; a k above n keeps all n.
+        k: entries to keep of each row, at least 1; a k above n keeps all n.
 
     Returns:
         values (…, min(k, n)) with sign, and index (…, min(k, n)), int64, distinct in a row. The order within a row is

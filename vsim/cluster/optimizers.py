@@ -52,7 +52,7 @@ class JointOptimizers:
 
 
 class NodeOptimizers(JointOptimizers):
-    """One optimizer for each node, for optimizers that mix the elements of a tensor.
+    """A separate optimizer per node, needed where the update of an element depends on others of its tensor.
 
     Args:
         cls: the class of torch optimizers.

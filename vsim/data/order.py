@@ -39,7 +39,7 @@ _recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
 @dataclass
 class Uneven:
-    """The nodes' batches of one step, or the positions of their examples, if batches differ in size between nodes.
+    """The nodes' batches of one step, when their sizes differ: the batches, or the positions of their examples.
 
     Attributes:
         rows: for each part, the rows of its nodes; every row is in one part.

@@ -258,7 +258,7 @@ def _val_length(length: int, val_fraction: float, at_least: int) -> int:
 
 
 def _code_points(text: str) -> npt.NDArray[np.uint32]:
-    """Return the code points of a text, (len(text),), including lone surrogates, as in undecoded file names."""
+    """Return a text's code points (len(text),). Lone surrogates, as in undecoded file names, are kept."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 

@@ -132,9 +132,9 @@ class CompiledExecutor(VmapExecutor):
                     place.copy_(torch.where(adds, place, 0) + own[name] * share)
             return losses
 
-        # Compile one graph: between separate forward and backward graphs, autograd's overhead exceeds the arithmetic of
-        # a small model. The graph also writes the gradients to their places while they are in the caches. Require
-        # fullgraph, because a graph break within vmap would silently leave everything uncompiled.
+        # Compile forward and backward as one graph. With two graphs, autograd's overhead between them exceeds the
+        # arithmetic of a small model. The graph also writes the gradients to their places while they are in the
+        # caches. Require fullgraph, because a graph break within vmap would silently leave everything uncompiled.
         self._function = losses_and_grads
         self.compiled: Callable[..., Tensor] = torch.compile(
             losses_and_grads, dynamic=False, fullgraph=True, options=self.options

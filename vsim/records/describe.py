@@ -2,8 +2,8 @@
 
 A record describes a run briefly. Two runs can be compared if their descriptions are equal except for the strategy, the
 seed, and settings that do not affect the losses, such as loggers and executors. A checkpoint describes everything that
-determines the run, which resumes if that description is the same. Functions are compared by their names, tensors and
-data by digests of some elements and examples.
+determines the run, which resumes if that description is the same. Functions are compared by name; tensors
+and data are compared by digests of some of their elements and examples.
 """
 
 from __future__ import annotations

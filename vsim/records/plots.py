@@ -449,7 +449,7 @@ def x_axis(
     """Return the axis that `x` names; "time" follows from network and compute, which no other axis takes.
 
     Raises:
-        TypeError: "time" without network or compute, or another x with one of them.
+        TypeError: x is "time" and network or compute is missing, or x is another quantity and one of them is given.
     """
     if isinstance(x, str) and x == "time":
         of_clients = any(history.is_of_cohorts for history in histories)

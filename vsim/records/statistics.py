@@ -109,8 +109,8 @@ def holm(p: ArrayLike) -> tuple[Floats, Floats]:
     NaN marks an impossible test: it stays NaN, and does not count as a test.
 
     Returns:
-        (n,) the adjusted p-values, and (n,) the number of tests that each stands for: p times this number, at most 1,
-        is the adjusted p.
+        (n,) the adjusted p-values, and (n,) the numbers of tests m they are adjusted for, such that
+        adjusted p = min(1, m · p).
     """
     own = np.asarray(p, dtype=np.float64)
     order = np.argsort(own, kind="stable")[: int(np.isfinite(own).sum())]  # NaN is last

@@ -35,7 +35,8 @@ class Attack:
 
     Args:
         kind: one of the above.
-        share: of the nodes that attack, in (0, 1), rounded up and drawn by `seed`. Or `nodes`: the attackers' numbers.
+        share: fraction of the nodes that attack, in (0, 1); their number is rounded up, and `seed` draws them.
+        nodes: numbers of the attackers, in place of `share`.
         scale: of "sign_flip" (1), "gaussian" (1) and "alie".
         direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
         classes: C, for "label_flip". It needs a dataset for each node, such as a `vsim.data.partition`, whose examples

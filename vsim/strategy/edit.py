@@ -31,8 +31,8 @@ class EDiTCommunicator(OuterStep):
     not enter the average. A tensor whose moves are all anomalous does not change.
 
     Args:
-        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) first takes
-            the mean of the gradients, as the paper does; Seconds(T) is A-EDiT, by the clock.
+        H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
+            gradients during a warm-up, as the paper does; Seconds(T) syncs by the clock, which is A-EDiT.
         outer_optim: see `DiLoCoCommunicator`. Default SGD, lr 0.8, momentum 0.85, Nesterov.
         outer_lr: its learning rate.
         average: edit(temperature), above 0; `vsim.strategy.average.edit`.

@@ -243,8 +243,8 @@ class GossipCommunicator(CommunicationModule):
         tracking: whether to track gradients; with H = 1.
 
     Payload: all weights, with tracking twice, to each neighbour every H steps: d successive rounds of messages for the
-    largest degree d, in each of which a node sends once and receives once. The ledger has the edges of each round, and
-    a network prices each node's own links.
+    largest degree d, in each of which a node sends once and receives once. The ledger holds the edges that each round
+    uses, so that a network prices a node by its own links alone.
 
     Deviations from the paper: weights are averaged after the gradient step, not during it. When nodes come and go, a
     named graph is built for those that take part; other graphs keep the edges among them. Tracking then starts again.

@@ -88,7 +88,7 @@ def _parts(docstring: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _entries(args: str, names: Mapping[str, str | None]) -> list[str]:
-    """Return the entries of an Args section, with the strategy's names."""
+    """Return the entries of an Args section, each argument renamed to the strategy's name for it."""
     found = []
     for entry in re.split(r"\n(?= {4}\S)", args)[1:]:
         heads, colon, told = entry.strip().partition(":")

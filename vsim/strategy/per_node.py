@@ -328,7 +328,7 @@ class StateByParameter(defaultdict[Any, Any]):
 
 
 class NoMixing(TorchFunctionMode):
-    """Raises a ValueError, within its context, where an operation on stacked tensors gives one result for all nodes.
+    """A context in which an operation on stacked tensors that gives one result for all nodes raises a ValueError.
 
     It follows stacked tensors from parameters and their gradients through operations: `p.grad.abs().max()` is found.
     Functions under `torch.vmap`, indexed tensors (`p.grad[0]`), collectives and optimizers are not checked.

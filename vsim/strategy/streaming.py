@@ -40,8 +40,8 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
         outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when the mean is sent; only the
-            nodes' weights change later. The nodes' weights are equal either way; the global model differs in between.
-        average: merges the Δ_k of each fragment: "mean", compress(FP4()), as in the paper, …; see
+            nodes' weights change later. The nodes' weights are equal either way; the global model differs until then.
+        average: merges the Δ_k of each fragment, such as "mean" or, in the paper, compress(FP4()); see
             `vsim.strategy.average`.
 
     Payload: each fragment's weights, or the messages of `average`, every H steps.

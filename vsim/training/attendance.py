@@ -68,7 +68,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             if not run.starts and run.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
-            if run.starts:  # the strategy was set up for all nodes, which are equal: no node has to send anything
+            if run.starts:  # setup ran for all nodes, so that all hold the same state: none has to send it
                 with run.collectives.unbilled():
                     run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
             else:

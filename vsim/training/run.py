@@ -224,7 +224,7 @@ class Run:
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     def put_back_resting(self) -> None:
-        """Restore the rows of resting nodes, which the step has computed with all rows."""
+        """Restore the rows of resting nodes: the step updates every row, including theirs."""
         if self._kept is None:
             return
         rows, weights, buffers = self._kept

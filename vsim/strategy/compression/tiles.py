@@ -91,7 +91,7 @@ class TileTopK(Compressor):
         self._warn_of_inflation(cluster.weights.element_size())
 
     def transformed(self, tiles: Tensor, cluster: Cluster) -> Tensor:
-        """Return stacked tiles (R, count, h, w) in the basis whose largest entries are sent."""
+        """Return stacked tiles (R, count, h, w) in the basis in which the largest entries are chosen and sent."""
         return tiles
 
     def inverse(self, tiles: Tensor) -> Tensor:
