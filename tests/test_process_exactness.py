@@ -109,8 +109,8 @@ class PointToPoint(CommunicationModule):
 
 
 class PointToPointStrategy(Strategy):
-    def __init__(self, inner_optim: Any = None, **options: Any) -> None:
-        super().__init__([PointToPoint()], inner_optim, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__([PointToPoint()], **options)
 
 
 class Orthogonal(torch.optim.Optimizer):

@@ -6,11 +6,11 @@ import functools
 import inspect
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -759,11 +759,11 @@ def test_both_executors_agree(row: Row) -> None:
 @every_row
 def test_two_runs_of_one_object_have_equal_bits_and_leave_it_as_it_was(row: Row) -> None:
     strategy = row.make()
-    before = pickle.dumps(strategy)
+    before = cloudpickle.dumps(strategy)
     other = outcome(strategy, seed=7)
     torch.rand(3)
     assert outcome(strategy) == of_row(row)
-    assert pickle.dumps(strategy) == before
+    assert cloudpickle.dumps(strategy) == before
     assert other.weights != of_row(row).weights
 
 

@@ -221,7 +221,7 @@ class Algorithm(Configured):
     """
 
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
-    common = OPTIONS
+    common = (Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim"), *OPTIONS)
 
     # Whether all nodes have equal weights at every step by construction, so that one row is enough for all, and whether
     # only the mean of their gradients is used. A subclass does not inherit these promises, but has to repeat them.
