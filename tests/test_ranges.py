@@ -15,7 +15,7 @@ from separate import TASKS, small_cnn, small_mlp, vectors
 from test_process_exactness import in_processes
 
 import vsim
-from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, cli, load_checkpoint
+from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.cluster.state import CheckpointError
 from vsim.logger import CSVLogger
 from vsim.process.distributed import even_ranges
@@ -31,6 +31,7 @@ from vsim.strategy import (
 )
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim_cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 
@@ -313,12 +314,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     problem = ["--data", "digits", "--model", "mlp", "--nodes", "4", "--steps", "6", "--quiet"]
     for name, more in (("one", []), ("two", ["--processes", "2"])):
         run = [*problem, "--deterministic", "--strategies", "diloco:H=2", "--out", str(tmp_path / name), *more]
-        assert cli.main(["compare", *run]) == 0
+        assert main(["compare", *run]) == 0
     tables = capsys.readouterr().out.split("data:")
     assert tables[0].split("seconds")[0] == tables[1].split("\n", 1)[1].split("seconds")[0]
-    assert cli.main(["verify", *problem, "--strategy", "diloco:H=2", "--processes", "2"]) == 0
+    assert main(["verify", *problem, "--strategy", "diloco:H=2", "--processes", "2"]) == 0
     assert "num_processes=2" in capsys.readouterr().out
-    assert cli.main(["compare", *problem, "--processes", "x"]) == 2
+    assert main(["compare", *problem, "--processes", "x"]) == 2
     assert "num_processes must be a whole number or 'auto', got 'x'" in capsys.readouterr().err
 
 

@@ -48,7 +48,8 @@
     else if (key.startsWith("hours") && v > 0 && v < 10) n = Math.min(20, 1 - Math.floor(Math.log10(v)));
     else if (key.includes("MB") && v > 0 && v < 0.1) n = 4;
     else if (key.startsWith("steps")) n = 0;
-    const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : w.toPrecision(3).replace("e+", "e"));
+    const short = (w) => w.toPrecision(3).replace("e+", "e").replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
+    const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : short(w));
     const spread = finite(sd) ? (percent ? 100 * sd : large ? sd / 1e6 : sd) : 0;
     const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ±\u00a0${text(spread)}` : "";
     return text(v) + shown + (percent ? "\u00a0%" : large ? "\u00a0TB" : times ? "×" : "");
