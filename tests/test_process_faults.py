@@ -679,9 +679,11 @@ def test_a_third_ctrl_c_leaves_no_node_behind(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @linux
 def test_an_interrupt_of_a_nodes_process_stops_the_run_after_its_step(tmp_path: Path) -> None:
+    before = processes()  # of other tests, which keep theirs
+
     def interrupt_a_child(step: int, loss: float) -> None:
         if step == 2:
-            os.kill(next(pid for pid in processes() if parent_of(pid) == fork_server()), signal.SIGINT)
+            os.kill(next(pid for pid in processes() - before if parent_of(pid) == fork_server()), signal.SIGINT)
 
     trainer, run = trainer_of(), {"max_steps": 100_000, "train_loss_hook": interrupt_a_child}
     with refused(Interrupted, "after step", str(tmp_path / "run"), "resume=True"):
