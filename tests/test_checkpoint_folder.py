@@ -20,12 +20,12 @@ from separate import small_mlp, vectors
 import vsim
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint import folder as folders
-from vsim.checkpoint.folder import held
+from vsim.checkpoint.folder import locked
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 from vsim.training.interrupt import Interrupted
 from vsim.writing import replacing
 
-# What `held` does, without a second's imports.
+# What `locked` does, without a second's imports.
 HOLDER = """
 import fcntl, os, sys, time
 file = open(os.path.join(sys.argv[1], ".lock"), "w")
@@ -121,7 +121,7 @@ def test_a_lock_that_its_holder_has_removed_meanwhile_is_taken_anew(
             (tmp_path / ".lock").unlink()
 
     monkeypatch.setattr(folders.fcntl, "lockf", lockf)
-    with held(tmp_path):
+    with locked(tmp_path):
         assert len(tried) == 2 and (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / ".lock").exists()
 
@@ -131,7 +131,7 @@ def test_a_file_system_whose_files_have_no_lasting_numbers_has_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "samestat", lambda *_: False)
-    with held(tmp_path):
+    with locked(tmp_path):
         pass
     assert not (tmp_path / ".lock").exists()
 

@@ -27,7 +27,7 @@ from vsim import Trainer
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec, clip_by_node, resolve_optim
 from vsim.cluster.optimizers import NodeOptimizers
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.schedule import Schedule
+from vsim.cluster.schedule import LRSchedule
 from vsim.models import MLP
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
 
@@ -310,7 +310,7 @@ def test_a_rate_that_is_a_tensor_belongs_to_one_optimizer(spec: dict[str, Any]) 
 )
 def test_wrong_schedules(given_: tuple[Any, ...], kind: type[Exception], parts: tuple[Any, ...]) -> None:
     with refused(kind, *parts):
-        Schedule(*[*given_, None, None, None, None][:5])
+        LRSchedule(*[*given_, None, None, None, None][:5])
 
 
 # Clipping

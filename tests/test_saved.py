@@ -25,7 +25,7 @@ from made import comparison as made
 from made import run as one_run
 
 import vsim
-from vsim.checkpoint.folder import held
+from vsim.checkpoint.folder import locked
 from vsim.network.planes import planes
 from vsim.records.cache import Cache
 from vsim.records.loggers import CSVLogger
@@ -91,9 +91,9 @@ def test_runs_that_go_on_say_so(trained: tuple[vsim.Comparison, Path], tmp_path:
         end.unlink()
     for newest in (tmp_path / "saved").glob(f"*/step-{STEPS:08d}.safetensors"):
         newest.write_bytes(newest.read_bytes()[:1000])  # half written: the one before is whole
-    with held(tmp_path / "saved"):
+    with locked(tmp_path / "saved"):
         running = read_comparison(tmp_path / "saved")
-        with pytest.raises(vsim.CheckpointError, match="in use"), held(tmp_path / "saved"):
+        with pytest.raises(vsim.CheckpointError, match="in use"), locked(tmp_path / "saved"):
             pass
     assert {run.note for name in running for run in running.runs(name)} == {f"running, step {STEPS - 2}"}
     stopped = read_comparison(tmp_path / "saved")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import vsim
 from vsim import Trainer
-from vsim.cluster.plan import Seconds
+from vsim.cluster.plan import ComputeSeconds
 from vsim.cluster.state import of_clients, owners
 from vsim.data import digits
 from vsim.models import MLP
@@ -159,7 +159,7 @@ def in_order(*events: list[Sent]) -> list[Sent]:
 class Widening(When):
     """Syncs after steps 1, 2, 3, 6, 9, …"""
 
-    def after(self, step: int, lr: float, steps_left: int, seconds: Seconds | None) -> int:
+    def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         return step + (1 if step < 3 else 3)
 
 

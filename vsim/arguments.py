@@ -215,11 +215,11 @@ def brief(text: str, most: int = 10_000) -> str:
 def retold(error: Exception, text: str) -> Exception:
     """Return an error of the same type with another text, caused by `error`; a RuntimeError if the type forbids it."""
     try:
-        told = type(error)(text)
+        named = type(error)(text)
     except Exception:  # the type takes other arguments
-        told = RuntimeError(f"{type(error).__name__}: {text}")
-    told.__cause__ = error
-    return told
+        named = RuntimeError(f"{type(error).__name__}: {text}")
+    named.__cause__ = error
+    return named
 
 
 def is_factory(dataset: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The work of each command of the command line. `vsim_cli` parses the options, without loading PyTorch."""
+"""The work of each command of the command line. `vsim_cli` parses their options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-import vsim_cli
 from vsim import strategy as strategies_of_vsim
 from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
@@ -66,7 +65,8 @@ from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.watch import Watch
 from vsim.writing import check_output
-from vsim_cli import WINDOWS, Output, Price, Problem, Training
+from vsim_cli import commands
+from vsim_cli.commands import WINDOWS, Output, Price, Problem, Training
 
 # Learning rates of AdamW that train the built-in models well in some hundred steps.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
@@ -101,7 +101,7 @@ _ERRORS = (
 _COMMAND: ContextVar[str] = ContextVar("command")  # as typed, for the records
 
 
-def run(command: vsim_cli.Command, argv: Sequence[str]) -> int:
+def run(command: commands.Command, argv: Sequence[str]) -> int:
     """Run a command, typed as `argv`; return the exit status."""
     if under_torchrun():
         print("vsim: torchrun starts scripts that call vsim.compare or Trainer.fit, not this command", file=sys.stderr)
@@ -117,7 +117,7 @@ def run(command: vsim_cli.Command, argv: Sequence[str]) -> int:
         return 130
 
 
-def compare(command: vsim_cli.Compare) -> int:
+def compare(command: commands.Compare) -> int:
     problem, priced = command.problem, command.priced
     for text in command.preset:
         one_of("--preset", text.partition(":")[0], PRESETS)
@@ -153,7 +153,7 @@ def compare(command: vsim_cli.Compare) -> int:
     return _write(comparison, figures, out / "comparison")
 
 
-def sweep(command: vsim_cli.Sweep) -> int:
+def sweep(command: commands.Sweep) -> int:
     problem, priced = command.problem, command.priced
     varied = parse_settings(command.settings)
     cls, defaults, given = strategy_class(command.strategy, _learning_rate(problem, [command.strategy]))
@@ -185,7 +185,7 @@ def sweep(command: vsim_cli.Sweep) -> int:
     return _write(result, figures, out / "sweep")
 
 
-def show(command: vsim_cli.Show) -> int:
+def show(command: commands.Show) -> int:
     compute = None if command.compute is None else _number_or_text(command.compute)
     for name, comparison in read_comparisons(command.paths).items():
         steps = {at for name, at in measured_at(comparison).items() if not note(comparison, name)}
@@ -195,7 +195,7 @@ def show(command: vsim_cli.Show) -> int:
     return 0
 
 
-def report(command: vsim_cli.Report) -> int:
+def report(command: commands.Report) -> int:
     compute = None if command.compute is None else _number_or_text(command.compute)
     page = _path("--out", command.out)
     check_output("--out", page, (file for path in command.paths for file in files_at(Path(path))))
@@ -203,7 +203,7 @@ def report(command: vsim_cli.Report) -> int:
     return 0
 
 
-def watch(command: vsim_cli.Watch) -> int:
+def watch(command: commands.Watch) -> int:
     compute = None if command.compute is None else _number_or_text(command.compute)
     server = Watch(command.paths, command.port, command.every, command.network, compute, command.only)
     with suppress(KeyboardInterrupt):
@@ -212,7 +212,7 @@ def watch(command: vsim_cli.Watch) -> int:
     return 0
 
 
-def time(command: vsim_cli.Time) -> int:
+def time(command: commands.Time) -> int:
     on, computing = Network.parse(command.network), Compute(_number_or_text(command.compute), layers=command.layers)
     rows = []
     for text in command.strategies or COMPARED:
@@ -240,7 +240,7 @@ def time(command: vsim_cli.Time) -> int:
     return 0
 
 
-def verify(command: vsim_cli.Verify) -> int:
+def verify(command: commands.Verify) -> int:
     problem = command.problem
     train, _ = _datasets(problem)
     report = verify_strategy(
@@ -260,13 +260,13 @@ def verify(command: vsim_cli.Verify) -> int:
 
 
 _COMMANDS: dict[type, Callable[[Any], int]] = {
-    vsim_cli.Compare: compare,
-    vsim_cli.Sweep: sweep,
-    vsim_cli.Show: show,
-    vsim_cli.Report: report,
-    vsim_cli.Watch: watch,
-    vsim_cli.Time: time,
-    vsim_cli.Verify: verify,
+    commands.Compare: compare,
+    commands.Sweep: sweep,
+    commands.Show: show,
+    commands.Report: report,
+    commands.Watch: watch,
+    commands.Time: time,
+    commands.Verify: verify,
 }
 
 
@@ -524,7 +524,7 @@ def _inputs(problem: Problem, training: Training, extend: str | None) -> Iterato
         yield from Path(problem.mnist_folder).iterdir()
 
 
-def _fit_options(command: vsim_cli.Compare | vsim_cli.Sweep) -> dict[str, Any]:
+def _fit_options(command: commands.Compare | commands.Sweep) -> dict[str, Any]:
     """Return the arguments common to `compare` and `sweep`."""
     problem, training, priced, output = command.problem, command.training, command.priced, command.output
     if output.resume and output.save_dir is None:

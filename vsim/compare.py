@@ -532,9 +532,9 @@ def _train(entries: Entries, device: torch.device | None) -> None:
         with joined_group(options) as own:
             entries.processes = Ranks()
             entries.progress = entries.processes.is_first and entries.progress
-            entries.run(lambda: entries.train_elsewhere(lambda content, tell: run_ranges(content, own, tell)))
+            entries.run(lambda: entries.train_elsewhere(lambda content, notify: run_ranges(content, own, notify)))
     else:
-        entries.run(lambda: entries.train_elsewhere(lambda content, tell: train_in_processes(content, options, tell)))
+        entries.run(lambda: entries.train_elsewhere(lambda given, notify: train_in_processes(given, options, notify)))
 
 
 def _config(

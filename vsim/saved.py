@@ -102,13 +102,13 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
     places = [a_path("path", path).resolve() for path in paths]
     if len(set(places)) < len(places):
         raise ValueError(f"a file is named more than once: {', '.join(map(str, paths))}")
-    told = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
-    if len(set(told)) < len(told):  # a comparison and a sweep of one folder
-        told = places
+    stems = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
+    if len(set(stems)) < len(stems):  # a comparison and a sweep of one folder
+        stems = places
     names = next(
         names
-        for depth in range(1, 1 + max(len(one.parts) for one in told))
-        if len(set(names := ["/".join(one.parts[-depth:]) for one in told])) == len(told)
+        for depth in range(1, 1 + max(len(one.parts) for one in stems))
+        if len(set(names := ["/".join(one.parts[-depth:]) for one in stems])) == len(stems)
     )
     return {name: read_comparison(path, cache) for name, path in zip(names, paths, strict=True)}
 
@@ -143,8 +143,8 @@ def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[s
         return dict(comparisons)
     for text in only:
         if not any(_has_words(name, text) for one in comparisons.values() for name in one):
-            there = ", ".join(dict.fromkeys(repr(name) for one in comparisons.values() for name in one))
-            raise ValueError(f"no run has the words {text!r} in its name; there are {there}")
+            names = ", ".join(dict.fromkeys(repr(name) for one in comparisons.values() for name in one))
+            raise ValueError(f"no run has the words {text!r} in its name; there are {names}")
     chosen = {
         key: [name for name in one if any(_has_words(name, text) for text in only)] for key, one in comparisons.items()
     }
@@ -295,12 +295,12 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
         about = parse_json(read_text(path / "race.json"))
         configs = dict(zip(about["runs"], about["configs"], strict=True))
     for folder, run in runs:
-        told = run.history.strategy or folder.name
-        if (path / "race.json").is_file() and holders.setdefault(told, folder) is not folder:
-            raise ValueError(f"{holders[told]} and {folder} hold the record of one run, {told!r}: remove the copy")
-        _describe(run, configs.get(told, run.history.config))
-        match = _SEED.fullmatch(told) or _SEED.fullmatch(told.replace("_", " "))
-        name, run.seed = (match[1], int(match[2])) if match else (told, run.seed)
+        label = run.history.strategy or folder.name
+        if (path / "race.json").is_file() and holders.setdefault(label, folder) is not folder:
+            raise ValueError(f"{holders[label]} and {folder} hold the record of one run, {label!r}: remove the copy")
+        _describe(run, configs.get(label, run.history.config))
+        match = _SEED.fullmatch(label) or _SEED.fullmatch(label.replace("_", " "))
+        name, run.seed = (match[1], int(match[2])) if match else (label, run.seed)
         comparison.add(name, run)
     return comparison
 

@@ -157,12 +157,12 @@ class Law:
         empty = np.zeros((len(self.data["loss"]), 0))
         rows = np.stack([self.data[name] for name in others], 1) if others else empty
         for number, own in enumerate(np.unique(rows, axis=0)):
-            there = (rows == own).all(1)
+            same = (rows == own).all(1)
             sizes = np.geomspace(self.data["N"].min(), self.data["N"].max(), 100)
             at = {"N": sizes, **{name: np.full(100, value) for name, value in zip(others, own, strict=True)}}
             label = ", ".join(f"{name} = {value:g}" for name, value in zip(others, own, strict=True))
             ax.plot(sizes, np.exp(_log_loss(self.form, values, at)), color=f"C{number}", lw=1)
-            ax.plot(self.data["N"][there], self.data["loss"][there], "o", color=f"C{number}", ms=3, label=label)
+            ax.plot(self.data["N"][same], self.data["loss"][same], "o", color=f"C{number}", ms=3, label=label)
         ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel="loss")
         for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
             set_formatter("{x:g}")
@@ -198,9 +198,9 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
         if len(np.unique(data["N"][~largest])) > 1:
             below = {name: values[~largest] for name, values in data.items()}
             if len(below["loss"]) > len(_names(one, data)):
-                there = {name: values[largest] for name, values in data.items()}
-                found = np.exp(_log_loss(one, _fitted(one, below, delta, stream), there))
-                errors[one] = float(np.mean(np.abs(found / there["loss"] - 1)))
+                held_out = {name: values[largest] for name, values in data.items()}
+                found = np.exp(_log_loss(one, _fitted(one, below, delta, stream), held_out))
+                errors[one] = float(np.mean(np.abs(found / held_out["loss"] - 1)))
     chosen = min(errors, key=errors.__getitem__, default=forms[0])
     names = _names(chosen, data)
     if len(data["loss"]) <= len(names):
@@ -260,7 +260,7 @@ def penalty(
     """
     import pandas as pd
 
-    from vsim.records.statistics import interval
+    from vsim.records.statistics import confidence_interval
 
     one_of("to", to, comparison)
     real_number("level", level, above=0, below=1)
@@ -278,7 +278,7 @@ def penalty(
         ends = [np.nan if run.failed else run.history.last("examples") for run, _ in pairs]
         logs = np.log([own / of_to[run.seed] for run, own in pairs])
         least = np.log([end / of_to[run.seed] for (run, _), end in zip(pairs, ends, strict=True)])
-        low, high = np.exp(interval(logs, level)) if len(logs) > 1 else (np.nan, np.nan)
+        low, high = np.exp(confidence_interval(logs, level)) if len(logs) > 1 else (np.nan, np.nan)
         row = {"strategy": name, "ratio": np.exp(logs.mean()), "low": low, "high": high}
         row |= {"at_least": np.exp(np.where(np.isnan(logs), least, logs).mean())}
         row |= {"seeds": len(logs), "reached": int((~np.isnan(logs)).sum()), "tied": bool(low <= 1 <= high)}

@@ -18,7 +18,7 @@ from torch import nn
 
 from vsim.arguments import a_function, known_keywords
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
-from vsim.checkpoint.folder import Saving, checkpoints_in, held
+from vsim.checkpoint.folder import Saving, checkpoints_in, locked
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import idle_dropout
@@ -278,7 +278,7 @@ class Trainer:
         """
         is_other_rank = str(options.get("backend")) == "process" and world_rank() > 0
         started = datetime.now()
-        with held(None if is_other_rank else options.get("save_dir")):
+        with locked(None if is_other_rank else options.get("save_dir")):
             name = type(options.get("strategy")).__name__
             label = self.run_label or f"{name.removesuffix('Strategy')} × {options.get('num_nodes')}"
             spec = self.spec(label, **options)

@@ -71,11 +71,11 @@ class VerifyReport:
         what = f"{self.num_nodes} nodes, {self.num_parameters:,} parameters: {', '.join(self.compared)}"
         first = self.first_difference
         against = ["the simulator", *self.agreed, _backend(self.num_processes)]
-        told = "" if against[1:] == [_backend(None)] else f": {', '.join(against)}"
+        others = "" if against[1:] == [_backend(None)] else f": {', '.join(against)}"
         if first is None:
-            return f"bit-identical over {self.steps} steps ({what}){told}"
+            return f"bit-identical over {self.steps} steps ({what}){others}"
         verdict = "by no more than rounding" if first.rounding else "by more than rounding"
-        lines = [f"different after step {first.step}, {verdict} ({what}){told}", f"first difference: {first}"]
+        lines = [f"different after step {first.step}, {verdict} ({what}){others}", f"first difference: {first}"]
         for kind in KINDS:
             own = [d for d in self.differences if d.what == kind]
             if own:

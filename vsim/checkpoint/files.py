@@ -214,8 +214,8 @@ def load_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
     if step is not None:
         whole_number("step", step, at_least=0)
         if checkpoint_path(path, step) not in found:
-            there = ", ".join(str(step_of(file)) for file in found) or "none"
-            raise CheckpointError(f"there is no checkpoint of step {step} in the folder {path}; there are: {there}")
+            steps = ", ".join(str(step_of(file)) for file in found) or "none"
+            raise CheckpointError(f"there is no checkpoint of step {step} in the folder {path}; there are: {steps}")
         return _read(checkpoint_path(path, step))
     problems: list[str] = []
     for candidate in reversed(found):

@@ -82,7 +82,7 @@ def folder_at(path: Any) -> Path:
 
 
 @contextmanager
-def held(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]:
+def locked(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[None]:
     """Lock the folder at `path` for one run within this context, and make the folder if needed. A no-op for None.
 
     The kernel releases the lock however the process ends. On file systems without locks, the folder is not locked.

@@ -60,16 +60,16 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
         CheckpointError: the value, or a part of it, cannot be saved.
     """
 
-    def part(value: Any, key: Any, stacked: bool = stacked) -> Encoded:
+    def encode(value: Any, key: Any, stacked: bool = stacked) -> Encoded:
         return encoded(value, f"{path}[{key!r}]", stacked, rows)
 
     def items(values: Any, stacked: bool = stacked) -> list[Encoded]:
-        return [part(item, i, stacked) for i, item in enumerate(values)]
+        return [encode(item, i, stacked) for i, item in enumerate(values)]
 
     def pairs(value: Mapping[Any, Any], stacked: bool = stacked, kind: str = "dict") -> Encoded:
         if odd := [key for key in value if not isinstance(key, (*_PLAIN, tuple))]:
             raise CheckpointError(f"{path} has the key {odd[0]!r}: numbers, texts and tuples of them can be saved")
-        return {kind: [[encoded(key, f"a key of {path}"), part(item, key, stacked)] for key, item in value.items()]}
+        return {kind: [[encoded(key, f"a key of {path}"), encode(item, key, stacked)] for key, item in value.items()]}
 
     kind = type(value)
     if kind in _PLAIN:
@@ -92,9 +92,9 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
         ordered = sorted(value, key=lambda item: str((type(item), item))) if kind in (set, frozenset) else value
         return {kind.__name__: items(ordered)}
     if isinstance(value, Pending):
-        return {"pending": [value.due, part(value.arrived(), "result")]}
+        return {"pending": [value.due, encode(value.arrived(), "result")]}
     if isinstance(value, tuple(GENERATORS)):
-        return {"generator": part(_generator(value)[0](value), "state", False)}
+        return {"generator": encode(_generator(value)[0](value), "state", False)}
     if isinstance(value, JointOptimizers):
         by_node = stacked and value.placement == "rows"
         of_each = items(value.optimizers, stacked and not by_node)
@@ -107,13 +107,13 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
         own = {k: v for k, v in vars(value).items() if k not in _common_attributes() and not callable(v)}
         by_node = stacked and not all(len(p) in (1, rows) for p in parameters if p.dim())
         states = items([dict(value.state.get(p, {})) for p in parameters], stacked and not by_node)
-        facts = [name_of(kind), part(groups, "groups", False), part(own, "own", False)]
+        facts = [name_of(kind), encode(groups, "groups", False), encode(own, "own", False)]
         return {"optimizer": [*facts, {"nodes": states} if by_node else states]}
     if isinstance(value, nn.Module):
         extra = {name: module.get_extra_state() for name, module in with_extra_state(value)}
         return {"module": [pairs(_tensors_of(value)), pairs(extra, False)]}
     if all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
-        return {"object": part(value.state_dict(), "state_dict")}
+        return {"object": encode(value.state_dict(), "state_dict")}
     what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {kind.__qualname__}"
     raise CheckpointError(
         f"{path} is {what}, which cannot be saved: tensors, numbers, texts, random generators, optimizers, modules "
@@ -219,7 +219,7 @@ def first_rows(value: Any, made: Any, number: int) -> Any:
         return {k: first_rows(own, made.get(k) if isinstance(made, dict) else None, number) for k, own in value.items()}
     if isinstance(value, list | tuple) and any(map(torch.is_tensor, value)):
         known = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
-        return [first_rows(own, there, number) for own, there in zip(value, known, strict=True)]
+        return [first_rows(own, own_made, number) for own, own_made in zip(value, known, strict=True)]
     return made[:number] if isinstance(made, list | tuple) else value
 
 
@@ -254,8 +254,8 @@ class Filler:
         if isinstance(value, Tensor):
             return self._tensor(value, live, path, stacked)
         if isinstance(value, list):
-            there = live if isinstance(live, list | tuple | collections.deque) and len(live) == len(value) else ()
-            both = itertools.zip_longest(value, there)
+            items = live if isinstance(live, list | tuple | collections.deque) and len(live) == len(value) else ()
+            both = itertools.zip_longest(value, items)
             return [self.fill(item, own, f"{path}[{i}]", stacked) for i, (item, own) in enumerate(both)]
         if not isinstance(value, dict):
             return value

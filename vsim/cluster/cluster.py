@@ -13,7 +13,7 @@ from vsim_kernels import compiled
 
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.optimizers import StackedOptimizer
-from vsim.cluster.plan import Plan, Seconds
+from vsim.cluster.plan import ComputeSeconds, Plan
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.schedule import rate_after
 
@@ -49,7 +49,7 @@ class Cluster:
     deterministic: bool = False
     compile: bool = False
     plan: Plan | None = None
-    seconds: Seconds | None = None
+    seconds: ComputeSeconds | None = None
     gradient_at: Callable[[Tensor, Any], Tensor] | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
     optim: StackedOptimizer = field(init=False)

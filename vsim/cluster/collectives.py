@@ -442,7 +442,7 @@ class Collectives(ABC):
         """Return the tensor of process `rank`; every process must call this with a tensor of that shape. Not billed."""
         return tensor
 
-    def told(self, value: Any, rank: int = 0) -> Any:
+    def broadcast_object(self, value: Any, rank: int = 0) -> Any:
         """Return the value of process `rank`; every process must call this method. Not billed."""
         return value
 

@@ -76,7 +76,7 @@ class ByChance(Participation):
             ValueError: the probabilities are for another number of nodes.
         """
 
-    def there(self, number: int, num_nodes: int, stream: torch.Generator) -> list[int]:
+    def present(self, number: int, num_nodes: int, stream: torch.Generator) -> list[int]:
         """Draw the nodes that take part in round `number`."""
         margins = torch.rand(num_nodes, generator=stream).double().numpy() - self.missing(number, num_nodes)
         return np.flatnonzero(margins >= 0).tolist() or [int(margins.argmax())]
@@ -87,7 +87,7 @@ class ByChance(Participation):
 
     def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
         for number, (first, last) in enumerate(rounds):
-            nodes = self.there(number, given.num_nodes, generator(given.seed, PARTICIPATION, number))
+            nodes = self.present(number, given.num_nodes, generator(given.seed, PARTICIPATION, number))
             yield Segment(first, last, tuple(nodes))
 
 
@@ -273,17 +273,17 @@ class Trace(Participation):
         first: dict[int, str] = {}
         for _, node, event in self.events:
             first.setdefault(node, event)
-        there = {node for node in range(given.num_nodes) if first.get(node) != "join"}
-        changes = {0: tuple(sorted(there))}
+        present = {node for node in range(given.num_nodes) if first.get(node) != "join"}
+        changes = {0: tuple(sorted(present))}
         for step, node, event in self.events:
             if node >= given.num_nodes:
                 raise ValueError(f"Trace, step {step}: nodes are 0 … {given.num_nodes - 1}, got {node}")
-            if (event == "join") == (node in there):
+            if (event == "join") == (node in present):
                 raise ValueError(
-                    f"Trace, step {step}: node {node} cannot {event}; it is {'' if node in there else 'not '}there"
+                    f"Trace, step {step}: node {node} cannot {event}; it is {'' if node in present else 'not '}present"
                 )
-            (there.add if event == "join" else there.remove)(node)
-            changes[step] = tuple(sorted(there))
+            (present.add if event == "join" else present.remove)(node)
+            changes[step] = tuple(sorted(present))
         if () in changes.values():
             empty = next(step for step, nodes in changes.items() if not nodes)
             raise ValueError(f"Trace: no node is left after step {empty}")
@@ -409,8 +409,8 @@ class Deadline(Stragglers):
             middle = np.median(known)
             deviation = 0.0 if np.isinf(middle) else float(np.median(np.abs(known - middle)))
             deadline = steps * float(middle + self.k * deviation)
-        there = max(at_least, int((arrivals <= deadline * _ROUNDING).sum()))
-        return there, max(deadline, float(arrivals[there - 1])) if there < len(arrivals) else 0.0
+        arrived = max(at_least, int((arrivals <= deadline * _ROUNDING).sum()))
+        return arrived, max(deadline, float(arrivals[arrived - 1])) if arrived < len(arrivals) else 0.0
 
 
 class DropSlowest(Stragglers):
@@ -539,7 +539,7 @@ class Sample(Participation):
             stream = generator(given.seed, PARTICIPATION, number)
             order = torch.randperm(self.of, generator=stream)
             if self.available is not None:
-                order = order[torch.isin(order, torch.tensor(self.available.there(number, self.of, stream)))]
+                order = order[torch.isin(order, torch.tensor(self.available.present(number, self.of, stream)))]
             segment = Segment(first, last, tuple(sorted(order[:drawn].tolist())))
             if rule is not None:
                 segment = rule.segment(segment, self.n, given, local)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from vsim.cluster.store import Store
 
-# Seconds(first, last, local) → every node's compute seconds for steps first … last (from 1), or `local` steps per node.
-Seconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
+# f(first, last, local) → every node's compute seconds for steps first … last (from 1), or `local` steps per node.
+ComputeSeconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
 BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
 
@@ -51,7 +51,7 @@ class Round(NamedTuple):
     num_nodes: int
     seed: int
     period: int
-    seconds: Seconds | None = None
+    seconds: ComputeSeconds | None = None
     epochs: NDArray[np.float64] | None = None
     syncs: tuple[int, ...] = ()
 

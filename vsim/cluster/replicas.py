@@ -231,11 +231,11 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
 
 def _check_present(model: nn.Module, device: torch.device) -> None:
     """Raise a ValueError if tensors of a model have no values, unless the nodes are on the meta device."""
-    there: dict[str, dict[str, Tensor]] = {
+    kinds: dict[str, dict[str, Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),
     }
-    for what, tensors in there.items():
+    for what, tensors in kinds.items():
         lazy = [
             name for name, t in tensors.items() if isinstance(t, nn.UninitializedParameter | nn.UninitializedBuffer)
         ]

@@ -50,7 +50,7 @@ def rate_after(scheduler: LRScheduler) -> float:
     return float(groups[0]["lr"])
 
 
-class Schedule:
+class LRSchedule:
     """A learning-rate schedule that is not built yet.
 
     Args:

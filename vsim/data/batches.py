@@ -74,7 +74,7 @@ class Batches:
         self.lengths = of_all([_length(dataset) for dataset in datasets])
         order = Order(self.lengths, num_nodes, batch_size, shuffle, seed, drop_last)
         order.check(population)
-        self.order = order if held is None or len(held) == num_nodes else order.held(held)
+        self.order = order if held is None or len(held) == num_nodes else order.of_nodes(held)
         self.steps_per_epoch, self.epoch_steps = self.order.steps_per_epoch, self.order.epoch_steps
         self.shard_sizes = self.order.shard_sizes
         self._datasets, self._of_all = list(datasets), of_all

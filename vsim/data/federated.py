@@ -93,8 +93,8 @@ def _client(stream: np.random.Generator, size: int, shift: float, center: float)
     return weights, bias, x, (x @ weights + bias).argmax(1)
 
 
-def _dealt(x: Floats, y: Ints, owners: Ints, classes: int, told: str) -> Partition:
-    return Partition(_dataset(x, y), int(owners[-1]) + 1, owners, range(classes), y, told)
+def _dealt(x: Floats, y: Ints, owners: Ints, classes: int, description: str) -> Partition:
+    return Partition(_dataset(x, y), int(owners[-1]) + 1, owners, range(classes), y, description)
 
 
 def _dataset(x: Floats, y: Ints) -> TensorDataset:

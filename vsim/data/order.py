@@ -140,7 +140,7 @@ class Order:
         order.nodes, order.missed = nodes, missed
         return order
 
-    def held(self, nodes: range) -> Order:
+    def of_nodes(self, nodes: range) -> Order:
         """Return the order of a range of nodes, as positions in the concatenation of these nodes' datasets."""
         order = self.attended(nodes, [0] * len(nodes))
         if not self.shared:

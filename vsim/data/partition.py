@@ -101,12 +101,12 @@ def partition(
     whole_number("num_nodes", num_nodes, at_most=size)
     names, codes = _classes(dataset, labels, needed=kind not in ("iid", "noise"))
     stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
-    told = ", ".join([kind, *(f"{name}={value}" for name, value in given.items()), f"seed={seed}"])
+    description = ", ".join([kind, *(f"{name}={value}" for name, value in given.items()), f"seed={seed}"])
     level = given.pop("sigma", None)
     owners = deal(stream, codes, num_nodes, **given)
     if level is not None:
         dataset = _noisy(dataset, level * (owners + 1) / num_nodes, stream)
-    return Partition(dataset, num_nodes, owners, names, codes, told)
+    return Partition(dataset, num_nodes, owners, names, codes, description)
 
 
 class Partition:
@@ -120,9 +120,9 @@ class Partition:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, told: str
+        self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, description: str
     ) -> None:
-        self.dataset, self.num_nodes, self.classes, self._told = dataset, num_nodes, classes, told
+        self.dataset, self.num_nodes, self.classes, self._description = dataset, num_nodes, classes, description
         self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # −1: in another part of a split
         owners = owners[dealt]
         self._order = torch.from_numpy(dealt[np.argsort(owners, kind="stable")])  # (n,), client 0's first
@@ -165,10 +165,10 @@ class Partition:
             mixed = stream.permutation(self.indices(client).numpy())
             number = min(max(1, round(share * size)), size - 1)
             tested[mixed[:number]], train[mixed[number:]] = client, client
-        names = (f"{self._told}, split({share:g}, seed={seed}) to {part}" for part in ("train", "test"))
+        names = (f"{self._description}, split({share:g}, seed={seed}) to {part}" for part in ("train", "test"))
         return tuple(  # type: ignore[return-value]
-            Partition(self.dataset, self.num_nodes, own, self.classes, self._codes, told)
-            for own, told in zip((train, tested), names, strict=True)
+            Partition(self.dataset, self.num_nodes, own, self.classes, self._codes, description)
+            for own, description in zip((train, tested), names, strict=True)
         )
 
     def __call__(self, rank: int, num_nodes: int, train_dataset: bool) -> Subset[Any]:
@@ -233,8 +233,8 @@ class Partition:
         if len(self.classes):
             own = f", {(self.counts > 0).sum(1).double().mean():.3g} of {len(self.classes)} classes each on average"
         return (
-            f"Partition({self._told}: {int(self.sizes.sum()):,} examples, K = {self.num_nodes:,} with {smallest} to "
-            f"{largest}, median {middle}{own})"
+            f"Partition({self._description}: {int(self.sizes.sum()):,} examples, K = {self.num_nodes:,} with "
+            f"{smallest} to {largest}, median {middle}{own})"
         )
 
     def _repr_html_(self) -> str:

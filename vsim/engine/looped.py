@@ -43,7 +43,7 @@ class LoopExecutor(Executor):
         ]
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
-        self.objective.part()
+        self.objective.separate()
         return self.compute(range(len(self.nodes)), batch, share, first)
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:

@@ -156,8 +156,8 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
 
     keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with executor.first_node(batch) as (objective, tensors, own):
-        there = [*tensors.values(), *objective.parameters(), *tree_leaves(own)]
-        addresses.update(t.untyped_storage().data_ptr() for t in there)
+        leaves = [*tensors.values(), *objective.parameters(), *tree_leaves(own)]
+        addresses.update(t.untyped_storage().data_ptr() for t in leaves)
         with keeping:
             outcome = objective(own, False)
         del outcome  # not earlier: the address of a freed storage may be reused

@@ -1,7 +1,7 @@
 """The objective: the user's model and loss as one module that maps a batch to a scalar.
 
 A model is a function of its parameters, buffers, batch and torch's generators. In the loop, every node also has a copy
-of the model's Python state, such as a counter in a plain attribute: see `Objective.part`.
+of the model's Python state, such as a counter in a plain attribute: see `Objective.separate`.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ class Objective(nn.Module):
         return other
 
     def models(self) -> Iterator[nn.Module]:
-        """Yield every copy of the model: this objective's, the nodes' copies after `part`, and their original."""
+        """Yield every copy of the model: this objective's, the nodes' copies after `separate`, and their original."""
         for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
             yield own.model
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Give every node a copy of the model's Python state from now on; node 0 uses this objective's."""
         self._at_first = self._at_first or self.copied()
 
     def of_row(self, row: int) -> Objective:
-        """Return the objective that computes a row: this one or, after `part`, the node's copy."""
+        """Return the objective that computes a row: this one or, after `separate`, the node's copy."""
         node = row if self.callers is None else self.callers[row]
         if self._at_first is None or node == 0:
             return self
@@ -202,8 +202,8 @@ class Objective(nn.Module):
         Args:
             parameters, buffers: the node's tensors by name. batch: the node's batch (B, …).
         """
-        held = [t for m in self.modules() for t in tree_leaves([*tensor_tables(m), *vars(m).values()])]
-        memo: dict[int, Any] = {id(t): t.detach().cpu() for t in held if isinstance(t, Tensor)}
+        tensors = [t for m in self.modules() for t in tree_leaves([*tensor_tables(m), *vars(m).values()])]
+        memo: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors if isinstance(t, Tensor)}
         own = Objective(*copy.deepcopy((self.model, self.loss_fn), memo))
         parameters, buffers = ({n: t.detach().cpu() for n, t in named.items()} for named in (parameters, buffers))
         with preserved(), unwatched(), torch.no_grad(), own.placed(parameters, buffers):

@@ -78,20 +78,20 @@ class _Groups:
 
     def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
         alone = collective in ("push", "pull")
-        there = [group for group in groups if len(group) > 1 or (alone and group)]
-        self._there, self.sizes = there, np.array([len(group) for group in there], dtype=np.int64)
+        sending = [group for group in groups if len(group) > 1 or (alone and group)]
+        self._sending, self.sizes = sending, np.array([len(group) for group in sending], dtype=np.int64)
         # The sizes of all groups, which use a server at the same time and so change each other's price.
         shares = network.collective == "server" and collective not in ("send", "push", "pull")
         self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
         places: dict[Hashable, int] = {}
-        which = [places.setdefault(network.kind(group), len(places)) for group in there]
+        which = [places.setdefault(network.kind(group), len(places)) for group in sending]
         self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and every group's index
-        self.whole = len(there) == 1 and len(there[0]) == num_nodes  # one group of all nodes
+        self.whole = len(sending) == 1 and len(sending[0]) == num_nodes  # one group of all nodes
 
     @cached_property
     def nodes(self) -> NDArray[np.int64]:
         """All nodes, group by group."""
-        return np.concatenate([np.asarray(group, dtype=np.int64) for group in self._there])
+        return np.concatenate([np.asarray(group, dtype=np.int64) for group in self._sending])
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ class Clock:
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
         # First step → segment of participation; present nodes (None: all); and the round's earliest end (N,).
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
-        self.there: NDArray[np.int64] | None = None
+        self.present: NDArray[np.int64] | None = None
         self.until: Floats | None = None
         self.began, self.last = 0, 0
         self.local: NDArray[np.int64] | None = None  # steps that each present node takes in the segment before it rests
@@ -219,14 +219,14 @@ class Clock:
     def _computed(self, done: int, count: int) -> tuple[Floats, Floats]:
         """Return the compute seconds of the next steps, (count, 1) or (count, K), and the mean over present nodes."""
         own = self.computed.next(count)
-        if self.there is None:
+        if self.present is None:
             return own, own.mean(1)
-        there = np.broadcast_to(own, (count, self.num_nodes))[:, self.there]
+        computed = np.broadcast_to(own, (count, self.num_nodes))[:, self.present]
         if self.local is not None:
-            there = there * (np.arange(count)[:, None] + (done - self.began) < self.local)
+            computed = computed * (np.arange(count)[:, None] + (done - self.began) < self.local)
         masked = np.zeros((count, self.num_nodes))
-        masked[:, self.there] = there
-        return masked, there.mean(1)
+        masked[:, self.present] = computed
+        return masked, computed.mean(1)
 
     def _attend(self, step: int) -> None:
         """Change the present nodes if a segment begins with this step; joining nodes start at the last node's time."""
@@ -235,19 +235,19 @@ class Clock:
             return
         self._spread()
         nodes, began = np.array(segment.nodes), self.now.max(1)
-        joining = nodes if self.there is None else np.setdiff1d(nodes, self.there)
+        joining = nodes if self.present is None else np.setdiff1d(nodes, self.present)
         self.now[:, joining] = np.maximum(self.now[:, joining], began[:, None] if step > 1 else 0.0)
         self.ready = self.now.copy()
-        self.there, self.until = nodes, began + segment.seconds if segment.seconds else None
+        self.present, self.until = nodes, began + segment.seconds if segment.seconds else None
         self.began, self.last = step - 1, segment.last
         self.local = np.array(segment.steps) if segment.steps else None
 
     def _meet_deadline(self, step: int) -> None:
         """Wait for the round's deadline, if this step is the round's last."""
         if self.until is not None and step == self.last:
-            assert self.there is not None
+            assert self.present is not None
             self._spread()
-            self.now[:, self.there] = np.maximum(self.now[:, self.there], self.until[:, None])
+            self.now[:, self.present] = np.maximum(self.now[:, self.present], self.until[:, None])
             self.ready = self.now.copy()
 
     def _communicate(self, step: int, moments: Sequence[str]) -> None:
@@ -322,13 +322,13 @@ class Clock:
         way = int(not inward)
         ends = np.zeros(price.shape)
         for i, nodes in enumerate(np.split(groups.nodes, groups.starts[1:])):
-            held = self.network.server_seconds(inward, len(nodes) * event.payload_bytes / parts)
+            busy = self.network.server_seconds(inward, len(nodes) * event.payload_bytes / parts)
             first = np.maximum(ready[:, nodes].max(1), self.busy[way][:, nodes].max(1))
-            part = np.maximum(first + price[:, i], self.server[way] + held)
+            part = np.maximum(first + price[:, i], self.server[way] + busy)
             ends[:, i] = np.maximum(part + (parts - 1) * price[:, i], self.now[:, nodes].max(1) + price[:, i])
             last = first if parts == 1 else ends[:, i] - price[:, i]  # when its last part starts
             self.busy[way][:, nodes] = ends[:, i : i + 1]
-            self.server[way] = np.maximum(last, self.server[way]) + held
+            self.server[way] = np.maximum(last, self.server[way]) + busy
             self._show("send", event.step, first[:, None], ends[:, i : i + 1], nodes, event.label)
         return ends
 

@@ -85,8 +85,8 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
         return tuple(Way(inward, slice(None), (n - 1) / n) for inward in (True, False))
     if collective == "broadcast":
         return source, Way(False, others, 1.0)
-    there = () if collective == "pull" else (all_in,)
-    return there if collective == "push" else (*there, Way(False, slice(None), back[collective]))
+    to_server = () if collective == "pull" else (all_in,)
+    return to_server if collective == "push" else (*to_server, Way(False, slice(None), back[collective]))
 
 
 # If links differ, a node waits for the messages that it needs, not for the slowest link of a round -------------------

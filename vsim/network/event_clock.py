@@ -109,9 +109,9 @@ class VirtualClock:
         """Send the first message in the queue of a line, through the server's line."""
         way, to_server = int(what == RETURN), what == ARRIVAL
         number, payload_bytes = self._queues[way][node][0]
-        held = float(self.network.server_seconds(to_server, payload_bytes))
-        end = max(self.now + self.message_seconds(node, payload_bytes, to_server), self._busy[way] + held)
-        self._busy[way] = max(self.now, self._busy[way]) + held
+        busy = float(self.network.server_seconds(to_server, payload_bytes))
+        end = max(self.now + self.message_seconds(node, payload_bytes, to_server), self._busy[way] + busy)
+        self._busy[way] = max(self.now, self._busy[way]) + busy
         self._plan(end, what, node, number)
 
     def message_seconds(self, node: int, payload_bytes: float, to_server: bool) -> float:

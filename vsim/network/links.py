@@ -380,10 +380,10 @@ class Network:
 
         Messages may be split, so that in some order no line waits for another [Gonzalez and Sahni 1976].
         """
-        there, nodes = np.unique(places, return_counts=True)
-        link = ..., there[:, None], there
+        used, nodes = np.unique(places, return_counts=True)
+        link = ..., used[:, None], used
         cost = self._latency[link][..., None] + 8 * size / self._bits[link][..., None]
-        others = (nodes - np.eye(len(there)))[..., None]  # number of other nodes at each place
+        others = (nodes - np.eye(len(used)))[..., None]  # number of other nodes at each place
         out, into = (others * cost).sum(-2).max(-2), (others.swapaxes(0, 1) * cost).sum(-3).max(-2)
         return np.maximum(out, into)
 

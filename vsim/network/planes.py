@@ -105,11 +105,11 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
     count, tries = len(pricing.steps), 0
     found = [np.zeros((0, 3))] * count
     points, seconds, slopes = np.zeros((0, 3)), np.zeros((0, count)), np.zeros((0, count, 3))
-    there, known = pricing.grid(), set[tuple[float, ...]]()
+    asked, known = pricing.grid(), set[tuple[float, ...]]()
     for turn in range(_ROUNDS):
-        fresh = pricing.sampled(there, unit, _BESIDE * (-1) ** turn)
+        fresh = pricing.sampled(asked, unit, _BESIDE * (-1) ** turn)
         points, seconds, slopes = (np.concatenate(two) for two in zip((points, seconds, slopes), fresh, strict=True))
-        known.update(map(tuple, pricing.digits(there)))
+        known.update(map(tuple, pricing.digits(asked)))
         again, corners = [], [np.zeros((0, 2))]
         for i in reversed(range(count)):  # the last step has most planes
             if turn and _missing(fresh[0] @ found[i].T, fresh[1][:, i]).max() <= 2 * TOLERANCE:
@@ -122,11 +122,11 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
         tries += bool(again)
         if tries == _TRIES:
             break
-        there = np.concatenate(corners)
-        there = there[np.unique(pricing.digits(there), axis=0, return_index=True)[1]]
-        there = there[[tuple(own) not in known for own in pricing.digits(there)]]
-        there = np.concatenate([there, points[np.unique(np.array(again, dtype=int)), 1:]])
-        if not len(there):
+        asked = np.concatenate(corners)
+        asked = asked[np.unique(pricing.digits(asked), axis=0, return_index=True)[1]]
+        asked = asked[[tuple(own) not in known for own in pricing.digits(asked)]]
+        asked = np.concatenate([asked, points[np.unique(np.array(again, dtype=int)), 1:]])
+        if not len(asked):
             missing = [_missing(points @ own.T, seconds[:, i]).max() for i, own in enumerate(found)]
             return [own * (1 + share / 2) for own, share in zip(found, missing, strict=True)]
     raise many
@@ -148,9 +148,9 @@ def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, 
         worst = int(missing.argmax())
         if missing[worst] <= 2 * TOLERANCE:
             break
-        there = np.round(slopes @ weights[worst], 4) + even
+        heights = np.round(slopes @ weights[worst], 4) + even
         while True:
-            best = int(np.where(allowed, there, -1.0).argmax())
+            best = int(np.where(allowed, heights, -1.0).argmax())
             own = points @ slopes[best]
             if not allowed[best] or (own <= seconds * (1 + _LOST) + 1e-12).all():
                 break
@@ -237,8 +237,8 @@ class _Pricing:
             ends = -room / along
         first = np.where(along > 1e-12, ends, -np.inf).max(1, initial=-np.inf)
         last = np.where(along < -1e-12, ends, np.inf).min(1, initial=np.inf)
-        there = (first <= last) & ~((np.abs(along) <= 1e-12) & (room < -1e-9)).any(1)
-        found = np.concatenate([(start + t[:, None] * way)[there] for t in (first, last)])
+        inside = (first <= last) & ~((np.abs(along) <= 1e-12) & (room < -1e-9)).any(1)
+        found = np.concatenate([(start + t[:, None] * way)[inside] for t in (first, last)])
         return np.clip(found, 0, box) * self.scale
 
     def sampled(self, ways: Floats, unit: float, beside: Floats) -> tuple[Floats, Floats, Floats]:

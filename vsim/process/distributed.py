@@ -104,11 +104,11 @@ class ProcessCollectives(Collectives):
         return values
 
     def from_process(self, tensor: Tensor, rank: int) -> Tensor:
-        there = tensor.to(self.device, copy=True)
-        self._issue("broadcast", lambda: [dist.broadcast(there, rank, async_op=True)])()
-        return there.to(tensor.device)
+        sent = tensor.to(self.device, copy=True)
+        self._issue("broadcast", lambda: [dist.broadcast(sent, rank, async_op=True)])()
+        return sent.to(tensor.device)
 
-    def told(self, value: Any, rank: int = 0) -> Any:
+    def broadcast_object(self, value: Any, rank: int = 0) -> Any:
         message = [value]
         with completing(f"learning what process {rank} knows at step {self.position.step}"):
             dist.broadcast_object_list(message, rank)
@@ -200,11 +200,13 @@ class ProcessCollectives(Collectives):
         rows = self._delivered(pairs, lambda row, dst: parts[row, group.index(dst)], stacked[:, 0])
         return lambda: (found := rows()).view(len(found) // max(n, 1), n, *found.shape[1:])
 
-    def _delivered(self, pairs: Sequence[tuple[int, int]], part: Callable[[int, int], Tensor], like: Tensor) -> Finish:
-        """Send bytes `part(row, dst)` for every pair (src, dst); return the parts for this process's nodes, in order.
+    def _delivered(
+        self, pairs: Sequence[tuple[int, int]], payload: Callable[[int, int], Tensor], like: Tensor
+    ) -> Finish:
+        """Send bytes `payload(row, dst)` for every pair (src, dst); return those for this process's nodes, in order.
 
         Args:
-            part: called with the index of the source's row among this process's rows, and with dst.
+            payload: called with the index of the source's row among this process's rows, and with dst.
             like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.
@@ -214,7 +216,7 @@ class ProcessCollectives(Collectives):
         rows = torch.empty(len(arriving), width, dtype=torch.uint8, device=self.device)
         places, messages = iter(rows), []
         for src, dst in pairs:
-            sent = part(src - self.nodes.start, dst) if src in self.nodes else None
+            sent = payload(src - self.nodes.start, dst) if src in self.nodes else None
             if dst in self.nodes:
                 place = next(places)
                 if sent is None:

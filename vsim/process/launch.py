@@ -90,7 +90,7 @@ class _Child:
     rank: int
     process: BaseProcess
     connection: Connection
-    held: Connection  # closes when this process ends, and thereby ends the child
+    lifeline: Connection  # closes when this process ends, and thereby ends the child
     interrupted: bool = False  # whether the process was asked to stop after the current step
     done: bool = False
     ended: bool = False  # no more messages will come
@@ -124,7 +124,7 @@ def train_in_processes(
         content: the run, or the runs of a comparison.
         options: number of processes, devices, threads and timeout.
         report: called for each message of the first process as report(number of the run, its `StepReport` or another
-            message, see `Entries.tell`).
+            message, see `Entries.notify`).
 
     Raises:
         TypeError: an option of the run, which the message names, cannot be pickled.
@@ -270,11 +270,11 @@ class _Run:
         for setup in setups:
             connection, its_end = self.context.Pipe()
             # A pipe without data. Each process needs one, because the kernel signals one process group per open file.
-            alive, held = self.context.Pipe(duplex=False)
+            alive, lifeline = self.context.Pipe(duplex=False)
             process = self.context.Process(target=main, args=(setup, self.shipped, outputs, its_end, alive))
             with its_end, alive:
                 process.start()
-            self.children.append(_Child(setup.rank, process, connection, held))
+            self.children.append(_Child(setup.rank, process, connection, lifeline))
 
     def listen(self) -> list[Outcome]:
         """Forward the first process's reports until all processes are done, or until the grace time after a failure."""
@@ -313,7 +313,7 @@ class _Run:
                 child.process.join()
             child.process.close()
             child.connection.close()
-            child.held.close()
+            child.lifeline.close()
 
     def _tell_interrupt(self) -> None:
         """Ask the processes to stop after their current step, but only once, so that no send can block this process."""

@@ -28,7 +28,7 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.setup import batches_of, prepare
 from vsim.training.spec import RunSpec
 
-Tell = Callable[[int, Any], None]  # number of a run, its `StepReport` or `Outcome`
+Notify = Callable[[int, Any], None]  # number of a run, its `StepReport` or `Outcome`
 
 
 class Ranks(Processes):
@@ -52,16 +52,16 @@ class Ranks(Processes):
 
 
 def run_ranges(
-    content: RunSpec | Entries, device: torch.device, tell: Tell, interrupt: Interrupt | None = None
+    content: RunSpec | Entries, device: torch.device, notify: Notify, interrupt: Interrupt | None = None
 ) -> list[Outcome]:
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
     Returns:
-        The outcome of a run, the same in all processes; empty for a comparison, whose outcomes go to `tell`.
+        The outcome of a run, the same in all processes; empty for a comparison, whose outcomes go to `notify`.
     """
     if isinstance(content, RunSpec):
-        return [run_one(content, device, partial(tell, 0), interrupt)]
-    entries = replace(content, device=device, processes=Ranks(), tell=tell, progress=False)
+        return [run_one(content, device, partial(notify, 0), interrupt)]
+    entries = replace(content, device=device, processes=Ranks(), notify=notify, progress=False)
     entries.interrupt = interrupt or content.interrupt
     entries.train_here()
     return []
@@ -70,7 +70,7 @@ def run_ranges(
 def run_one(
     spec: RunSpec,
     device: torch.device,
-    tell: Reporter,
+    notify: Reporter,
     interrupt: Interrupt | None = None,
     batches: Callable[[RunSpec, Collectives], BatchSource] = batches_of,
     executor: Callable[..., Executor] | None = None,
@@ -84,7 +84,7 @@ def run_one(
 
     def report(report: StepReport) -> None:
         recorder(report)
-        tell(report)
+        notify(report)
 
     with isolated(spec.seed, device):
         own = Ranks().connect, interrupt, batches, executor

@@ -59,8 +59,8 @@ class Best(str):
             return "fewer than two common seeds, which cannot tell whether they differ"
         if self.certain is None:
             return "not decided, as runs ended before the budget"
-        told = "the difference is certain" if self.certain else "seeds do not tell them apart"
-        return f"{told}, p = {self.p:.2g}"
+        verdict = "the difference is certain" if self.certain else "seeds do not tell them apart"
+        return f"{verdict}, p = {self.p:.2g}"
 
 
 def best(

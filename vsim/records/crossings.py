@@ -42,12 +42,12 @@ def steps_to(
         raise ValueError("accuracy=: the validation of these runs has none; give loss=")
     if a_text("of", of) == "round" and not all(h.ledger.attendance for h in comparison.all_histories):
         raise ValueError("of='round' needs participation=, which has rounds; of='step' is there for all runs")
-    ways = {f"{way}_bytes": way for way in ("wire", "payload")}
+    kinds = {f"{way}_bytes": way for way in ("wire", "payload")}
 
     def value(run: ComparedRun) -> float:
         at = crossing_of(comparison, run, target, stays, "global_accuracy" if accuracy is not None else None)
-        if of in ways:
-            return until(run.history, at, comparison.spent(run, ways[of]))
+        if of in kinds:
+            return until(run.history, at, comparison.spent(run, kinds[of]))
         if of == "round" and not math.isnan(at.step):
             return float(rounds(run.history)[np.searchsorted(run.history["step"], at.step)])
         return run.history.at_step(at.step, "step" if of == "round" else of)

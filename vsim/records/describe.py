@@ -34,7 +34,7 @@ from vsim.arguments import is_factory
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.randomness import GENERATORS, isolated
 from vsim.cluster.replicas import Replicas, kept_in_evaluation
-from vsim.cluster.schedule import Schedule
+from vsim.cluster.schedule import LRSchedule
 from vsim.network import Compute, Network
 from vsim.version import __version__
 
@@ -94,6 +94,8 @@ def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> A
         return _plain(str(value))
     cls = value.cls if isinstance(value, OptimSpec) else type(value)
     known = {"class": vars(cls).get("made_by", cls.__qualname__) if brief else _name(cls)}
+    if cls is LRSchedule:  # its values say all
+        known = {}
     if isinstance(value, OptimSpec | Network | Compute):
         own = value.arguments if isinstance(value, OptimSpec) else value.as_plain()
         return known | {name: describe(item, depth, seen) for name, item in own.items()}
@@ -117,7 +119,7 @@ def _parts(value: Any, brief: bool) -> dict[str, Any]:
         plain = {n: v for n, v in own.items() if type(v) in (bool, int, float, str) and n[0] != "_" and n != "training"}
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         return {**plain, **dict(tensors), **dict(value.named_children())}
-    if isinstance(value, Schedule) and not brief:
+    if isinstance(value, LRSchedule) and not brief:
         return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # compared as HORIZON
     return {name: part for name, part in own.items() if not (brief and name.startswith("_"))}
 

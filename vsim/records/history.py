@@ -416,8 +416,8 @@ class History:
 
 def mean_present(losses: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean (K,) over the steps (steps, K) with a known loss; NaN for a node that was never present."""
-    there = ~np.isnan(losses)
-    sums, counts = np.where(there, losses, 0).sum(0), there.sum(0)
+    known = ~np.isnan(losses)
+    sums, counts = np.where(known, losses, 0).sum(0), known.sum(0)
     return np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
 
 

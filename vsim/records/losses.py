@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from vsim.records.compared import ComparedRun, Runs, brief_list
-from vsim.records.statistics import Ranking, contenders, interval, pairwise_p, ranking, shared_seeds
+from vsim.records.statistics import Ranking, confidence_interval, contenders, pairwise_p, ranking, shared_seeds
 
 
 def final_loss(runs: Runs, run: ComparedRun) -> float:
@@ -99,7 +99,7 @@ def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]
     """Return the 95 % interval of the mean loss: by Student's t or, for one run, by its standard error."""
     losses = [final_loss(runs, run) for run in own]
     if len(losses) > 1:
-        return interval(losses)
+        return confidence_interval(losses)
     error = 1.96 * own[0].history.last("global_loss_se") if runs.loss_column == "global_loss" else math.nan
     return losses[0] - error, losses[0] + error
 

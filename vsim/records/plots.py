@@ -150,11 +150,11 @@ def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], sh
     looks = {name: look([tuple(own[key] for key in keys) for keys in said]) for name, own in settings.items()}
     key: dict[str, list[tuple[str, Look]]] = {}
     for names in filter(None, (first, second, others)):
-        there = values(names, sorted(shown, key=list(settings).index))
-        if len(there) == 1 and len(shown) > 1:
+        found = values(names, sorted(shown, key=list(settings).index))
+        if len(found) == 1 and len(shown) > 1:
             continue
         key[", ".join(names)] = lines = []
-        for value in there[:: -(-len(there) // _KEYS)]:
+        for value in found[:: -(-len(found) // _KEYS)]:
             lines.append((", ".join(value), look([value if keys is names else None for keys in said])))
     return Looks(looks, key)
 
@@ -256,16 +256,16 @@ def attendance(history: History, ax: Axes | None = None) -> Axes:
     ax.pcolorfast(steps, edges, cells, cmap=ListedColormap(colours), vmin=0, vmax=2)
     ax.set(xlabel="step", ylabel="client" if history.is_of_cohorts else "node", ylim=(number - 0.5, -0.5))
     above = ax.inset_axes((0, 1.05, 1, 0.33), sharex=ax)
-    there = (cells == 1).sum(0)
-    above.stairs(there, steps, fill=True, color="0.5")
-    above.set(ylabel="there", ylim=(0, 1.15 * there.max()))
+    counts = (cells == 1).sum(0)
+    above.stairs(counts, steps, fill=True, color="0.5")
+    above.set(ylabel="present", ylim=(0, 1.15 * counts.max()))
     above.tick_params("x", labelbottom=False, length=0)
     above.spines[["top", "right"]].set_visible(False)
     for axis in (above.yaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(2 if axis is above.yaxis else 5, integer=True))
     if (cells == 2).any():
         patches = [
-            Patch(color=colour, label=label) for colour, label in zip(colours[1:], ("there", "late"), strict=True)
+            Patch(color=colour, label=label) for colour, label in zip(colours[1:], ("present", "late"), strict=True)
         ]
         ax.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1.4), ncols=2, **{**LEGEND, "handlelength": 1})
     for axes in (ax, above):

@@ -47,7 +47,7 @@ class AtSize:
     sureness: float
 
     @property
-    def told(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether seeds tell the two apart at this size (p ≤ 0.05)."""
         return abs(self.sureness) >= 0.95
 
@@ -87,8 +87,8 @@ class Pair:
     @property
     def flips(self) -> list[tuple[float, float]]:
         """Pairs of neighbouring sizes at which seeds tell the two apart, in opposite orders."""
-        told = [at for at in self.sizes if at.told]
-        return [(a.parameters, b.parameters) for a, b in pairwise(told) if a.sureness * b.sureness < 0]
+        decided = [at for at in self.sizes if at.is_decided]
+        return [(a.parameters, b.parameters) for a, b in pairwise(decided) if a.sureness * b.sureness < 0]
 
     @property
     def turn(self) -> float:
@@ -178,7 +178,7 @@ class Order:
         header = ["ahead", "behind", *map(in_short, self.sizes), f"trend at {in_short(self.to)}", "P", "order"]
         rows = []
         for pair in self.pairs:
-            by_size = {at.parameters: f"{_relative(at.difference)}{'' if at.told else ' †'}" for at in pair.sizes}
+            by_size = {at.parameters: f"{_relative(at.difference)}{'' if at.is_decided else ' †'}" for at in pair.sizes}
             trend = f"{_relative(pair.difference)} ({_relative(pair.low)} to {_relative(pair.high)})"
             verdict = "; ".join(["holds" if pair.decided else "not decided", *pair._notes()])
             own = [by_size.get(size, "–") for size in self.sizes]
@@ -199,7 +199,7 @@ class Order:
         """Return the sentences below the table."""
         span = f"{in_short(self.sizes[0])} to {in_short(self.sizes[-1])}"
         said = [f"relative differences of loss, ahead − behind, paired by seed; {len(self.sizes)} sizes, {span}"]
-        if any(not at.told for pair in self.pairs for at in pair.sizes):
+        if any(not at.is_decided for pair in self.pairs for at in pair.sizes):
             said.append("† not told apart by these seeds (p > 0.05)")
         known = f"of {self.cases} orders of two strategies at one size, {self.held} held at a larger one"
         if self.factor > 1 and self.cases < FEWEST:
@@ -380,9 +380,9 @@ def _ranked(one: str, other: str, fit: _Fit, kept: float) -> Pair:
         by_trend = 1.0 if mean else 0.5
     difference, change = -abs(mean), sign * slope
     sizes = fit.sizes if sign > 0 else [at.reversed() for at in fit.sizes]
-    interval = difference - wide * error, difference + wide * error
+    ends = difference - wide * error, difference + wide * error
     slopes = change, change - wide * slope_error, change + wide * slope_error
-    return Pair(ahead, behind, sizes, difference, *interval, *slopes, by_trend, 0.5 + kept * (by_trend - 0.5))
+    return Pair(ahead, behind, sizes, difference, *ends, *slopes, by_trend, 0.5 + kept * (by_trend - 0.5))
 
 
 def _kept(cases: Sequence[tuple[float, float]], beyond: float, independent: int) -> float:

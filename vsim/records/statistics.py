@@ -95,7 +95,7 @@ def paired(differences: ArrayLike, level: float = 0.95) -> Difference:
     return Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
 
 
-def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
+def confidence_interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
     """Return the confidence interval of the mean of values (n,), by Student's t; NaN for fewer than two."""
     return paired(values, level)[1:3]
 
@@ -277,8 +277,8 @@ def ranking(
     undecided = []
     for name, own in values.items():
         apart = [own[seed] - values[first][seed] for seed in shared_seeds([own, values[first]])]
-        told = p[name] <= 1 - level and np.nanmean(apart) > 0
-        if name not in best and not told and (name in means or (not math.isnan(p[name]) and _lacks_some(own))):
+        differs = p[name] <= 1 - level and np.nanmean(apart) > 0
+        if name not in best and not differs and (name in means or (not math.isnan(p[name]) and _lacks_some(own))):
             undecided.append(name)
     tested = any(not math.isnan(one) for one in p.values())
     return Ranking(best, tuple(undecided) if tested else (), tested)

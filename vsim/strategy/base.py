@@ -35,10 +35,10 @@ from vsim.cluster.optimizers import (
     stepped_tensors,
     torch_optimizers,
 )
-from vsim.cluster.plan import Seconds
+from vsim.cluster.plan import ComputeSeconds
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.schedule import Schedule
+from vsim.cluster.schedule import LRSchedule
 from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
 from vsim.strategy.attack import Attack
@@ -298,7 +298,7 @@ class Algorithm(Configured):
         self.max_norm = None if max_norm is None else real_number("max_norm", max_norm, above=0)
         given: Mapping[str, Any] = options
         of_schedule = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal", "max_steps")
-        self.schedule = Schedule(*map(given.get, of_schedule))
+        self.schedule = LRSchedule(*map(given.get, of_schedule))
 
     def _attacked(self, attack: Attack) -> list[CommunicationModule]:
         """Return copies of the modules, with the attack in their averages."""
@@ -493,7 +493,7 @@ class Algorithm(Configured):
         """Whether a schedule of syncs depends on compute seconds."""
         return any(module.when.needs_compute for module in self.communication_modules)
 
-    def syncs(self, max_steps: int | None, seconds: Seconds | None) -> tuple[int, ...]:
+    def syncs(self, max_steps: int | None, seconds: ComputeSeconds | None) -> tuple[int, ...]:
         """Return the steps of all syncs of a run whose H is a schedule; empty if H is a number.
 
         Raises:
@@ -513,7 +513,7 @@ class Algorithm(Configured):
         return tuple(syncs(copy.copy(schedules[0]), rates, max_steps, seconds)) or (max_steps,)
 
     def dry_run(
-        self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: Seconds | None = None
+        self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: ComputeSeconds | None = None
     ) -> Ledger:
         """Return the messages of a run without training: the strategy's code runs on tensors without values.
 

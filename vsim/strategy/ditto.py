@@ -10,7 +10,7 @@ from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.fedavg import FEDERATED, AveragingCommunicator
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class PersonalModels(CommunicationModule):
@@ -30,7 +30,7 @@ class PersonalModels(CommunicationModule):
     def __init__(self, *, H: int | When = 10, lam: float = 0.1, personal_lr: float | None = None) -> None:
         self.lam = real_number("lam", lam, at_least=0)
         self.personal_lr = None if personal_lr is None else real_number("personal_lr", personal_lr, at_least=0)
-        self.H = interval(H)
+        self.H = sync_interval(H)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_shared(outer_weights=cluster.weights[0].clone())

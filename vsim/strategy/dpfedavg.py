@@ -16,7 +16,7 @@ from vsim.extras import extra
 from vsim.strategy.average import clip as limit
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 LEAST_NOISE = 1e-3  # below it, ε is meaningless, and its computation overflows
 
@@ -65,7 +65,7 @@ class PrivateAverage(AveragingCommunicator):
         self, *, H: int | When = 10, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5
     ) -> None:
         average = "mean" if isinstance(clip, float) and clip == math.inf else limit(clip)
-        super().__init__(every=interval(H), average=average)
+        super().__init__(every=sync_interval(H), average=average)
         if self.when.has_warmup:
             raise ValueError(
                 f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {H!r}: in its "

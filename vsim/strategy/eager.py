@@ -12,7 +12,7 @@ from vsim.cluster.collectives import Pending
 from vsim.cluster.replicas import matrix
 from vsim.strategy.base import Algorithm, CommunicationModule, Optim
 from vsim.strategy.outer import outer_spec
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class EagerDiLoCoCommunicator(CommunicationModule):
@@ -49,7 +49,7 @@ class EagerDiLoCoCommunicator(CommunicationModule):
         outer_lr: float | None = None,
         eager: bool = True,
     ) -> None:
-        self.H = interval(H)
+        self.H = sync_interval(H)
         self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
         if not self.outer_optim_spec.elementwise:
             raise ValueError(

@@ -9,7 +9,7 @@ from vsim.arguments import whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
 from vsim.strategy.base import Algorithm, CommunicationModule
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class AveragingCommunicator(CommunicationModule):
@@ -35,7 +35,7 @@ class AveragingCommunicator(CommunicationModule):
 
     def __init__(self, island_size: int | None = None, every: int | When = 1, *, average: AverageLike = "mean") -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
-        self.H = interval(every, "every")
+        self.H = sync_interval(every, "every")
         self.average = average_of(average, "FedAvg", origin=island_size is None)
 
     def setup(self, cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of, mean
 from vsim.strategy.base import Algorithm
 from vsim.strategy.outer import SharedWeights
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class NormalizedAverage(SharedWeights):
@@ -35,7 +35,7 @@ class NormalizedAverage(SharedWeights):
     steps: Tensor  # τ_k, of the round so far, stacked (R, 1)
 
     def __init__(self, *, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
-        self.H = interval(H)
+        self.H = sync_interval(H)
         self.average = average_of(average, "FedNova")
 
     def setup(self, cluster: Cluster) -> None:

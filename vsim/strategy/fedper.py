@@ -13,7 +13,7 @@ from vsim.strategy.average import AverageLike
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.fragments import Fragment
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 Personal = str | Sequence[str] | None
 
@@ -41,7 +41,7 @@ class PersonalAverage(AveragingCommunicator):
     derived: ClassVar[tuple[str, ...]] = ("shared", "own")
 
     def __init__(self, *, H: int | When = 10, personal: Personal = None, average: AverageLike = "mean") -> None:
-        super().__init__(every=interval(H), average=average)
+        super().__init__(every=sync_interval(H), average=average)
         self.personal = [personal] if isinstance(personal, str) else personal
         named = isinstance(self.personal, Sequence) and all(isinstance(name, str) for name in self.personal)
         if personal is not None and not (named and self.personal):

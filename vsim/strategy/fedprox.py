@@ -8,7 +8,7 @@ from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.strategy.base import Algorithm, CommunicationModule
 from vsim.strategy.fedavg import FEDERATED, AveragingCommunicator
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class ProximalTerm(CommunicationModule):
@@ -25,7 +25,7 @@ class ProximalTerm(CommunicationModule):
 
     def __init__(self, *, H: int | When = 10, mu: float = 0.01) -> None:
         self.mu = real_number("mu", mu, at_least=0)
-        self.H = interval(H)
+        self.H = sync_interval(H)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_shared(outer_weights=cluster.weights[0].clone())

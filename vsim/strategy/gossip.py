@@ -20,7 +20,7 @@ from vsim.arguments import a_list, one_of, true_or_false, whole_number
 from vsim.cluster import Cluster
 from vsim.reading import read_text
 from vsim.strategy.base import Algorithm, CommunicationModule
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 Pair = tuple[int, int]
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
@@ -255,7 +255,8 @@ class GossipCommunicator(CommunicationModule):
     derived = ("graph",)
 
     def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
-        self.topology, self.H, self.tracking = topology_of(topology), interval(H), true_or_false("tracking", tracking)
+        self.topology, self.H = topology_of(topology), sync_interval(H)
+        self.tracking = true_or_false("tracking", tracking)
         if self.tracking and H != 1:
             raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={H!r}")
 

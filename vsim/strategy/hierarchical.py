@@ -15,7 +15,7 @@ from vsim.strategy.average import AverageLike, average_of
 from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
 from vsim.strategy.diloco import DiLoCoCommunicator
 from vsim.strategy.fedavg import AveragingCommunicator
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class GroupAverage(CommunicationModule):
@@ -99,7 +99,7 @@ class HierarchicalStrategy(Algorithm):
         self.sizes = _checked(levels)
         averages = _by_size(average, self.sizes)
         *inner, last = self.sizes
-        H, of_all = interval(levels[last]), averages[last]
+        H, of_all = sync_interval(levels[last]), averages[last]
         modules: list[CommunicationModule]
         if outer is not None or outer_lr is not None:
             modules = [DiLoCoCommunicator(H, outer, outer_lr=outer_lr, average=of_all)]

@@ -11,7 +11,7 @@ from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
 from vsim.strategy.base import Algorithm, CommunicationModule
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class PairCommunicator(CommunicationModule):
@@ -47,7 +47,7 @@ class PairCommunicator(CommunicationModule):
     def __init__(
         self, *, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None
     ) -> None:
-        self.H = interval(H)
+        self.H = sync_interval(H)
         self.alpha = real_number("alpha", alpha, at_least=0, at_most=1)
         self.beta = real_number("beta", beta, above=0)
         self.gamma = self.beta if gamma is None else real_number("gamma", gamma, at_least=0)

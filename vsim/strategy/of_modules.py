@@ -91,8 +91,8 @@ def _entries(args: str, names: Mapping[str, str | None]) -> list[str]:
     """Return the entries of an Args section, each argument renamed to the strategy's name for it."""
     found = []
     for entry in re.split(r"\n(?= {4}\S)", args)[1:]:
-        heads, colon, told = entry.strip().partition(":")
+        heads, colon, text = entry.strip().partition(":")
         known = [names.get(head, head) for head in heads.split(", ")]
         if None not in known:
-            found.append(f"    {', '.join(map(str, known))}{colon}{told}")
+            found.append(f"    {', '.join(map(str, known))}{colon}{text}")
     return found

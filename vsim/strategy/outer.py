@@ -15,7 +15,7 @@ from vsim.cluster.optimizers import evaluating
 from vsim.strategy.average import AverageLike, average_of
 from vsim.strategy.base import CommunicationModule, Optim
 from vsim.strategy.fragments import Fragment
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 NESTEROV = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -56,7 +56,7 @@ class OuterStep(SharedWeights):
         outer_lr: float | None = None,
         average: AverageLike = "mean",
     ) -> None:
-        self.H = interval(H)
+        self.H = sync_interval(H)
         self.outer_optim_spec = outer_spec(outer_optim, outer_lr, self.default_optim)
         self.average = average_of(average, type(self).__name__)
 

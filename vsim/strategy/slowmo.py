@@ -10,7 +10,7 @@ from vsim.cluster import Cluster
 from vsim.strategy.average import AverageLike, average_of
 from vsim.strategy.base import Algorithm
 from vsim.strategy.outer import SharedWeights
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class SlowMomentum(SharedWeights):
@@ -40,7 +40,7 @@ class SlowMomentum(SharedWeights):
     def __init__(
         self, *, H: int | When = 12, alpha: float = 1.0, beta: float = 0.5, average: AverageLike = "mean"
     ) -> None:
-        self.H = interval(H)
+        self.H = sync_interval(H)
         self.alpha = real_number("alpha", alpha, above=0)
         self.beta = real_number("beta", beta, at_least=0, at_most=1)
         self.average = average_of(average, "SlowMo")

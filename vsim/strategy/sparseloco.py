@@ -8,7 +8,7 @@ from vsim.strategy.average import Average, compress
 from vsim.strategy.base import Algorithm
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
 from vsim.strategy.outer import SharedWeights
-from vsim.strategy.when import When, interval
+from vsim.strategy.when import When, sync_interval
 
 
 class SparseLoCoCommunicator(SharedWeights):
@@ -50,7 +50,7 @@ class SparseLoCoCommunicator(SharedWeights):
         error_feedback: float = 0.95,
         outer_lr: float = 1.0,
     ) -> None:
-        self.H = interval(H)
+        self.H = sync_interval(H)
         with naming("quantization_bits"):
             quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
         self.average = Average(compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback))

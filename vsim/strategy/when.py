@@ -15,7 +15,7 @@ from typing import Any
 
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
-from vsim.cluster.plan import Seconds as ComputeSeconds
+from vsim.cluster.plan import ComputeSeconds
 from vsim.strategy.configured import Configured
 
 
@@ -158,7 +158,7 @@ class PostLocal(When):
 
     def __post_init__(self) -> None:
         self.warmup_steps = whole_number("warmup_steps", self.warmup_steps)
-        self._then = schedule_of(interval(self.then, "then"))
+        self._then = schedule_of(sync_interval(self.then, "then"))
         if isinstance(self._then, PostLocal):
             raise TypeError(f"then={self.then!r} has a warm-up of its own; add up their steps")
         self.needs_compute = self._then.needs_compute
@@ -206,7 +206,7 @@ class Seconds(When):
         return float(seconds(step + 1, step + count, None).max()) <= self.seconds * (1 + 1e-9)
 
 
-def interval(H: Any, name: str = "H") -> int | When:
+def sync_interval(H: Any, name: str = "H") -> int | When:
     """Return H as given: a whole number of steps, or a copy of a schedule."""
     return copy.copy(H) if isinstance(H, When) else whole_number(name, H)
 

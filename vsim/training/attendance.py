@@ -125,7 +125,7 @@ def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
     if plan.joining(step) and not collectives.is_alone:
         (rank,) = (rank for rank, places in enumerate(collectives.ranges) if place in places)
         row = rows_of(run, [place - run.nodes.start], True) if place in run.nodes else {}
-        sent = unpacked(*collectives.told(packed(row), rank))
+        sent = unpacked(*collectives.broadcast_object(packed(row), rank))
     places = [before.index(node) if node in before else place for node in plan.segment(step).nodes if node in own]
     return [at - run.nodes.start if at in run.nodes else -1 for at in places] or [0], sent
 
@@ -137,7 +137,7 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
     """
-    stack.optimizers.part()
+    stack.optimizers.separate()
     states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
     python = {run: copy.deepcopy(run.objective.extra_states(run.rows)) for run in stack.runs if run not in moving}
     for run in moving:

@@ -73,23 +73,23 @@ def telling_exit(callbacks: Sequence[Any]) -> Iterator[None]:
         raise
     finally:
         for callback in callbacks:
-            tell(callback, "on_exit", failure)
+            notify(callback, "on_exit", failure)
 
 
-def tell(callback: Any, event: str, run: Any) -> None:
+def notify(callback: Any, event: str, run: Any) -> None:
     """Call the method `event` of a callback, if there is one; a function f(run) is the short form of `on_step`."""
     method = getattr(callback, event, callback if event == "on_step" and callable(callback) else None)
     if method is not None:
         method(run)
 
 
-def tell_row(callbacks: Sequence[Any], run: Any) -> None:
+def notify_row(callbacks: Sequence[Any], run: Any) -> None:
     """Call callbacks for `run.row`, a new row of the history; `run` is a Run, or a report from another process."""
     for callback in callbacks:
         if "train_loss" in run.row:
-            tell(callback, "on_step", run)
+            notify(callback, "on_step", run)
         if "global_loss" in run.row:
-            tell(callback, "on_evaluation", run)
+            notify(callback, "on_evaluation", run)
 
 
 @contextmanager
@@ -185,8 +185,8 @@ class Monitor(Callback):
 
     def on_start(self, run: Run) -> None:
         if self.monitor not in run.columns:
-            there = ", ".join(run.columns)
-            raise ValueError(f"{type(self).__name__} monitors {self.monitor!r}, which this run does not have: {there}")
+            names = ", ".join(run.columns)
+            raise ValueError(f"{type(self).__name__} monitors {self.monitor!r}, which this run does not have: {names}")
         if run.starts or self.best_step > run.done:
             self.restart()
 
@@ -302,13 +302,13 @@ class Relay:
 
     Attributes:
         here: callbacks that work in the process of `fit`, such as loggers.
-        there: callbacks that work in the processes where the run trains.
+        remote: callbacks that work in the processes where the run trains.
     """
 
     def __init__(self, recorder: Recorder, callbacks: Sequence[Any]) -> None:
         self.recorder, self._has_begun = recorder, False
         self.here = [one for one in callbacks if getattr(one, "here", False)]
-        self.there = [one for one in callbacks if one not in self.here]
+        self.remote = [one for one in callbacks if one not in self.here]
 
     def __call__(self, report: StepReport) -> None:
         history = self.recorder.history
@@ -318,16 +318,16 @@ class Relay:
             history.ledger.attend(report.segment)
         self.recorder(report)
         for callback in () if self._has_begun else self.here:
-            tell(callback, "on_start", report)
+            notify(callback, "on_start", report)
         self._has_begun = True
         if not report.amends:
-            tell_row(self.here, report)
+            notify_row(self.here, report)
 
     def end(self, states: Mapping[str, Any]) -> None:
         """Call `on_end` of the callbacks here, and load `states` into the callbacks that worked there."""
         for callback in self.here:
-            tell(callback, "on_end", None)
-        for name, callback in savable(self.there).items():
+            notify(callback, "on_end", None)
+        for name, callback in savable(self.remote).items():
             callback.load_state_dict(states[name])
 
 

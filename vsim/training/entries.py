@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import naming, whole_number
 from vsim.checkpoint.files import load_checkpoint
-from vsim.checkpoint.folder import Saving, checkpoints_in, folder_at, held
+from vsim.checkpoint.folder import Saving, checkpoints_in, folder_at, locked
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
@@ -33,7 +33,7 @@ from vsim.network.timeline import duration
 from vsim.reading import read_text
 from vsim.records.history import History, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
-from vsim.training.callbacks import Relay, savable, tell
+from vsim.training.callbacks import Relay, notify, savable
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.loop import Drawn, Ensemble
 from vsim.training.run import Diverged, Run
@@ -160,7 +160,7 @@ class Entries:
         resume: whether to resume from that folder; "auto": if it holds a comparison.
         configs: the configuration of each run, saved in the folder.
         processes: the processes that compute the comparison, and this process's place among them.
-        tell: called as tell(number of an entry, its `StepReport` or `Outcome`).
+        notify: called as notify(number of an entry, its `StepReport` or `Outcome`).
         interrupt: the request to stop after a step.
     """
 
@@ -177,7 +177,7 @@ class Entries:
     resume: bool | str = False
     configs: Sequence[dict[str, Any]] = ()
     processes: Processes = field(default_factory=Processes)
-    tell: Callable[[int, Any], None] = lambda number, message: None
+    notify: Callable[[int, Any], None] = lambda number, message: None
     interrupt: Interrupt = field(default_factory=Interrupt)
     _told: dict[Entry, tuple[Any, ...]] = field(default_factory=dict, init=False)
 
@@ -193,7 +193,7 @@ class Entries:
         """
         with ExitStack() as holding:
             if self.processes.is_first:
-                holding.enter_context(held(self.folder, self._folders()))
+                holding.enter_context(locked(self.folder, self._folders()))
                 self._check_folder()
             self.resume = self.processes.agreed(self.resume)  # after the first process has checked the folder
             (train or self.train_here)()
@@ -233,7 +233,7 @@ class Entries:
         If the processes fail after their first step, the entries keep their records and the error.
 
         Args:
-            launch: called with the entries to train and a function for the first process's messages, see `tell`.
+            launch: called with the entries to train and a function for the first process's messages, see `notify`.
         """
         recorders = [Recorder(entry.history, False, entry.spec.label) for entry in self.entries]
         relays = [
@@ -292,7 +292,7 @@ class Entries:
 
         def report(report: StepReport) -> None:
             recorder(report)
-            self.tell(number, report)
+            self.notify(number, report)
 
         return report
 
@@ -403,7 +403,7 @@ class Entries:
             self._told[entry] = known
             outcome = outcome or Outcome()
             outcome.error, outcome.stopped_at, outcome.finished_at = known
-            self.tell(self.entries.index(entry), outcome)
+            self.notify(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
         """Return the runs that `keep` does not name, when all unfinished runs have reached a rung; otherwise none."""
@@ -523,7 +523,7 @@ def copied_callbacks(spec: RunSpec) -> list[Any]:
 
 def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
     """Return a run's options for the processes where the run trains: without loggers and hooks, which work here."""
-    spec = replace(spec, callbacks=relay.there, train_loss_hook=None, eval_loss_hook=None)
+    spec = replace(spec, callbacks=relay.remote, train_loss_hook=None, eval_loss_hook=None)
     return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)
 
 
@@ -563,7 +563,7 @@ def _finish(recorder: Recorder, entry: Entry, error: BaseException | None) -> bo
         failure = f"stopped after step {entry.stopped_at}"
     recorder.__exit__(None if own is None else type(own), own, None)
     for callback in entry.spec.callbacks:
-        tell(callback, "on_exit", failure)
+        notify(callback, "on_exit", failure)
     return False
 
 

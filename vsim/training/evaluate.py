@@ -357,8 +357,8 @@ def _told_by_first(run: Run, value: float) -> float:
     """Return, in all processes of a run, the value of the first node's process."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
-        told = torch.full((num_held, 1), value, dtype=torch.float64)
-        return float(collectives.broadcast(told, label="standard error"))
+        same = torch.full((num_held, 1), value, dtype=torch.float64)
+        return float(collectives.broadcast(same, label="standard error"))
 
 
 def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:

@@ -35,10 +35,10 @@ class Optimizers:
             if len(neighbours) > 1:
                 self._together.append((neighbours, _Together(neighbours)))
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Dissolve all joint optimizers, so that every strategy's optimizer continues alone."""
         for _, optimizer in self._together:
-            optimizer.part()
+            optimizer.separate()
         self._together = []
 
     def step(self, taking: set[Algorithm]) -> set[Algorithm]:
@@ -46,7 +46,7 @@ class Optimizers:
         remaining = []
         for strategies, optimizer in self._together:
             if not (optimizer.agree() and taking.issuperset(strategies)):
-                optimizer.part()
+                optimizer.separate()
             else:
                 optimizer.step()
                 remaining.append((strategies, optimizer))
@@ -116,7 +116,7 @@ class _Together:
                     own[key] = value[start:stop]
             start = stop
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Dissolve the joint optimizer, so that every part continues alone with its state."""
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             own = part.state[parameter]

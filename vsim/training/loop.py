@@ -24,7 +24,7 @@ from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
 from vsim.training import resume
 from vsim.training.attendance import attend
-from vsim.training.callbacks import tell, tell_row, watching
+from vsim.training.callbacks import notify, notify_row, watching
 from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged, Run
@@ -138,7 +138,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         with _own(ensemble, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
                 with ensemble.interrupt.requested_inside():
-                    tell(callback, "on_start", run)
+                    notify(callback, "on_start", run)
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
@@ -413,7 +413,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     if not run.spec.callbacks:
         return
     with watching(run, ensemble.values), ensemble.interrupt.requested_inside():
-        tell_row(run.spec.callbacks, run)
+        notify_row(run.spec.callbacks, run)
     if not ensemble.is_alone:  # a callback may have stopped the run in one process only
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
@@ -425,9 +425,9 @@ def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.is_over:
             with _own(ensemble, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
-                    # With several processes, one process could no longer tell the others of an interrupt.
+                    # With several processes, one process could no longer notify the others of an interrupt.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
-                        tell(callback, "on_end", run)
+                        notify(callback, "on_end", run)
                 run.concluded = True
 
 

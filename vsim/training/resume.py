@@ -185,11 +185,11 @@ def _gathered(
     """Return the first problem, in every process, and the state of all processes, only in the first node's process."""
     collectives = run.cluster.collectives
     text, contents = packed([stacked, shared])
-    told = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
-    if problems := [one for one, *_ in told if one]:
+    gathered = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
+    if problems := [one for one, *_ in gathered if one]:
         return problems[0], {}, {}
     # The first process that has a content sends it, so each content is sent once.
-    first = {d: (rank, n) for rank, (*_, sizes) in reversed([*enumerate(told)]) for d, n in sizes.items()}
+    first = {d: (rank, n) for rank, (*_, sizes) in reversed([*enumerate(gathered)]) for d, n in sizes.items()}
     for digest, (rank, size) in first.items():
         flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
         flat = collectives.from_process(flat, rank)
@@ -197,7 +197,7 @@ def _gathered(
             contents[digest] = flat
     if not run.is_first:
         return "", {}, {}
-    trees = [unpacked(own, contents) for _, own, _ in told]
+    trees = [unpacked(own, contents) for _, own, _ in gathered]
     held = [len(nodes) for nodes in collectives.ranges]
     whole = ({n: joined([t[i][n] for t in trees], held, i == 0) for n in trees[0][i]} for i in range(2))
     return "", *whole  # type: ignore[return-value]

@@ -456,13 +456,13 @@ class Run:
                 self._check_indices([*losses], odd, own)
             whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
             odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
-            told = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
+            advice = f"The data are not finite: {', '.join(odd_data)}" if odd_data else _WHAT_HELPS
             unlabelled = [name for name, t in whole.items() if _has_row_of(t, _IGNORED)]
             if unlabelled and not odd_data and any(map(math.isnan, odd.values())):
-                told = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
+                advice = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
             raise Diverged(
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
-                f"kept. {told}"
+                f"kept. {advice}"
             )
 
     def _check_indices(self, nodes: Sequence[int], odd: Collection[int], batch: Any) -> None:
@@ -491,8 +491,8 @@ class Run:
             return
         with cluster.collectives.unbilled():
             finite = cluster.collectives.all_gather(cluster.weights.isfinite().all(1).long()[:, None], label="finite")
-        told = zip(cluster.active, finite.flatten().tolist(), strict=True)
-        odd = [node for node, is_finite in told if not is_finite]
+        by_node = zip(cluster.active, finite.flatten().tolist(), strict=True)
+        odd = [node for node, is_finite in by_node if not is_finite]
         where = (
             f"weights after step {self.done} on nodes {odd}"
             if odd

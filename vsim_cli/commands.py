@@ -1,0 +1,280 @@
+"""The commands with their options: dataclasses, whose fields and docstrings are options and help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, arg
+
+# Examples per node and step that suit each built-in model.
+BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
+WINDOWS = 256  # of text, to validate on
+
+
+def _optional(metavar: str | None = None, default: str = "") -> Any:
+    """Return the annotation of an optional argument, with the value and default that --help shows."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
+
+
+_Names = Annotated[tuple[str, ...], _optional("NAME …", "a few, see below")]
+_Paths = Annotated[tuple[str, ...], Positional, arg(metavar="PATH …")]
+_Network = Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")]
+_Compute = Annotated[str | None, _optional("SECONDS", "that of the comparison")]
+_DATA, _SEED = tyro.conf.create_mutex_group(required=False), tyro.conf.create_mutex_group(required=False)
+
+
+@dataclass
+class Problem:
+    """data and model"""
+
+    data: Annotated[Literal["docs", "digits", "mnist1d", "mnist", "fashion_mnist"], _DATA] = "docs"
+    """docs: Python's manual, always there; mnist1d: strokes, made on the spot"""
+    text: Annotated[str | None, _DATA, _optional("FILE")] = None
+    """characters of a text file"""
+    mnist_folder: Annotated[str | None, _optional("DIR")] = None
+    """where --data mnist or fashion_mnist finds its four files; fashion_mnist: where Debian puts them"""
+    partition: Annotated[str | None, _optional("KIND", "all nodes share them")] = None
+    """how to deal the examples to the nodes, such as dirichlet:alpha=0.1"""
+    model: Annotated[
+        Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, mlp for mnist1d, cnn for images")
+    ] = None
+    """what to train"""
+    nodes: Annotated[int | None, _optional("K", "4")] = None
+    """number of nodes"""
+    steps: Annotated[int | None, _optional("T", "160; with --budget as many as it is enough for")] = None
+    """optimizer steps"""
+    batch_size: Annotated[int | None, _optional(default="by model")] = None
+    """examples per node and step"""
+    lr: Annotated[float | None, _optional(default="by model")] = None
+    """inner learning rate of AdamW"""
+    seed: Annotated[int, _SEED] = 42
+    """of everything random"""
+    quiet: bool = False
+    """show no progress"""
+
+    @property
+    def num_nodes(self) -> int:
+        return 4 if self.nodes is None else self.nodes
+
+    @property
+    def is_text(self) -> bool:
+        return self.text is not None or self.data == "docs"
+
+    @property
+    def kind(self) -> str:
+        """The kind of model."""
+        fitting = ["gpt"] if self.is_text else ["mlp"] if self.data == "mnist1d" else ["cnn", "mlp"]
+        kind = self.model or fitting[0]
+        if kind not in fitting:
+            raise ValueError(f"--model {kind} does not fit the data; --model may be {' or '.join(fitting)} here")
+        return kind
+
+    @property
+    def examples_per_step(self) -> int:
+        return BATCH_SIZES[self.kind] if self.batch_size is None else self.batch_size
+
+    @property
+    def num_steps(self) -> int:
+        return 160 if self.steps is None else self.steps
+
+    def title(self, budget: Sequence[str]) -> str:
+        """Return the title of a figure, with the budget if there is one."""
+        data = Path(self.text).name if self.text is not None else self.data
+        data += f" ({self.partition})" if self.partition else ""
+        nodes = f"{self.num_nodes} nodes × batch {self.examples_per_step}"
+        length = f"within {', '.join(budget)}" if budget else f"{self.num_steps} steps"
+        return f"{self.kind.upper()} on {data}, {nodes}, {length}"
+
+
+@dataclass
+class Training:
+    """training and validation"""
+
+    seeds: Annotated[tuple[int, ...], _SEED, _optional("N …")] = ()
+    """train with each of these seeds, instead of one --seed: mean, deviation and bands"""
+    participation: Annotated[str | None, _optional("KIND", "all nodes")] = None
+    """which nodes take part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30"""
+    val_size: Annotated[int | None, _optional("N", f"{WINDOWS} windows of text; up to 2048 images")] = None
+    """validation examples"""
+    val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in --steps")] = None
+    """steps between validations"""
+    device: Annotated[str | None, _optional(default="the first of cuda, mps and cpu that is there")] = None
+    """where to train"""
+    executor: Literal["auto", "vmap", "loop"] = "auto"
+    """how gradients are computed"""
+    deterministic: bool = False
+    """bitwise equal to separate processes; slower"""
+    autocast: bool = False
+    """compute in bfloat16"""
+    compile: bool = False
+    """compile losses, gradients and kernels, which takes ten seconds or more"""
+    processes: Annotated[str | None, _optional("N", "1")] = None
+    """share the nodes out to this number of processes, or 'auto'"""
+
+
+@dataclass
+class Price:
+    """network and targets"""
+
+    target_loss: Annotated[float | None, _optional("LOSS")] = None
+    """show the steps and bytes, and with --network the hours, that each run takes to this validation loss"""
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'")] = None
+    """show hours on it: "200 Mbit/s, 50 ms" """
+    compute: Annotated[str | None, _optional("SECONDS")] = None
+    """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
+    speeds: Annotated[str | None, _optional("V,V,…")] = None
+    """speeds of the nodes, relative to --compute: 1,1,1,4"""
+    dollars_per_hour: Annotated[float | None, _optional("DOLLARS", "no price")] = None
+    """what a node costs"""
+    budget: Annotated[tuple[str, ...], _optional("KIND=AMOUNT …", "equal steps")] = ()
+    """each trains as many steps as it is enough for: time=10h, cost=500 (dollars), wire=2GB (per node), examples=1e6"""
+    at: Annotated[float | None, _optional("N", "the model that is trained")] = None
+    """parameters of the model whose prices count for --budget; bytes and hours are those of this model then"""
+
+
+@dataclass
+class Output:
+    """results, logs and checkpoints"""
+
+    out: Annotated[str, arg(metavar="DIR")] = "vsim-out"
+    """folder for figures and data"""
+    run_name: Annotated[str | None, _optional("NAME")] = None
+    """log every step to LOG_DIR/NAME/<strategy>/*.csv"""
+    tensorboard: bool = False
+    """write TensorBoard events to LOG_DIR, too"""
+    wandb_project: Annotated[str | None, _optional("NAME")] = None
+    """log to this project of Weights & Biases"""
+    log_dir: Annotated[str | None, _optional("LOG_DIR", "logs")] = None
+    """folder of all logs"""
+    save_dir: Annotated[str | None, _optional("DIR")] = None
+    """save all runs there at the end, and when interrupted (Ctrl-C)"""
+    checkpoint_interval: Annotated[int | None, _optional("STEPS")] = None
+    """steps between checkpoints; default: only at the end"""
+    resume: bool = False
+    """continue with what is in --save-dir"""
+
+
+@dataclass
+class Compare:
+    """Train the same model with several strategies, and compare loss and bytes."""
+
+    problem: Problem
+    training: Training
+    priced: Price
+    output: Output
+    strategies: _Names = ()
+    """what to compare, see below; with --preset these alone are added to it"""
+    preset: Annotated[tuple[str, ...], _optional("NAME …", "none")] = ()
+    """strategies with the hyperparameters of their papers, see below"""
+    tune: Annotated[tuple[str, ...], _optional("NAME=V,V,… …", "none")] = ()
+    """values to try for arguments; each strategy is compared with its own best, found with other seeds"""
+    extend: Annotated[str | None, _optional("FILE", "train all")] = None
+    """a comparison.json of the same problem: train only strategies and seeds that it does not have"""
+
+
+@dataclass
+class Sweep:
+    """Train with every combination of some settings of a strategy, and find the best."""
+
+    problem: Problem
+    training: Training
+    priced: Price
+    output: Output
+    settings: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=V,V,… …")]
+    """arguments of the strategy, num_nodes or batch_size, with the values to try"""
+    strategy: str = "diloco"
+    """what to train"""
+    halving: Annotated[int | None, _optional("F")] = None
+    """at each of several rungs, let only the best 1/F of the settings continue"""
+    extend: Annotated[str | None, _optional("FILE", "train all")] = None
+    """a sweep.json of the same problem: train only settings and seeds that it does not have"""
+
+
+@dataclass
+class Show:
+    """Print the tables of runs that were saved, or that are still going on."""
+
+    paths: _Paths
+    """comparison.json or sweep.json, or their folders; a --save-dir; or a folder of CSV logs, LOG_DIR/NAME"""
+    target_loss: Annotated[float | None, _optional("LOSS")] = None
+    """show what each run took to this validation loss"""
+    network: _Network = None
+    """show hours on it: "200 Mbit/s, 50 ms" """
+    compute: _Compute = None
+    """time that a node computes in a step: 0.8, or '800 ms'"""
+
+
+@dataclass
+class Report:
+    """Write a page of comparisons that were saved: curves, table and maps, with sliders for network and compute."""
+
+    paths: _Paths
+    """comparison.json or sweep.json, or their folders; or a --save-dir, also of runs that still train"""
+    out: Annotated[str, arg(metavar="FILE")] = "report.html"
+    """the page, one HTML file"""
+    network: _Network = None
+    """where the sliders stand at first, "200 Mbit/s, 50 ms" """
+    compute: _Compute = None
+    """time that a node computes in a step: 0.8, or '800 ms'"""
+    title: Annotated[str | None, _optional("TEXT", "the names of the files")] = None
+    """of the page"""
+
+
+@dataclass
+class Watch:
+    """Show a page of runs in this machine's browser, which follows as they train; Ctrl-C ends it."""
+
+    paths: _Paths
+    """a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder"""
+    port: int = 0
+    """where to listen; 0 is any that is free"""
+    every: Annotated[float, arg(metavar="SECONDS")] = 5.0
+    """how often to look at the files"""
+    network: _Network = None
+    """where the sliders stand at first, "200 Mbit/s, 50 ms" """
+    compute: _Compute = None
+    """time that a node computes in a step: 0.8, or '800 ms'"""
+    only: Annotated[tuple[str, ...], arg(metavar="WORDS …", help_behavior_hint="(default: all)")] = ()
+    """show runs with these words in their names, such as diloco, 'H=10 lr=0.001' or '*avg'"""
+
+
+@dataclass
+class Time:
+    """Tell how long runs would take on a network, without training."""
+
+    compute: Annotated[str, arg(metavar="SECONDS")]
+    """time that a node computes in a step: 0.8, or '800 ms'"""
+    strategies: _Names = ()
+    """what to price, see below"""
+    parameters: Annotated[float, arg(metavar="N")] = 1e9
+    """number of parameters of the model"""
+    bytes_per_parameter: Annotated[int, arg(metavar="B")] = 4
+    """1, 2, 4 or 8"""
+    nodes: Annotated[int, arg(metavar="K")] = 4
+    """number of nodes"""
+    steps: int = 1000
+    """optimizer steps"""
+    network: Annotated[str, arg(metavar="'BANDWIDTH, LATENCY'")] = "200 Mbit/s, 50 ms"
+    """bandwidth, latency, algorithm of collectives, such as '1 Gbit/s, 5 ms, tree'; a ring if none is named"""
+    layers: Annotated[int | None, _optional("L", "no overlap")] = None
+    """overlap messages with the backward pass, layer by layer"""
+
+
+@dataclass
+class Verify:
+    """Train in the simulator and in one process per node, and compare the bits after every step."""
+
+    problem: Problem = field(default_factory=lambda: Problem(steps=50))
+    strategy: str = "diloco:H=10"
+    """what to verify"""
+    threads: Annotated[int | None, _optional(default="the machine's / K")] = None
+    """CPU threads of every process"""
+    processes: Annotated[int | None, _optional("N", "none")] = None
+    """compare with this number of processes, too, which hold several nodes each"""
+
+
+Command = Compare | Sweep | Show | Report | Watch | Time | Verify
