@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,19 +15,16 @@ from errors import refused, unnamed
 from separate import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import vsim
 from vsim import Trainer, load_checkpoint
-from vsim.data import text_file
-from vsim.engine import VmapError
 from vsim.logger import CSVLogger
 from vsim.network import Compute
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     Compressor,
-    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -73,33 +70,6 @@ class Model(nn.Module):
         return self.loss(self.linear(batch[0]), batch[1])
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield torch.ones(1)
-
-
-class Words(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"text": "word", "y": index}
-
-
-def half_double() -> nn.Module:
-    model = small_mlp()
-    model.layers[3].double()
-    return model
-
-
-def half_meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta").requires_grad_(False))
-
-
-def lazy_buffer() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 5), nn.LazyBatchNorm1d(affine=False))
-
-
 def uncopyable() -> nn.Module:
     model = small_mlp()
     model.kept = model.layers[0].weight * 2
@@ -110,19 +80,16 @@ def own_shards(rank: int, num_nodes: int, train: bool) -> TensorDataset:
     return vectors(num_nodes - 1 - rank)
 
 
-def lost_weight() -> nn.Module:
-    model = small_mlp()
-    model.layers[0].weight.data[0, 0] = torch.nan
-    return model
-
-
-def selecting(outputs: Tensor, targets: Tensor) -> Tensor:
-    loss = F.cross_entropy(outputs, targets)
-    return loss[loss > 0].sum()
+def beside(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 5), layer)
 
 
 def not_finite(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) * torch.nan
+
+
+def infinite(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) * torch.inf
 
 
 def compared(name: Any = "one", **options: Any) -> Any:
@@ -181,42 +148,28 @@ class Mixing(Strategy):
 OF_FIT: list[tuple[str, Any, type[Exception], str]] = [
     ("num_node", 2, TypeError, "fit() … did you mean 'num_nodes'"),
     ("qqq", 2, TypeError, "Valid: strategy, num_nodes, num_epochs"),
-    ("num_nodes", 0, ValueError, ">= 1 … 0"),
-    ("num_nodes", 1.5, TypeError, "whole number … 1.5 … float"),
-    ("num_nodes", True, TypeError, "True … bool"),
     ("num_nodes", 10**12, ValueError, "1000000000000 … GB … fit"),
-    ("val_interval", 0, ValueError, ">= 1 … 0"),
     ("seed", 2**64, ValueError, "from 0 to … 18446744073709551616"),
-    ("shuffle", "no", TypeError, "True or False … no"),
     ("device", "gpu", ValueError, "this machine has … gpu … cpu"),
     ("device", "meta", ValueError, "this machine has … meta … cpu"),
     ("device", "cpu:7", ValueError, "this machine has … cpu:7"),
-    ("compile", "trace", TypeError, "True or False … trace"),
     ("executor", "map", ValueError, "'auto', 'vmap', 'loop' … map"),
     ("run_name", "a\0b", ValueError, "folder"),
     ("run_name", "a" * 300, ValueError, "at most 200 bytes"),
-    ("save_dir", 3, TypeError, "path … 3"),
     ("resume", 3, TypeError, "True … path … 3"),
-    ("train_loss_hook", 3, TypeError, "(step, loss) … 3"),
     ("eval_loss_hook", print, ValueError, "val_dataset"),
     ("strategy", None, TypeError, "Strategy object … None"),
     ("strategy", DiLoCoStrategy, TypeError, "Strategy object … class"),
     ("loss_fn", nn.CrossEntropyLoss, TypeError, "(outputs, y) … CrossEntropyLoss"),
-    ("loss_fn", "mse", TypeError, "(outputs, y) … mse"),
     ("loss_fn", nn.Linear(5, 1), ValueError, "trainable parameters … part of the model … freeze"),
-    ("dataloader_kwargs", ["drop_last"], TypeError, "dict … ['drop_last']"),
     ("dataloader_kwargs", {3: 1}, TypeError, "3 … Valid: num_workers"),
     ("dataloader_kwargs", {"num_worker": 1}, TypeError, "num_worker … did you mean 'num_workers'"),
-    ("dataloader_kwargs", {"num_workers": "2"}, TypeError, "num_workers … whole number … 2"),
     ("dataloader_kwargs", {"batch_size": 1}, TypeError, "batch_size"),
     ("dataloader_kwargs", {"sampler": [0, 1]}, TypeError, "sampler … Subset(dataset, list(sampler))"),
     ("dataloader_kwargs", {"batch_sampler": [[0]]}, TypeError, "batch_sampler … Subset(dataset … batch_size="),
     ("dataloader_kwargs", {"shuffle": False}, TypeError, "give … shuffle="),
     ("dataloader_kwargs", {"generator": None}, TypeError, "generator … seed="),
     ("dataloader_kwargs", {"collate_fn": "pad"}, TypeError, "collate_fn … (samples) … pad"),
-    ("dataloader_kwargs", {"drop_last": "no"}, TypeError, "drop_last … True or False … no"),
-    ("dataloader_kwargs", {"in_order": None}, TypeError, "in_order … True or False … None"),
-    ("dataloader_kwargs", {"timeout": -1}, ValueError, "timeout … >= 0 … -1"),
 ]
 
 
@@ -231,7 +184,7 @@ NO_LOSS = "the loss does not depend on any trainable parameter"
 chained = ChainedScheduler, ChainedScheduler([StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 2)])
 short = {"inner_optim": "sgd", "lr_scheduler": OneCycleLR, "lr_scheduler_kwargs": {"max_lr": 0.1, "total_steps": 3}}
 priced = {"parameters": 1e6, "num_nodes": 2, "max_steps": 2, "network": 1e9, "compute": 1}
-drops, asynchronous = {"drop_last": True}, {"strategy": Asynchronous(), "compute": 1}
+asynchronous = {"strategy": Asynchronous(), "compute": 1}
 # What a user did, the error, and what it says.
 TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # Arguments that do not fit together, or have no effect
@@ -254,82 +207,48 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fit(strategy=Asynchronous(), compute=Compute(1, layers=3)), ValueError, "layers … Asynchronous"),
     (lambda: vsim.price(Asynchronous(), **priced), ValueError, "Asynchronous … compute"),
     (lambda: vsim.verify(small_mlp(), vectors(), Asynchronous(), 2), ValueError, "Asynchronous … simulated only"),
-    (lambda: compared(seeds=3), TypeError, "seeds … list … 3"),
     (lambda: compared(""), ValueError, "strategy … name … empty"),
     (lambda: compared(3), TypeError, "names of strategies … strings … 3"),
     # Data
-    (lambda: fit(data=vectors(0)), ValueError, "train_dataset … empty"),
-    (lambda: fit(val=vectors(0)), ValueError, "val_dataset … empty"),
-    (lambda: fit(data=own_shards), ValueError, "train_dataset(1, 2, True) … empty"),
     (lambda: fit(data=vectors(3), num_nodes=5), ValueError, "3 examples … 5 nodes … num_nodes"),
-    (lambda: fit(data=vectors(8), dataloader_kwargs=drops), ValueError, "drop_last … batch_size=16 … 0: 4, 1: 4"),
-    (lambda: fit(data=Stream()), TypeError, "train_dataset … Stream"),
     (lambda: fit(data=DataLoader(vectors())), TypeError, "train_dataset … DataLoader"),
-    (lambda: fit(data=TensorDataset), TypeError, "train_dataset … type"),
-    (lambda: fit(val=7), TypeError, "val_dataset … int"),
-    (lambda: fit(data=Words()), ValueError, "tensors … batch['text']"),
-    (lambda: fit(val=Words()), ValueError, "tensors … batch['text']"),
     (lambda: fit(classification(), no_pairs, loss_fn=F.nll_loss), ValueError, "loss_fn= … (x, y) … tuple of 1"),
-    (lambda: text_file("no/such/file.txt"), FileNotFoundError, "no/such/file.txt"),
     # Models and losses
     (lambda: Trainer(lambda x: x, vectors()), TypeError, "model … torch.nn.Module … function"),
-    (lambda: Trainer(nn.Linear, vectors()), TypeError, "model … torch.nn.Module … type"),
     (lambda: fit(nn.Identity()), ValueError, "no trainable parameter"),
-    (lambda: fit(half_double()), ValueError, "torch.float32 … layers.3.weight: torch.float64 … layers.3.bias"),
+    (lambda: fit(beside(nn.Linear(5, 5).double())), ValueError, "torch.float32 … 1.weight: torch.float64 … 1.bias"),
     (lambda: fit(nn.LazyLinear(3)), ValueError, "'weight', 'bias' … not initialised"),
-    (lambda: fit(lazy_buffer()), ValueError, "1.running_mean … not initialised"),
+    (lambda: fit(beside(nn.LazyBatchNorm1d(affine=False))), ValueError, "1.running_mean … not initialised"),
     (lambda: fit(small_mlp().to("meta")), ValueError, "layers.0.weight … meta"),
-    (lambda: fit(half_meta()), ValueError, "'1.weight', '1.bias' … meta"),
-    (lambda: fit(uncopyable()), TypeError, "copy.deepcopy … deepcopy protocol"),
-    (lambda: fit(lost_weight()), FloatingPointError, "step 1 … nodes [0, 1]"),
-    (lambda: fit(Model(not_finite)), FloatingPointError, "step 1 … nodes [0, 1] … node 0: nan, node 1: nan"),
-    (lambda: fit(Model(lambda o, y: o.mean() + 1j)), ValueError, "loss … real … torch.complex64"),
-    (lambda: fit(Model(lambda o, y: o.mean().long())), ValueError, NO_LOSS),
-    (lambda: fit(Model(lambda o, y: {"logits": o})), ValueError, "scalar … loss … dict … loss_fn="),
-    (lambda: fit(Model(lambda o, y: o)), ValueError, "loss … (15, 5) … loss_fn="),
-    (lambda: fit(classification(), loss_fn=nn.CrossEntropyLoss(reduction="none")), ValueError, "loss … scalar"),
-    (lambda: fit(Model(selecting), executor="vmap"), VmapError, "`return loss[loss > 0].sum()` … executor='loop'"),
-    # Strategies and optimizers
     (
-        lambda: FedAvgStrategy(h=3),
-        TypeError,
-        "FedAvgStrategy() … 'h' … island_size, H, average",
+        lambda: fit(beside(nn.Linear(3, 3, device="meta").requires_grad_(False))),
+        ValueError,
+        "'1.weight', '1.bias' … meta",
     ),
+    (lambda: fit(uncopyable()), TypeError, "copy.deepcopy … deepcopy protocol"),
+    (lambda: fit(Model(not_finite)), FloatingPointError, "step 1 … nodes [0, 1] … node 0: nan, node 1: nan"),
+    (
+        lambda: fit(Model(infinite), num_nodes=12),
+        FloatingPointError,
+        "nodes [0, 1, 2 … 11] … node 0: inf … node 7: inf",
+    ),
+    (lambda: fit(Model(lambda o, y: o.mean() + 1j)), ValueError, "loss … real … torch.complex64"),
+    (lambda: fit(Model(lambda o, y: {"logits": o})), ValueError, "scalar … loss … dict … loss_fn="),
+    (lambda: fit(classification(), loss_fn=nn.CrossEntropyLoss(reduction="none")), ValueError, "loss … scalar"),
+    # Strategies and optimizers
+    (lambda: FedAvgStrategy(h=3), TypeError, "FedAvgStrategy() … 'h' … island_size, H, average"),
     (lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy … 'H'"),
     (lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "outer_lrr … did you mean 'outer_lr'"),
-    (lambda: OptimSpec("sgd", momentun=1), TypeError, "SGD … did you mean 'momentum'"),
-    (lambda: DiLoCoCommunicator(-2), ValueError, "H … >= 1 … -2"),
-    (lambda: FedAvgStrategy(H=0), ValueError, "H … >= 1 … 0"),
-    (lambda: AveragingCommunicator(every=0), ValueError, "every … >= 1 … 0"),
-    (lambda: SPARTAStrategy(p_sparta=2), ValueError, "p_sparta … > 0 and <= 1 … 2"),
-    (lambda: SPARTAStrategy(sparta_interval=0), ValueError, "sparta_interval … 0"),
-    (lambda: DeMoStrategy(compression_chunk=0), ValueError, "compression_chunk … 0"),
     (lambda: fit(strategy=FedAvgStrategy(island_size=3)), ValueError, "island_size … from 1 to 2 … 3"),
-    (lambda: FedAvgStrategy(average="medain"), ValueError, "average … medain … did you mean 'median'"),
-    (
-        lambda: Strategy([SimpleReduceStrategy()]),
-        TypeError,
-        "communication_modules … SimpleReduceStrategy",
-    ),
+    (lambda: Strategy([SimpleReduceStrategy()]), TypeError, "communication_modules … SimpleReduceStrategy"),
     (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, "communication_modules … class"),
     (lambda: CommunicateOptimizeStrategy(AveragingCommunicator()), TypeError, "communication_modules"),
     (lambda: Strategy([DiLoCoCommunicator(2)] * 2), ValueError, "DiLoCoCommunicator"),
     (lambda: Strategy([GradientAverage(), GradientAverage("median")]), ValueError, "GradientAverage"),
     (lambda: DiLoCoStrategy(average=compress(TopK)), TypeError, "compressor … Compressor"),
-    (lambda: Strategy(optim_spec="sgd", inner_optim="sgd"), TypeError, "Strategy() … inner_optim … optim_spec"),
     (lambda: DiLoCoStrategy(outer_optim="sgd", outer_optim_spec="sgd"), TypeError, "outer_optim … outer_optim_spec"),
-    (lambda: FedAvgStrategy(lr=0.1, inner_lr=0.1), TypeError, "lr … inner_lr"),
-    (lambda: Strategy(inner_optim=OptimSpec("sgd", lr=0.1), lr=0.2), TypeError, "rate … 0.2 … OptimSpec(SGD, lr=0.1)"),
-    (lambda: FedAvgStrategy(lr=float("nan")), ValueError, "lr … >= 0 … nan"),
-    (lambda: Strategy(lr=float("inf")), ValueError, "lr … finite … inf"),
     (lambda: OptimSpec("sgd", lr=float("inf")), ValueError, "lr=inf … finite"),
-    (lambda: DiLoCoStrategy(outer_lr=0), ValueError, "outer_lr … > 0 … 0"),
     (lambda: DiLoCoStrategy(outer_optim=OptimSpec("sgd", lr=0.0)), ValueError, "outer_lr … > 0"),
-    (lambda: FedAvgStrategy(max_norm=0), ValueError, "max_norm … > 0 … 0"),
-    (lambda: Strategy(max_norm=float("inf")), ValueError, "max_norm … finite … inf"),
-    (lambda: FedAvgStrategy(inner_optim="adamv"), ValueError, "adamv … did you mean 'adam'"),
-    (lambda: FedAvgStrategy(inner_optim=3), TypeError, "torch.optim … 3"),
-    (lambda: FedAvgStrategy(inner_optim="lbfgs"), ValueError, "LBFGS … closures"),
     (lambda: fit(strategy=Mixing()), TypeError, "Adafactor … mix nodes"),
     (lambda: fit(strategy=DiLoCoStrategy(outer_optim="muon")), ValueError, "Muon"),
     (lambda: OptimSpec("adamw", betas=0.9), TypeError, "OptimSpec(AdamW, betas=0.9)"),
@@ -337,11 +256,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: OptimSpec("sgd", lr="x"), TypeError, "OptimSpec(SGD, lr='x')"),
     (lambda: OptimSpec("adam", fused=True, foreach=True), ValueError, "fused=True … foreach=True"),
     (lambda: OptimSpec("sgd", differentiable=True), ValueError, "differentiable=True"),
-    (lambda: FedAvgStrategy(lr_scheduler="cosin"), ValueError, "lr_scheduler … 'cosine', 'lambda_cosine' … cosin"),
-    (lambda: FedAvgStrategy(lr_scheduler_kwargs={"gamma": 0.1}), TypeError, "lr_scheduler_kwargs … lr_scheduler="),
-    (lambda: Strategy(lr_scheduler=StepLR, lr_scheduler_kwargs=[3]), TypeError, "lr_scheduler_kwargs … dict … [3]"),
     (lambda: Strategy(lr_scheduler=StepLR, lr_scheduler_kwargs={"step_size": 0}), ValueError, "StepLR(step_size=0)"),
-    (lambda: FedAvgStrategy(lr_scheduler=StepLR), TypeError, "StepLR() … step_size"),
     (lambda: fit(strategy=Strategy(**short), max_steps=4), ValueError, "OneCycleLR … 3 steps … total_steps=4"),
     *(
         (partial(Strategy, lr_scheduler=scheduler), TypeError, f"lr_scheduler … {name}")
@@ -363,11 +278,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
         for strategy in (SimpleReduceStrategy, partial(DiLoCoStrategy, H=1))
     ),
     *(
-        (
-            partial(made_and_fit, DiLoCoStrategy, H=1, average=compress(bad)),
-            TypeError,
-            f"1 tensors … {found}",
-        )
+        (partial(made_and_fit, DiLoCoStrategy, H=1, average=compress(bad)), TypeError, f"1 tensors … {found}")
         for bad, found in ((Bare(), "Tensor"), (Silent(), "NoneType"))
     ),
     (lambda: made_and_fit(Strategy, inner_optim="sgd", lr=1e30), FloatingPointError, "non-finite … nodes [0, 1]"),
@@ -477,19 +388,6 @@ def test_a_batch_that_does_not_fit_the_model(name: str, executor: str) -> None:
 def test_labels_of_the_validation_data_that_the_model_does_not_know() -> None:
     with refused(IndexError, "out of bounds", "validation after step 0", "3 to 7"):
         fit(classification(), val=TensorDataset(X, Y + 3), loss_fn=F.cross_entropy)
-
-
-@pytest.mark.parametrize("executor", ["vmap", "loop"])
-def test_outputs_that_hold_the_loss(executor: str) -> None:
-    def weights(wrapped: Callable[[Tensor], Any]) -> Tensor:
-        torch.manual_seed(0)
-        trained = fit(Model(lambda outputs, y: wrapped(F.cross_entropy(outputs, y))), vectors(), executor=executor)
-        return torch.cat([p.detach().flatten() for p in trained.parameters()])
-
-    with torch.random.fork_rng():
-        forms = (lambda loss: loss, lambda loss: {"loss": loss}, Outputs, lambda loss: (loss.expand(3), loss))
-        alone, *others = map(weights, forms)
-    assert all(torch.equal(alone, other) for other in others)
 
 
 def test_what_is_allowed_after_an_error() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,17 +14,7 @@ import torch.nn.functional as F
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import (
-    TASKS,
-    AverageWeights,
-    Task,
-    images,
-    small_cnn,
-    small_gpt,
-    small_mlp,
-    train_separately,
-    vectors,
-)
+from separate import TASKS, AverageWeights, Task, images, small_cnn, small_gpt, small_mlp, train_separately, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
@@ -50,15 +40,13 @@ def fit(trainer: Trainer, strategy: Strategy | None = None, **options: Any) -> n
 # What comes back
 
 
-@both_executors
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_the_final_model_is_the_mean_of_the_nodes(task: Task, executor: str) -> None:
+def test_the_final_model_is_the_mean_of_the_nodes(task: Task) -> None:
     model = task.model().eval()
     before = copy.deepcopy(model.state_dict())
     trainer = Trainer(model, task.data(), task.data())
-    final = fit(trainer, executor=executor)
+    final = fit(trainer)
     assert type(final) is type(model) and final is not model and not final.training
-    assert trainer.strategy is not None
     cluster = trainer.strategy.cluster
     assert torch.equal(parameters_to_vector(final.parameters()), cluster.weights.mean(0))
     for name, buffer in final.named_buffers():
@@ -73,70 +61,29 @@ def test_frozen_and_tied_parameters() -> None:
     model = small_gpt()
     model.positions.weight.requires_grad_(False)
     final = fit(Trainer(model, TASKS[2].data()))
-    assert isinstance(final, type(model))
     assert torch.equal(final.positions.weight, model.positions.weight)
     assert not final.positions.weight.requires_grad
     assert final.lm_head.weight is final.tokens.weight
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
 
 
-# How long
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        # 29 examples on 3 nodes are shards of 10: 3 batches of at most 4.
-        ({"num_epochs": 1}, 3),
-        ({"num_epochs": 2}, 6),
-        ({"num_epochs": 2, "max_steps": 4}, 4),
-        ({"num_epochs": 1, "max_steps": 8}, 8),
-        ({"num_epochs": 2, "dataloader_kwargs": {"drop_last": True}}, 4),
-        ({"num_epochs": 1, "batch_size": 100}, 1),
-        ({"num_epochs": 1, "num_nodes": 1}, 8),
-    ],
-)
-def test_the_number_of_steps(options: dict[str, Any], steps: int) -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    fit(trainer, **{"max_steps": None, **options})
-    assert trainer.history["step"][-1] == steps and len(trainer.history) == steps + 1
-    assert options != {"num_epochs": 2} or trainer.history["examples"][-1] == 2 * 3 * 10
-
-
-def test_sequences_are_examples_of_many_tokens() -> None:
-    sequences = Trainer(small_gpt(), TASKS[2].data())
-    fit(sequences, num_epochs=1, max_steps=None)
-    assert sequences.history["examples"][-1] == 30  # of 7 tokens each
-
-
 # Measurements
 
 
-@pytest.mark.parametrize(
-    ("task", "executor", "strategy"),
-    [
-        (task, executor, strategy(H=3, lr=0.01))
-        for i, task in enumerate(TASKS)
-        for executor, strategy in zip(
-            ["vmap", "loop"], [DiLoCoStrategy, FedAvgStrategy][:: 1 - 2 * (i % 2)], strict=True
-        )
-    ],
-)
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy(H=3, lr=0.01), FedAvgStrategy(H=3, lr=0.01)])
+@pytest.mark.parametrize(("task", "executor"), [*zip(TASKS, ["vmap", "loop", "vmap"], strict=True)])
 def test_validation_by_hand(task: Task, executor: str, strategy: Strategy) -> None:
     trainer = Trainer(task.model(), task.data(), task.data())
     # After 5 steps the replicas have drifted apart again; 11 examples are pieces of 4, 4 and 3.
     final = fit(trainer, strategy, executor=executor, val_size=11).eval()
-    batch = validation_examples(task.data(), 11, None).batch
-    assert trainer.strategy is not None
-    cluster = trainer.strategy.cluster
+    batch, cluster = validation_examples(task.data(), 11, None).batch, trainer.strategy.cluster
 
     def measure(weights: Tensor, buffers: dict[str, Tensor]) -> tuple[float, float]:
         with torch.no_grad():
             loss, accuracy = cluster.replicas.as_module(weights, buffers, final).loss_and_accuracy(batch)
         return float(loss), float(accuracy)
 
-    buffers = cluster.replicas.buffers
-    nodes = [measure(cluster.weights[k], {n: b[k] for n, b in buffers.items()}) for k in range(3)]
+    nodes = [measure(cluster.weights[k], {n: b[k] for n, b in cluster.replicas.buffers.items()}) for k in range(3)]
     average, _ = measure(parameters_to_vector(final.parameters()), dict(final.named_buffers()))
     overall = measure(trainer.strategy.global_weights(), dict(final.named_buffers()))
     losses = [loss for loss, _ in nodes]
@@ -161,9 +108,10 @@ def test_replicas_that_are_equal_are_validated_alike() -> None:
     assert trainer.history["node_loss_std"][0] == 0 and trainer.history["node_loss_std"][-1] > 0  # statistics differ
     trainer = Trainer(small_mlp(), vectors(), vectors())
     fit(trainer, FedAvgStrategy(H=1))
-    history = trainer.history
-    assert history["node_loss_std"][-1] == 0
-    assert history["local_loss"][-1] == history["global_loss"][-1] == history["average_loss"][-1]
+    local, overall, average, std = (
+        trainer.history[f"{name}"][-1] for name in ("local_loss", "global_loss", "average_loss", "node_loss_std")
+    )
+    assert std == 0 and local == overall == average
 
 
 def test_measurements_that_cannot_be_made_are_nan() -> None:
@@ -186,7 +134,7 @@ def test_a_factory_makes_the_validation_data_of_the_first_node() -> None:
     fit(trainer)
     assert asked == [(0, True), (1, True), (2, True), (0, False)]
     fit(other)
-    assert trainer.history["global_loss"].tolist()[-1] == other.history["global_loss"].tolist()[-1]
+    assert trainer.history.last("global_loss") == other.history.last("global_loss")
 
 
 @settings(max_examples=40)
@@ -200,25 +148,20 @@ def test_divergence_and_correlation_are_numpys(num_nodes: int, columns: int, at_
     mean = rows.mean(0)
     distance = np.sqrt(((rows - mean) ** 2).sum(1).mean())
     assert found["divergence"] == pytest.approx(distance / np.linalg.norm(mean), rel=1e-4, abs=1e-6)
-    if num_nodes == 1:
-        assert np.isnan(found["correlation"])
-    else:
-        pairs = np.corrcoef(rows)[np.triu_indices(num_nodes, 1)]
-        assert found["correlation"] == pytest.approx(pairs.mean(), rel=1e-3, abs=1e-4)
+    pairs = np.corrcoef(rows)[np.triu_indices(num_nodes, 1)] if num_nodes > 1 else np.array([np.nan])
+    assert found["correlation"] == pytest.approx(pairs.mean(), rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 def test_spread_is_measured_when_asked_for() -> None:
     trainer = Trainer(small_mlp(), vectors())
-    fit(trainer, Strategy(lr=0.01), correlation_interval=2)
-    assert trainer.strategy is not None
+    fit(trainer, Strategy(lr=0.01), correlation_interval=2, max_steps=4)
     steps, divergence = trainer.history.measured("step", "divergence")
     assert steps.tolist() == [0, 2, 4] and divergence[0] == 0 and (np.diff(divergence) > 0).all()
-    fit(trainer, Strategy(lr=0.01), correlation_interval=5)
-    assert trainer.history["divergence"][-1] == replica_spread(trainer.strategy.cluster.weights)["divergence"]
+    assert divergence[-1] == replica_spread(trainer.strategy.cluster.weights)["divergence"]
     assert np.isnan(replica_spread(torch.zeros(2, 3))["divergence"])
 
 
-# Hooks, interrupts, progress
+# Errors and progress
 
 
 @both_executors
@@ -235,20 +178,7 @@ def test_a_loss_that_is_not_finite_names_step_and_nodes(executor: str) -> None:
     assert trainer.history["step"].tolist() == [0, 1, 2] and len(trainer.ledger) == 1
 
 
-def test_infinite_losses_are_not_finite() -> None:
-    class Exploding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, batch: list[Tensor]) -> Tensor:
-            return self.weight * batch[0].mean() / 0
-
-    with refused(FloatingPointError, "step 1 … nodes [0, 1, 2 … 11] … node 0: inf … node 7: inf"):
-        fit(Trainer(Exploding(), TensorDataset(torch.ones(12, 1))), num_nodes=12)
-
-
-def test_the_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar(capsys, monkeypatch) -> None:
     trainer = Trainer(small_mlp(), vectors(), vectors())
     for progress in (False, True):  # nor into a file or a pipe
         fit(trainer, progress=progress)
@@ -259,13 +189,9 @@ def test_the_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert out == "" and "DiLoCo × 3" in err and "5/5" in err
     assert f"loss {trainer.history.last('train_loss'):.3f}, 0.00 MB sent" in err
     assert "compiling" not in err
-
-
-def test_progress_says_what_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(VmapExecutor, "preparing", CompiledExecutor.preparing)
     monkeypatch.setattr(VmapExecutor, "compile_seconds", None, raising=False)
-    fit(Trainer(small_mlp(), vectors(), vectors()), progress=True)
+    fit(trainer, progress=True)
     assert "compiling: some 10 to 60 s" in capsys.readouterr().err
     vsim.compare(small_mlp(), vectors(), strategies={"a": Strategy(), "b": Strategy(lr=0.1)}, num_nodes=2, max_steps=3)
     assert "compiling: some 10 to 60 s" in capsys.readouterr().err
@@ -274,10 +200,10 @@ def test_progress_says_what_takes_long(capsys: pytest.CaptureFixture[str], monke
 # Where
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(monkeypatch) -> None:
     trainer = Trainer(small_mlp(), vectors(), device="cpu")
     fit(trainer, device=torch.device("cpu"))
-    assert trainer.strategy is not None and trainer.strategy.cluster.weights.device.type == "cpu"
+    assert trainer.strategy.cluster.weights.device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -291,19 +217,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_device("cuda")
 
 
-@pytest.mark.parametrize("options", [{"gradient_accumulation": 2}, {"minibatch_size": 1}])
-@both_executors
-def test_gradient_accumulation_is_the_whole_batch(options: dict[str, int], executor: str) -> None:
-    # Shards of 10 give batches of 4, 4 and 2: the last is in other pieces. SGD, so that rounding stays small.
-    def weights(**options: Any) -> Tensor:
-        trainer = Trainer(small_mlp(), vectors())
-        fit(trainer, FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1), executor=executor, **options)
-        assert trainer.strategy is not None
-        return torch.cat(
-            [trainer.strategy.cluster.weights.flatten(), torch.tensor(trainer.history.node_losses).flatten()]
-        )
-
-    torch.testing.assert_close(weights(**options), weights(), rtol=1e-5, atol=1e-6)
+# Batches of different lengths
 
 
 def texts(length: int | None = None) -> Any:
@@ -351,7 +265,6 @@ def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], 
     trainer = Trainer(kind(), texts())
     strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
     fit(trainer, strategy, executor=executor, dataloader_kwargs={"collate_fn": padded}, **options)
-    assert trainer.strategy is not None
     torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights)
     torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(expected.losses))
     assert trainer.history.executor == ("loop" if kind is Choosing else executor)
@@ -384,7 +297,7 @@ def test_a_run_trains_in_any_mode_of_its_caller(mode: Any, executor: str) -> Non
     def trained() -> list[Tensor]:
         model, seen = small_cnn(), list[nn.Module]()
         model.head.bias.requires_grad_(False)
-        options: dict[str, Any] = {"executor": executor, "max_steps": 2, "num_nodes": 2}
+        options: dict[str, Any] = {"executor": executor, "max_steps": 1, "num_nodes": 2}
         trainer = Trainer(model, images(), images())
         nested = Trainer(model, images())
         final = fit(trainer, callbacks=[lambda run: seen.append(fit(nested, **options))], **options)
@@ -407,25 +320,6 @@ def test_processes_train_in_inference_mode() -> None:
     with torch.inference_mode():
         report = vsim.verify(Choosing(), texts(), FedAvgStrategy(H=2, lr=0.01), 3, 6, num_processes=2, **options)
     assert report.identical, report
-
-
-def test_all_faces_train_in_inference_mode() -> None:
-    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 3, "batch_size": 4, "progress": False}
-
-    def trained() -> list[Tensor]:
-        strategies = {"a": FedAvgStrategy(H=2, lr=0.01)}
-        compared = vsim.compare(
-            lambda seed: small_mlp(), vectors(), vectors(), strategies=strategies, seeds=[1], **options
-        )
-        settings = {"strategy": FedAvgStrategy, "settings": {"H": [1, 2], "lr": 0.01}}
-        swept = vsim.sweep(small_mlp(), vectors(), vectors(), **settings, **options)
-        models = [run.model for comparison in (compared, swept) for name in comparison for run in comparison.runs(name)]
-        return [parameters_to_vector(model.parameters()).detach() for model in models]
-
-    expected = trained()
-    with torch.inference_mode():
-        found = trained()
-    assert all(map(torch.equal, found, expected)) and len(found) == len(expected) == 3
 
 
 # Forms of a model and its batches
@@ -455,9 +349,13 @@ class HuggingFaces(Layer):
         return {"loss": Layer.forward(self, (input_ids, labels)), "logits": nn.Linear.forward(self, input_ids)}
 
 
+class Output(NamedTuple):
+    loss: Tensor
+
+
 class OfDict(Layer):
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        return Layer.forward(self, (batch["input_ids"], batch["labels"]))
+        return Output(Layer.forward(self, (batch["input_ids"], batch["labels"])))
 
 
 class Outputs(Layer):
