@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ from hypothesis import strategies as st
 from separate import shard_batches
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from vsim.data import Batches, Order, epoch_indices
+from vsim.data import Batches, Order
 from vsim.data.batches import evened, joined, of_rows, resolve, sizes_of, validation_examples
 from vsim.data.order import Uneven
 
@@ -49,84 +48,26 @@ def taken(batches: Iterator[Any], count: int) -> list[Any]:
     return list(itertools.islice(batches, count))
 
 
-def by_torch(num_examples: int, num_nodes: int, batch_size: int, steps: int, **options: Any) -> list[Tensor]:
-    """The stacked batches (K, b) of indices that K processes load."""
-    options = {"shuffle": True, "seed": 0, **options}
-    dataset = TensorDataset(torch.arange(num_examples))
-    loaders = [shard_batches(dataset, num_nodes, node, batch_size, **options) for node in range(num_nodes)]
-    return [torch.stack([next(loader)[0] for loader in loaders]) for _ in range(steps)]
-
-
-# Order
-
-shapes = given(
+@given(
     num_examples=st.integers(1, 50),
     num_nodes=st.integers(1, 7),
     batch_size=st.integers(1, 9),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**31),
+    drop_last=st.booleans(),
 )
-
-
-@shapes
-def test_epochs_are_those_of_distributed_sampler(
-    num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int
-) -> None:
-    for epoch in range(3):
-        expected = []
-        for rank in range(num_nodes):
-            sampler: DistributedSampler[int] = DistributedSampler(
-                range(num_examples),  # type: ignore[arg-type]
-                num_replicas=num_nodes,
-                rank=rank,
-                shuffle=shuffle,
-                seed=seed,
-            )
-            sampler.set_epoch(epoch)
-            expected.append(list(sampler))
-        assert epoch_indices(num_examples, num_nodes, shuffle, seed, epoch).tolist() == expected
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@shapes
 def test_batches_are_those_of_dataloaders(
     num_examples: int, num_nodes: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool
 ) -> None:
     num_examples = max(num_examples, num_nodes * (batch_size if drop_last else 1))  # fewer are an error, below
-    order, shard = (
-        Order([num_examples], num_nodes, batch_size, shuffle, seed, drop_last=drop_last),
-        -(-num_examples // num_nodes),
-    )
+    order = Order([num_examples], num_nodes, batch_size, shuffle, seed, drop_last=drop_last)
+    shard = -(-num_examples // num_nodes)
     assert order.shard_sizes.tolist() == [shard] * num_nodes
-    assert order.steps_per_epoch == (shard // batch_size if drop_last else math.ceil(shard / batch_size))
-    steps = 2 * order.steps_per_epoch + 1
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-    expected = by_torch(num_examples, num_nodes, batch_size, steps, **options)
-    for ours, theirs in zip(taken(order.batches(), steps), expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4) | st.integers(1, 12).map(lambda n: [n] * 3),
-    batch_size=st.integers(1, 5),
-    drop_last=st.booleans(),
-)
-@settings(max_examples=50)
-def test_own_datasets_go_in_epochs_of_their_own(lengths: list[int], batch_size: int, drop_last: bool) -> None:
-    if drop_last:
-        lengths = [length + batch_size for length in lengths]
-    order = Order(lengths, len(lengths), batch_size, shuffle=True, seed=7, drop_last=drop_last)
-    whole = [length // batch_size if drop_last else math.ceil(length / batch_size) for length in lengths]
-    assert (
-        order.shard_sizes.tolist() == lengths
-        and order.epoch_steps.tolist() == whole
-        and order.steps_per_epoch == max(whole)
-    )
-    options: dict[str, Any] = {"shuffle": True, "seed": 7, "drop_last": drop_last}
-    loaders = [by_torch(length, 1, batch_size, 10, **options) for length in lengths]
-    for step, ours in enumerate(taken(order.batches(), 10)):
-        for node, own in enumerate(by_row(ours)):
-            assert torch.equal(own - sum(lengths[:node]), loaders[node][step][0])
+    assert order.steps_per_epoch == (shard // batch_size if drop_last else -(-shard // batch_size))
+    steps, data = 2 * order.steps_per_epoch + 1, TensorDataset(torch.arange(num_examples))
+    loaders = [shard_batches(data, num_nodes, k, batch_size, shuffle, seed, drop_last) for k in range(num_nodes)]
+    for ours in taken(order.batches(), steps):
+        assert torch.equal(ours, torch.stack([next(loader)[0] for loader in loaders]))
 
 
 def by_row(batch: Any) -> list[Any]:
@@ -209,18 +150,23 @@ def numbered(kind: type[TensorDataset], count: int, first: int) -> TensorDataset
     start=st.integers(0, 12),
     shuffle=st.booleans(),
     collated=st.booleans(),
+    drop_last=st.booleans(),
 )
 @settings(max_examples=20)
 def test_batches_of_any_dataset_from_any_step_are_those_of_dataloaders(
-    kind: str, lengths: int | list[int], batch_size: int, start: int, shuffle: bool, collated: bool
+    kind: str, lengths: Any, batch_size: int, start: int, shuffle: bool, collated: bool, drop_last: bool
 ) -> None:
-    options = {"collate_fn": torch.utils.data.default_collate} if collated else {}
+    options: dict[str, Any] = {"collate_fn": torch.utils.data.default_collate} if collated else {}
+    if drop_last:
+        options["drop_last"] = True
+        lengths = lengths + 3 * batch_size if isinstance(lengths, int) else [n + batch_size for n in lengths]
+    ways = batch_size, shuffle, 9, drop_last
     if isinstance(lengths, int):  # shared by three nodes
         datasets, num_nodes = [DATASETS[kind](lengths, 0)], 3
-        loaders = [shard_batches(datasets[0], 3, node, batch_size, shuffle, 9) for node in range(3)]
-    else:
+        loaders = [shard_batches(datasets[0], 3, node, *ways) for node in range(3)]
+    else:  # each goes in epochs of its own
         datasets, num_nodes = [DATASETS[kind](n, 100 * k) for k, n in enumerate(lengths)], len(lengths)
-        loaders = [shard_batches(own, 1, 0, batch_size, shuffle, 9) for own in datasets]
+        loaders = [shard_batches(own, 1, 0, *ways) for own in datasets]
     batches = Batches(datasets, num_nodes, batch_size, shuffle, 9, options)
     assert (batches._gather is not None) == (kind in ("in memory", "subset") and not collated)
     expected = [[next(loader) for loader in loaders] for _ in range(start + 4)][start:]
@@ -276,17 +222,13 @@ def test_hugging_face_datasets() -> None:
     assert validation_examples(table, None, None).batch["y"].tolist() == list(range(11))
 
 
-def test_validation_examples_are_all_up_to_a_size() -> None:
+def test_validation_examples_are_all_or_a_sample_from_a_seed_of_its_own() -> None:
     for size in (None, 3, 64):
         batch, total = validation_examples(pairs(3), size, None)
         assert equal(batch, list(pairs(3)[:])) and total == 3
     batch, total = validation_examples(Numbers(5000), None, None)
     assert (len(batch), total) == (2048, 5000)
     assert len(set(batch.tolist())) == 2048 and 2300 < batch[:256].float().mean() < 2700
-
-
-def test_a_sample_is_drawn_from_a_seed_of_its_own() -> None:
-    torch.manual_seed(0)
     samples = []
     for data in (Numbers(100), Numbers(100), SlowPairs(*pairs(100).tensors), pairs(100)):
         before = torch.get_rng_state()
@@ -308,13 +250,12 @@ def test_a_factory_is_asked_for_every_node() -> None:
         asked.append((rank, num_nodes, train_dataset))
         return pairs(rank + 1)
 
-    made = resolve(factory, 3, range(3), True, "train_dataset")
-    assert [len(d) for d in made] == [1, 2, 3]  # type: ignore[arg-type]
-    assert len(resolve(factory, 3, range(1), False, "val_dataset")) == 1
-    assert asked == [(0, 3, True), (1, 3, True), (2, 3, True), (0, 3, False)]
-    # A process that holds one node asks for that one's only.
-    (own,) = resolve(factory, 3, range(2, 3), True, "train_dataset")
-    assert len(own) == 3 and asked[-1] == (2, 3, True)  # type: ignore[arg-type]
+    # All nodes of the simulator; the first, to validate on; and the one that a process holds.
+    for nodes, train in ((range(3), True), (range(1), False), (range(2, 3), True)):
+        made = resolve(factory, 3, nodes, train, "train_dataset" if train else "val_dataset")
+        assert [len(own) for own in made] == [k + 1 for k in nodes]
+        assert asked[-len(nodes) :] == [(k, 3, train) for k in nodes]
+    assert len(asked) == 5
 
 
 def test_a_list_is_a_dataset() -> None:

@@ -110,11 +110,6 @@ def test_sizes_follow_the_power_law(exponent: float, min_size: int, num_nodes: i
     assert np.abs(found - expected).max() <= 1 and found.sum() == 100 and found.min() >= min_size
 
 
-def test_the_largest_client_is_not_always_the_first() -> None:
-    sizes = [partition(of_sizes(400), 9, "power_law", exponent=2, seed=seed).sizes for seed in range(20)]
-    assert len({int(own.argmax()) for own in sizes}) > 4
-
-
 @settings(max_examples=20)
 @given(sigma=st.floats(0.01, 10), num_nodes=st.integers(1, 6), seed=st.integers(0, 2**32))
 def test_noise_grows_with_the_client(sigma: float, num_nodes: int, seed: int) -> None:
@@ -129,10 +124,18 @@ def test_noise_grows_with_the_client(sigma: float, num_nodes: int, seed: int) ->
     assert in_memory(dealt.dataset) and torch.equal(dealt(0, num_nodes, True)[0][0], dealt(0, num_nodes, True)[0][0])
 
 
-def test_shards_are_of_one_class_where_they_fit() -> None:
-    dealt = partition(of_sizes(40, 40, 40, 40), 8, "shards", shards=1)  # 8 pieces of 20
+def test_who_gets_how_many_is_drawn() -> None:
+    sizes = [partition(of_sizes(400), 9, "power_law", exponent=2, seed=seed).sizes for seed in range(20)]
+    assert len({int(own.argmax()) for own in sizes}) > 4
+    dealt = partition(of_sizes(40, 40, 40, 40), 8, "shards", shards=1)  # 8 pieces of 20, of one class each
     assert dealt.counts.sort(descending=True).values.tolist() == [[20, 0, 0, 0]] * 8
-    assert ((partition(of_sizes(*[40] * 4), 8, "shards").counts > 0).sum(1) <= 2).all()
+
+
+def test_tensors_are_shared_and_gathered_in_memory() -> None:
+    data = of_sizes(20, 20)
+    own = partition(data, 4, "dirichlet", alpha=1.0, min_size=2)(3, 4, True)
+    assert own.dataset is data
+    assert in_memory(own)(torch.arange(2))[0].tolist() == [own[0][0].tolist(), own[1][0].tolist()]
 
 
 @pytest.mark.parametrize("alpha", [1e3, 1e9])
@@ -196,15 +199,6 @@ def test_iid_needs_no_labels() -> None:
     assert partition(data, 2, "iid", labels=[0, 1] * 3).counts.shape == (2, 2)
 
 
-def test_tensors_are_shared_and_gathered_in_memory() -> None:
-    data = of_sizes(20, 20)
-    own = partition(data, 4, "dirichlet", alpha=1.0, min_size=2)(3, 4, True)
-    assert own.dataset is data
-    take = in_memory(own)
-    assert take is not None
-    assert take(torch.arange(2))[0].tolist() == [own[0][0].tolist(), own[1][0].tolist()]
-
-
 def test_it_shows_itself() -> None:
     dealt = partition(of_sizes(30, 30), 3, "shards", seed=4)
     text = "Partition(shards, shards=2, seed=4: 60 examples, K = 3 with 20 to 20, median 20, 1.33 of 2 classes each on "
@@ -222,24 +216,16 @@ def test_it_shows_itself() -> None:
 DATA, FLOATS = of_sizes(30, 30), TensorDataset(torch.zeros(4))
 INTS = TensorDataset(torch.zeros(4).long())
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: partition(5, 2, "iid"), TypeError, "dataset … int"),
-    (lambda: partition(None, 2, "iid"), TypeError, "dataset … NoneType"),
     (lambda: partition({"train": DATA}, 2, "iid"), TypeError, "dataset … dict with 'train'"),
     (lambda: partition(DATA, 2, "dirichlett", alpha=1), ValueError, "kind … did you mean 'dirichlet'"),
     (lambda: partition(DATA, 2, "dirichlet"), TypeError, "'dirichlet' … alpha="),
-    (lambda: partition(DATA, 2, "classes"), TypeError, "'classes' … classes="),
     (lambda: partition(DATA, 2, "iid", alpha=1.0), TypeError, "alpha= … 'iid'"),
     (lambda: partition(DATA, 2, "shards", min_size=1), TypeError, "min_size= … 'shards' … shards"),
-    (lambda: partition(DATA, 2, "power_law", sigma=1), TypeError, "sigma= … 'power_law'"),
-    (lambda: partition(DATA, 2, "dirichlet", alpha=0), ValueError, "alpha … > 0 … 0"),
-    (lambda: partition(DATA, 2, "power_law", exponent=0), ValueError, "exponent … > 0 … 0"),
-    (lambda: partition(DATA, 2, "noise", sigma=-1), ValueError, "sigma … > 0 … -1"),
     (lambda: partition(DATA, 61, "iid"), ValueError, "num_nodes … from 1 to 60 … 61"),
     (lambda: partition(DATA, 31, "shards"), ValueError, "shards=2 … 31 … 62 … 60"),
     (lambda: partition(DATA, 2, "classes", classes=3), ValueError, "classes … from 1 to 2 … 3"),
     (lambda: partition(of_sizes(2, 50), 6, "classes", classes=1), ValueError, "3 nodes … 2 examples"),
     (lambda: partition(DATA, 7, "quantity", alpha=1), ValueError, "min_size=10 … 7 … 70 … 60"),
-    (lambda: partition(DATA, 7, "power_law", exponent=1), ValueError, "min_size=10 … 7 … 70 … 60"),
     (lambda: partition(DATA, 6, "dirichlet", alpha=1), ValueError, "Dirichlet(1) … min_size=10 … 60"),
     (lambda: partition(Pairs([0, 1]), 2, "noise", sigma=1), TypeError, "'noise' … Pairs"),
     (lambda: partition(INTS, 2, "noise", sigma=1), TypeError, "'noise' … torch.int64"),
@@ -281,7 +267,6 @@ def test_training_is_that_of_the_same_subsets(participation: Any) -> None:
     options = {"num_nodes": 2 if participation else 3, "participation": participation}
     one, other = (trained(own, **options) for own in (dealt, lambda rank, num_nodes, train: subsets[rank]))
     assert np.array_equal(one.history.node_losses, other.history.node_losses, equal_nan=True)
-    assert one.strategy is not None
     cluster = one.strategy.cluster
     assert cluster.shard_sizes.tolist() == dealt.sizes[list(cluster.active)].tolist()
 
@@ -295,13 +280,6 @@ def test_a_partition_travels_and_a_run_resumes_with_it_but_not_with_another(tmp_
     assert np.array_equal(resumed.history.node_losses, whole.history.node_losses)
     with pytest.raises(vsim.CheckpointError, match=r"train_dataset\[0\]\.examples was"):
         trained(dealt_digits(seed=1), max_steps=6, save_dir=tmp_path, resume=True)
-
-
-@pytest.mark.slow
-def test_processes_train_with_it_alike() -> None:
-    strategy = FedAvgStrategy(H=2, average=mean("examples"), inner_optim="sgd", lr=0.1)
-    report = vsim.verify(MLP(hidden=(8,), seed=0), dealt_digits(), strategy, 3, 4, batch_size=5)
-    assert report.identical, report
 
 
 @given(
@@ -322,14 +300,3 @@ def test_a_split_gives_every_client_both_parts(sizes: list[int], test: float, se
     assert [repr(part) for part in whole.split(test, seed=seed)] == [repr(train), repr(tested)]
     nested, _ = train.split(0.5) if min(train.sizes) > 1 else (train, None)
     assert set(nested.indices(0).tolist()) <= set(train.indices(0).tolist())
-
-
-def test_a_split_trains_and_measures_clients() -> None:
-    train, tested = partition(of_sizes(20, 20), 4, "iid").split()
-    trainer = vsim.Trainer(MLP(1, (4,), 2, seed=0), train)
-    strategy = FedAvgStrategy(H=2)
-    trainer.fit(strategy=strategy, num_nodes=4, max_steps=2, batch_size=4, client_val_dataset=tested, progress=False)
-    model = trainer.client_model(2)
-    expected = model(tested(2, 4, True)[:]).item()
-    assert trainer.history.client_val_losses[2] == pytest.approx(expected, rel=1e-5)
-    assert not torch.equal(train.indices(0), partition(of_sizes(20, 20), 4, "iid").split(seed=1)[0].indices(0))
