@@ -25,16 +25,11 @@ ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
     ("text", "bits"),
     [
         ("200 Mbit/s", 2e8),
-        ("1 Gbit/s", 1e9),
         ("1Gbps", 1e9),
         ("2.5 Tbit/s", 2.5e12),
-        ("64 kbit/s", 64e3),
         ("1e9 bit/s", 1e9),
         (".5 kb/s", 500.0),
-        (5, 5.0),
-        (np.int64(5), 5.0),
         (np.float32(5), 5.0),
-        (math.inf, math.inf),
     ],
 )
 def test_rates(text: Any, bits: float) -> None:
@@ -108,28 +103,11 @@ def test_the_messages_carry_what_the_collective_promises(algorithm: str, n: int)
         knows = [{place} for place in range(n)]
         for _, _, pairs in rounds(collective, n, algorithm):
             before = [set(one) for one in knows]
-            assert pairs is not None
             assert len(set(pairs[1].tolist())) == pairs.shape[1], "a node receives one message at once"
             for source, target in pairs.T:
                 knows[target] |= before[source]
         everything = set(range(n)) if collective != "broadcast" else {0}
         assert all(one >= everything for one in knows), collective
-
-
-def test_regions() -> None:
-    given: Any = {"inside": "10 Gbit/s, 1 ms", "between": {("eu", "us"): ("200 Mbit/s", "80 ms"), ("eu", "as"): 1e8}}
-    given["between"]["us", "as"] = "50 Mbit/s, 100 ms"
-    network = Network.regions({"eu": 2, "us": 3, "as": 1}, **given)
-    assert network.num_nodes == 6
-    s = 8 * 1e6
-    for group, slowest in [((0, 1), 0.001 + s / 2 / 1e10), ((0, 2), 0.08 + s / 2 / 2e8), ((2, 5), 0.1 + s / 2 / 5e7)]:
-        price = network.seconds("all_reduce", network.kind(group), 1e6)
-        assert price == pytest.approx(2 * slowest)
-    # The longest way of ten messages: twice over the slow links us - as, as - eu and eu - us, and four inside.
-    e, f, g, i = (a + s / 6 / bits for a, bits in ((0.08, 2e8), (0.1, 5e7), (0, 1e8), (0.001, 1e10)))
-    whole = network.seconds("all_reduce", network.kind(range(6)), 1e6)
-    assert whole == pytest.approx(2 * (e + f + g) + 4 * i)
-    assert network.seconds("send", network.kind((5, 0)), 1e6) == pytest.approx(s / 1e8)
 
 
 def test_laps_of_a_ring_overlap() -> None:
@@ -149,14 +127,6 @@ def test_laps_of_a_ring_overlap() -> None:
         assert found == pytest.approx(crossings * 0.08 + (7 - crossings) * 1e-3 + 4)
 
 
-def test_networks_say_what_they_are() -> None:
-    for network in (Network(math.inf), Network.between([[0]])):
-        assert "inf bit/s, 0 ms, ring)" in repr(network)
-    assert repr(Network.between([[0, "1 Mbit/s"], [2e6, 0]], "5 ms")) == (
-        "Network(2 nodes at 2 places, 1 Mbit/s … 2 Mbit/s, 5 ms, ring)"
-    )
-
-
 def test_compute() -> None:
     assert Compute("800 ms").node_seconds == 0.8
     assert Compute([1, 2], speeds=[2, 1]).node_seconds.tolist() == [0.5, 2]
@@ -168,8 +138,6 @@ def test_compute() -> None:
     parts = jittery.steps(50)
     np.testing.assert_array_equal(np.concatenate([parts.next(1), parts.next(7)]), jittery.steps(50).next(8))
 
-
-def test_compute_seconds_may_be_a_tensor() -> None:
     own = Compute(torch.tensor([1.0, 2.0], dtype=torch.float64), speeds=torch.tensor([1.0, 4.0]))
     assert own.node_seconds.tolist() == [1.0, 0.5]
 
@@ -177,21 +145,12 @@ def test_compute_seconds_may_be_a_tensor() -> None:
 def test_mistakes_are_named() -> None:
     two, world = Network.between([[0, 1e6], [1e6, 0]]), Network.regions({"eu": 4, "us": 4}, "10 Gbit/s", "1 Mbit/s")
     of, alike, between, regions, node = Network, Network(1e9), Network.between, Network.regions, Compute
-    any_: Any = Network.regions
-    wrong: Any = Network.between
     values: list[tuple[Callable[[], Any], list[Any]]] = [
         (lambda: of("10 MB"), ["'10 MB'", "bytes", "80 Mbit/s"]),
         (lambda: of("10 MB/s"), ["bytes a second", "80 Mbit/s"]),
         (lambda: of("fast"), ["bandwidth", "rate in bits", "'200 Mbit/s'", "'fast'"]),
         (lambda: of("1.2.3 Mbit/s"), ["bandwidth", "'1.2.3 Mbit/s'"]),
-        (lambda: of("1.2.3 MB"), ["bandwidth", "'1.2.3 MB'"]),
-        (lambda: of("10 MiB/s"), ["bandwidth", "'10 MiB/s'"]),
-        (lambda: of(0), ["bandwidth", "> 0", "got 0"]),
-        (lambda: of("-3 Mbit/s"), ["bandwidth", "> 0"]),
-        (lambda: of(math.nan), ["bandwidth", "> 0"]),
         (lambda: of("1e400 bit/s"), ["bandwidth", "1.8e308", "'1e400 bit/s'"]),
-        (lambda: of(1e9, -1), ["latency", ">= 0"]),
-        (lambda: of(1e9, math.inf), ["latency", ">= 0 and finite"]),
         (lambda: of(1e9, "50 mm"), ["latency", "'50 ms'", "'50 mm'"]),
         (lambda: of(1e9, collective="rings"), ["collective", "'rings'", "'ring'"]),
         (lambda: of.parse("1 Gbit/s, 1 ms, 2 ms"), ["bandwidth, latency, collective", "2 ms"]),
@@ -201,46 +160,29 @@ def test_mistakes_are_named() -> None:
         (lambda: between([[1, -2], [3, 4]]), ["bandwidth[0, 1]", "> 0", "-2"]),
         (lambda: regions({"a": 1, "b": 1}, "1 Gbit/s", {}), ["no links", "a and b"]),
         (lambda: regions({"a": 1}, {"c": "1 Gbit/s"}, 1e9), ["no region c", "a"]),
-        (lambda: regions({"a": 0}, 1e9, 1e9), ["regions['a']", ">= 1"]),
         (lambda: regions({"a": 1}, "1 Gbit/s, 1 ms, tree", 1e9), ["links", "'bandwidth, latency'"]),
         (lambda: regions({"a": 10**10}, 1e9, 1e9), ["regions", "1000000", "10000000000"]),
         (lambda: node(1, speeds=[]), ["speeds", "one number per node"]),
-        (lambda: node(0), ["seconds_per_step", "> 0"]),
-        (lambda: node(math.inf), ["seconds_per_step", "> 0 and finite"]),
         (lambda: node([1, 2], speeds=[1, 2, 3]), ["2 values", "speeds 3"]),
-        (lambda: node(1, layers=0), ["layers", ">= 1"]),
-        (lambda: node(1, jitter=-1), ["jitter", ">= 0"]),
-        (lambda: node.from_flops(1e12, 1e12, mfu=2), ["mfu", "> 0 and <= 1"]),
         (lambda: alike.seconds("allreduce", 8, 1e6), ["collective", "'all_reduce'", "'allreduce'", "did you mean"]),
         (lambda: alike.seconds("all_reduce", 8, [1e6, -1.0]), ["payload_bytes", ">= 0", "-1.0"]),
-        (lambda: alike.seconds("all_reduce", 8, [1e6, math.nan]), ["payload_bytes", ">= 0", "nan"]),
         (lambda: alike.seconds("all_reduce", 0, 1e6), ["kind", ">= 1", "got 0"]),
         (lambda: world.seconds("all_reduce", 8, 1e6), ["links differ", "kind", "kind=8"]),
-        (lambda: world.kind([0, -1]), ["nodes", "from 0 to 7", "[0, -1]"]),
         (lambda: world.kind([0, 8]), ["nodes", "from 0 to 7", "[0, 8]"]),
         (lambda: two.seconds("all_reduce", (0, 5), 1), ["places from 0 to 1", "5"]),
-        (lambda: two.seconds("all_reduce", (0, 0.5), 1), ["places from 0 to 1", "0.5"]),  # type: ignore[arg-type]
         (lambda: alike.kind([0, 0]), ["every node once", "0, 0"]),
     ]
     types: list[tuple[Callable[[], Any], list[Any]]] = [
-        (lambda: of([[1, 2], [3, 4]]), ["bandwidth", "a number", "Network.between"]),  # type: ignore[arg-type]
-        (lambda: of(np.array([1e9, 1e9])), ["bandwidth", "a number"]),  # type: ignore[arg-type]
-        (lambda: wrong(3), ["bandwidth", "(K, K) matrix", "3"]),
-        (lambda: wrong([1, 2]), ["(K, K) matrix", "[1, 2]"]),
-        (lambda: wrong([[1, 2], [3, 4]], None), ["latency", "matrix", "None"]),
-        (lambda: any_({}, 1e9, 1e9), ["regions", "name to nodes", "{}"]),
-        (lambda: any_(["a"], 1e9, 1e9), ["regions", "mapping", "['a']"]),
-        (lambda: any_({"eu": 1, "us": 1}, 1e9, {"eu-us": 1e9}), ["between", "('eu', 'us')", "'eu-us'"]),
-        (lambda: node(1, speeds=2), ["speeds", "one per node", "2"]),  # type: ignore[arg-type]
-        (lambda: node(np.array(1.0)), ["seconds_per_step", "a number"]),  # type: ignore[arg-type]
-        (lambda: of(1e9, delay=3), ["'delay'"]),
+        (lambda: of([[1, 2], [3, 4]]), ["bandwidth", "a number", "Network.between"]),
+        (lambda: between([1, 2]), ["(K, K) matrix", "[1, 2]"]),
+        (lambda: between([[1, 2], [3, 4]], None), ["latency", "matrix", "None"]),
+        (lambda: regions({}, 1e9, 1e9), ["regions", "name to nodes", "{}"]),
+        (lambda: regions({"eu": 1, "us": 1}, 1e9, {"eu-us": 1e9}), ["between", "('eu', 'us')", "'eu-us'"]),
+        (lambda: node(np.array(1.0)), ["seconds_per_step", "a number"]),
         (lambda: node(1, speed=[2]), ["'speed'", "did you mean 'speeds'"]),
         (lambda: node(1, seed=3), ["seed", "no effect", "jitter"]),
         (lambda: node(1, bucket_bytes=1e6), ["bucket_bytes", "no effect", "layers"]),
-        (lambda: of.of(None), ["network is missing"]),
-        (lambda: node.of(None), ["compute is missing"]),
-        (lambda: alike.seconds("all_reduce", range(8), 1e6), ["kind", "whole number", "range(0, 8)"]),  # type: ignore[arg-type]
-        (lambda: alike.check("4"), ["num_nodes", "whole number", "'4'"]),  # type: ignore[arg-type]
+        (lambda: alike.seconds("all_reduce", range(8), 1e6), ["kind", "whole number", "range(0, 8)"]),
         (lambda: vsim.Deadline(second=2), ["'second'", "did you mean 'seconds'"]),
         (lambda: vsim.OverCommit(factr=2), ["'factr'", "did you mean 'factor'"]),
     ]
