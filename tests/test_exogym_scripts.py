@@ -77,7 +77,6 @@ NANOGPT = """
 
         def forward(self, batch, inference=False):
             idx, targets = (batch, None) if inference else batch
-            assert idx.size(1) <= self.config.block_size
             pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
             x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
             for block in self.transformer.h:
@@ -100,98 +99,73 @@ NANOGPT = """
             return x[:-1], x[1:]
 
 
-    def dataset_factory(block_size, start_pc, end_pc, val_start_pc, val_end_pc, rank, num_nodes, train_dataset):
-        if train_dataset:
-            start = rank / num_nodes * (end_pc - start_pc) + start_pc
-            end = (rank + 1) / num_nodes * (end_pc - start_pc) + start_pc
-        else:
-            start, end = val_start_pc, val_end_pc
+    def dataset_factory(block_size, end_pc, rank, num_nodes, train_dataset):
+        start, end = (rank / num_nodes * end_pc, (rank + 1) / num_nodes * end_pc) if train_dataset else (end_pc, 1.0)
         data = torch.frombuffer(bytearray(TEXT.encode("ascii", "replace")), dtype=torch.uint8).long()
         return TextDataset(data[int(start * len(data)):int(end * len(data))], block_size)
 
 
-    def arg_parse():
-        parser = argparse.ArgumentParser(conflict_handler="resolve")
-        parser.add_argument("--strategy", default="base")
-        parser.add_argument("--num_nodes", type=int, default=2)
-        parser.add_argument("--device", type=str, default="")
-        parser.add_argument("--epochs", type=int, default=1)
-        parser.add_argument("--batch_size", type=int, default=8)
-        parser.add_argument("--minibatch_size", type=int, default=None)
-        parser.add_argument("--lr", type=float, default=0.01)
-        parser.add_argument("--max_norm", type=float, default=1.0)
-        parser.add_argument("--warmup_steps", type=int, default=2)
-        parser.add_argument("--max_steps", type=int, default=20)
-        parser.add_argument("--cosine_anneal", action="store_true")
-        parser.add_argument("--seed", type=int, default=1337)
-        parser.add_argument("--wandb_project", type=str, default=None)
-        parser.add_argument("--run_name", type=str, default=None)
-        parser.add_argument("--correlation_interval", type=int, default=None)
-        parser.add_argument("--log_x_axis", type=str, default="step", choices=["step", "examples"])
-        parser.add_argument("--H", type=int, default=4)
-        parser.add_argument("--island_size", type=int, default=None)
-        parser.add_argument("--p_sparta", type=float, default=0.05)
-        parser.add_argument("--sparta_interval", type=int, default=2)
-        parser.add_argument("--outer_lr", type=float, default=0.7)
-        return parser
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    parser.add_argument("--strategy", default="base")
+    parser.add_argument("--num_nodes", type=int, default=2)
+    parser.add_argument("--minibatch_size", type=int, default=None)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--cosine_anneal", action="store_true")
+    parser.add_argument("--run_name", type=str, default=None)
+    parser.add_argument("--correlation_interval", type=int, default=None)
+    parser.add_argument("--island_size", type=int, default=None)
 
 
     def create_strategy(args):
         common = dict(
             lr_scheduler="lambda_cosine",
-            lr_scheduler_kwargs={"warmup_steps": args.warmup_steps, "cosine_anneal": args.cosine_anneal},
-            max_norm=args.max_norm,
+            lr_scheduler_kwargs={"warmup_steps": 2, "cosine_anneal": args.cosine_anneal},
+            max_norm=1.0,
         )
         optim = OptimSpec(torch.optim.AdamW, lr=args.lr)
-        outer_optim = OptimSpec(torch.optim.SGD, lr=args.outer_lr, nesterov=True, momentum=0.9)
+        outer_optim = OptimSpec(torch.optim.SGD, lr=0.7, nesterov=True, momentum=0.9)
         if args.strategy == "base":
             from exogym.strategy.strategy import SimpleReduceStrategy
             return SimpleReduceStrategy(optim_spec=optim, **common)
         if args.strategy == "fedavg":
             from exogym.strategy.federated_averaging import FedAvgStrategy
-            island_size = args.num_nodes if args.island_size is None else args.island_size
-            return FedAvgStrategy(inner_optim=optim, H=args.H, island_size=island_size, **common)
+            return FedAvgStrategy(inner_optim=optim, H=4, island_size=args.island_size or args.num_nodes, **common)
         if args.strategy == "sparta":
             from exogym.strategy.sparta import SPARTAStrategy
-            return SPARTAStrategy(optim_spec=optim, p_sparta=args.p_sparta, **common)
+            return SPARTAStrategy(optim_spec=optim, p_sparta=0.05, **common)
         if args.strategy == "diloco":
             from exogym.strategy.diloco import DiLoCoStrategy
-            return DiLoCoStrategy(optim_spec=optim, outer_optim_spec=outer_optim, H=args.H, **common)
+            return DiLoCoStrategy(optim_spec=optim, outer_optim_spec=outer_optim, H=4, **common)
         if args.strategy == "diloco_sparta":
             from exogym.strategy.sparta_diloco import SPARTADiLoCoStrategy
             return SPARTADiLoCoStrategy(
-                optim_spec=optim, outer_optim_spec=outer_optim, H=args.H, p_sparta=args.p_sparta,
-                sparta_interval=args.sparta_interval, **common,
+                optim_spec=optim, outer_optim_spec=outer_optim, H=4, p_sparta=0.05, sparta_interval=2, **common,
             )
-        if args.strategy == "demo":
-            from exogym.strategy.demo import DeMoStrategy
-            return DeMoStrategy(
-                lr=args.lr, compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=0.0,
-                **common,
-            )
-        raise ValueError(f"Unknown strategy: {args.strategy}")
+        from exogym.strategy.demo import DeMoStrategy
+        return DeMoStrategy(
+            lr=args.lr, compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=0.0, **common,
+        )
 
 
-    args = arg_parse().parse_args(ARGUMENTS)
-    factory = partial(dataset_factory, 16, 0.0, 0.9, 0.9, 1.0)
-    torch.manual_seed(args.seed)
-    model = GPT(GPTConfig())
-    trainer = LocalTrainer(model, factory, factory)
+    args = parser.parse_args(ARGUMENTS)
+    factory = partial(dataset_factory, 16, 0.9)
+    torch.manual_seed(1337)
+    trainer = LocalTrainer(GPT(GPTConfig()), factory, factory)
     final = trainer.fit(
-        num_epochs=args.epochs,
-        max_steps=args.max_steps,
+        num_epochs=1,
+        max_steps=20,
         strategy=create_strategy(args),
         num_nodes=args.num_nodes,
-        device=args.device,
-        batch_size=args.batch_size,
+        device="",
+        batch_size=8,
         minibatch_size=args.minibatch_size,
         shuffle=True,
         val_size=32,
         val_interval=10,
         correlation_interval=args.correlation_interval,
-        wandb_project=args.wandb_project,
-        run_name=args.run_name or f"{args.strategy}_bs{args.batch_size}",
-        log_x_axis=args.log_x_axis,
+        wandb_project=None,
+        run_name=args.run_name or f"{args.strategy}_bs8",
+        log_x_axis="step",
     )
     logits = final(torch.zeros(1, 16, dtype=torch.long), inference=True)
     torch.save(final.state_dict(), "model.pt")

@@ -22,18 +22,7 @@ ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
 FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "sweep", "trainer", "tune", "verify"}
-BELOW_TRAINING = [
-    "arguments",
-    "checkpoint",
-    "cluster",
-    "data",
-    "engine",
-    "extras",
-    "figures",
-    "network",
-    "records",
-    "strategy",
-]
+BELOW_TRAINING = "arguments checkpoint cluster data engine extras figures network records strategy"
 MOST_FLOORS = 11
 # From `fit` to the gradient a reader follows that many calls, in that many files; and before the model is called for
 # the first time, which is in the proof, that many functions of vsim have run. Lower them with the code.
@@ -132,14 +121,35 @@ def test_the_map_for_newcomers_names_every_file() -> None:
     assert {path.name for path in files - own_names} <= named
 
 
-@pytest.mark.parametrize("name", BELOW_TRAINING)
-def test_what_is_below_training_does_not_import_it(name: str) -> None:
-    assert not rooms().get(name, set()) & {"training", "process", *FACES}
+def test_what_is_below_training_does_not_import_it() -> None:
+    assert {
+        name for name in BELOW_TRAINING.split() if rooms().get(name, set()) & {"training", "process", *FACES}
+    } == set()
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
-def test_kernels_import_nothing_of_vsim(path: Path) -> None:
-    assert not {name for name in imported(path) if name.split(".")[0] == "vsim"}
+def test_kernels_import_nothing_of_vsim() -> None:
+    assert not {name for path in KERNELS for name in imported(path) if name.split(".")[0] == "vsim"}
+
+
+# torch._C, torch.nn.modules._x, F._x, `from torch._functorch import`, and attributes of tensors, modules, optimizers.
+PRIVATE = re.compile(
+    r"\btorch(\.\w+)*\._(?!foreach_|_)\w+|\bF\._\w+|from torch[\w.]* import .*\b_\w+"
+    r"|\._(version|cdata|parameters|buffers|modules|\w+_hooks|opt_called|schema|op)\b|\bfunctorch\.\w"
+)
+ALLOWED = re.compile(r"from torch\.utils\._pytree import|torch\.ops\.\w+\._\w+|\baten\._\w+")
+
+
+def test_private_functions_of_torch_stand_in_one_module() -> None:
+    for line in ("torch._C._len()", "from torch.x import _y", "from torch._C import z", "m._buffers"):
+        assert PRIVATE.search(ALLOWED.sub("", line))
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in [*FILES, *KERNELS]
+        if path.name != "private_torch.py"
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if PRIVATE.search(ALLOWED.sub("", line))
+    ]
+    assert len(FILES) > 80 and not found, "\n".join(found)
 
 
 def own_calls(frame: FrameType | None) -> Iterator[CodeType]:

@@ -14,17 +14,15 @@ import pytest
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # Regular expressions that must match the kept outputs, and the outputs of a quick run.
-TABLE, PICTURE = r"<table>\n", r"iVBORw0KGgo"  # a PNG in base64
+TABLE, PICTURE = r"<table>\n", r"iVBORw0KGgo"  # a PNG in base64; all but one notebook show some
 EXPECTED: dict[str, list[str]] = {
     "adaptive_communication": [
-        PICTURE,
         r"every step +\d.*\nH = 4 +\d",
         r"\d +QSR +-?0\.\d+",
         r"EDiT, no fault +\d",
         r"two levels, outer step +\d",
     ],
     "attacks": [
-        PICTURE,
         r"none +label flip +sign flip",
         r"\nmean +\d+\.\d +\d+\.\d",
         r"\ncentered clipping +\d+\.\d",
@@ -32,7 +30,6 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "compression_quality": [
         TABLE,
-        PICTURE,
         r"FedAvg, H = (\d+) +</td><td>\1× .*(holds|open|fails)",  # averages every H-th step: H times less
         r"DiLoCo, H = (\d+) +</td><td>\1× .*(holds|open|fails)",
         r"<td>AllReduce +</td><td>1× +</td><td>100\.0 ± 0\.0 %",
@@ -40,35 +37,30 @@ EXPECTED: dict[str, list[str]] = {
         r"1 \+0 · 2⁻²³ +</td><td>\d\.\d{4} ",
     ],
     "decide": [
-        PICTURE,
         r"5 of 6 pairs came out",
         r"extrapolated: not decided for 1\.3B parameters|extrapolated: .* for 1\.3B parameters",
         r"too few for a probability, which takes 20",
         r"AllReduce +\d",
     ],
-    "demo": [TABLE, PICTURE, r"of the entries", r"sign, top-k of tiles, lr = .*×"],
-    "first_comparison": [TABLE, PICTURE, r"FedAvg, H = 10 .*10\.0×", r"SPARTA, p = 0\.5 % .*(19|20)\d"],
+    "demo": [TABLE, r"of the entries", r"sign, top-k of tiles, lr = .*×"],
+    "first_comparison": [TABLE, r"FedAvg, H = 10 .*10\.0×", r"SPARTA, p = 0\.5 % .*(19|20)\d"],
     "diloco_scaling": [
         TABLE,
-        PICTURE,
         r"<td>AllReduce +</td><td>1 .*\n<tr><td>AllReduce +</td><td>2 ",
         r"<td>DiLoCo, H = \d+ *</td><td>2 ",
     ],
-    "federated": [PICTURE, r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
+    "federated": [r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
     "fine_tuning": [
-        PICTURE,
         r"DiLoCo, LoRA .* 10\.0×",
         r"AllReduce: 25,376 bytes = 4 · 6,344",  # (in + out) · rank of four layers: 4 · (296 + 512 + 512 + 266)
     ],
-    "gossip": [TABLE, PICTURE, r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
+    "gossip": [TABLE, r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
     "penalty": [
-        PICTURE,
         r"N = +5,472  M = 2  H = +\d+  outer rate 0\.\d+: (\d\.\d\d \(|not reached, above \d)",
         r"assumed at P = 1,000,000,000: α =  0\.08, ratios 1\.\d\d",
     ],
-    "personal_models": [PICTURE, r"FedAvg, fine-tuned +\d", r"Ditto +\d", r"split\(0\.2, seed=0\) to test"],
+    "personal_models": [r"FedAvg, fine-tuned +\d", r"Ditto +\d", r"split\(0\.2, seed=0\) to test"],
     "report": [
-        PICTURE,
         r"interrupted after step \d+",
         r"DiLoCo +DiLoCoStrategy\(H=\d+, outer_lr=0\.4, lr=0\.002\)",
         r"16 runs, of which 6 were not trained again",
@@ -78,13 +70,11 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "state_of_the_art": [
         TABLE,
-        PICTURE,
         r"minutes at 20 Mbit/s, 50 ms",
         r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ ± [\d.]+ %</td>\s*<td>(shows|not)</td>",
         r"SparseLoCo sends \d+ times less than DiLoCo",
     ],
     "stragglers_and_failures": [
-        PICTURE,
         r"all wait +\d+\.\d min, +\d+% compute",
         r"staleness in the mean: [\d.]+ of the seven, [\d.]+ of the slow node",
         r"Delayed Nesterov, DyLU +\d+\.\d min, +(100|9\d)% compute",
@@ -92,12 +82,10 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "sweep": [
         TABLE,
-        PICTURE,
         r"DiLoCo H=\d+, outer_lr=[\d.]+ after \d+ % of the steps; of all: DiLoCo H=",
         r"AllReduce lr=0\.3 *</td>.* 1\.0×",
     ],
     "which_strategy_on_my_network": [
-        PICTURE,
         r"AllReduce .* %",
         r"time to loss",
         r"from [\d.]+ [kMG]bit/s|any",
@@ -168,6 +156,6 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for text in (kept, outputs(notebook)):
         for pattern in EXPECTED[name]:
             assert re.search(pattern, text), pattern
-    assert pictures(notebook) == kept_pictures
+    assert pictures(notebook) == kept_pictures != [] or name == "your_own_strategy"
     assert not complaints(notebook)
     assert not MACHINE.search(kept)

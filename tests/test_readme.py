@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib import metadata
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,50 +23,12 @@ else:
     import tomli as tomllib  # which pytest needs there
 
 README = ROOT / "README.md"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NAME = re.compile(r"[\w.-]+")  # of a package, in a requirement
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 
-def needed(package: str, found: set[str]) -> set[str]:
-    """Return `found` with a package and all that it needs, as far as they are installed."""
-    if package not in found:
-        found.add(package)
-        with suppress(metadata.PackageNotFoundError):
-            for requirement in metadata.requires(package) or []:
-                if "extra ==" not in requirement:
-                    needed(NAME.match(requirement)[0].lower(), found)  # type: ignore[index]
-    return found
-
-
-def modules(package: str) -> set[str]:
-    """What can be imported of a package; `metadata.packages_distributions` does not know of most on Python 3.10."""
-    with suppress(metadata.PackageNotFoundError):
-        return {file.parts[0].removesuffix(".py") for file in metadata.files(package) or [] if file.suffix == ".py"}
-    return set()
-
-
-def extras() -> dict[str, list[str]]:
-    """Return the requirements of each extra, with those of the extras that it includes."""
-    own = PROJECT["optional-dependencies"]
-
-    def included(name: str) -> Iterator[str]:
-        for requirement in own[name]:
-            others = re.fullmatch(r"vsim\[([\w,-]+)\]", requirement)
-            yield from chain.from_iterable(map(included, others[1].split(","))) if others else [requirement]
-
-    return {name: list(included(name)) for name in own}
-
-
-def not_installed(command: str) -> set[str]:
-    """The modules of optional packages that a `pip install -e` of vsim leaves out; but pytest's, which runs here."""
-    asked = re.search(r'pip install -e "\.\[([\w,-]+)\]"', command)
-    there: set[str] = set()
-    for own in (PROJECT["dependencies"], *(extras()[name] for name in (asked[1].split(",") if asked else []))):
-        for requirement in own:
-            needed(NAME.match(requirement)[0], there)  # type: ignore[index]
-    every = {NAME.match(requirement)[0] for own in extras().values() for requirement in own}  # type: ignore[index]
-    left_out = {package for package in every - there if not package.startswith("pytest")}
-    return set().union(*map(modules, left_out))
+def names(extra: str) -> set[str]:
+    """The packages that an extra lists itself."""
+    return {re.match(r"[\w.-]+", requirement)[0] for requirement in EXTRAS[extra]}
 
 
 class Without:
@@ -89,33 +48,39 @@ class Without:
 def readme() -> dict[str, Any]:
     """What the README's blocks define, run in one scope: each continues the one before.
 
-    With the packages that the page says to install, and no others.
+    With the packages of the extra that the page says to install; of the others, pytest's, which runs here.
     """
     first = next(block for block in blocks(README) if block.kind == "sh")
+    assert 'pip install -e ".[examples]"' in first.text and "vsim[digits]" in EXTRAS["examples"]
+    others = set().union(*map(names, EXTRAS.keys() - {"examples", "digits"})) - {"vsim"}
+    missing = {name.replace("-", "_") for name in others if not name.startswith("pytest")}
+    assert {"wandb", "optuna", "hypothesis"} <= missing
     with pytest.MonkeyPatch.context() as patch:
-        missing = not_installed(first.text)
         patch.setattr(sys, "meta_path", [Without(finder, missing) for finder in sys.meta_path])
         for module in missing:
             patch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(ModuleNotFoundError):
+            import optuna  # noqa: F401
         return run_page(README)
-
-
-def test_the_first_command_installs_what_the_page_uses() -> None:
-    # That the page runs under this fixture shows it; here, that the fixture takes packages away.
-    assert {"sklearn", "wandb", "hypothesis"} <= not_installed("pip install -e .")
-    more = not_installed('pip install -e ".[examples,tensorboard]"')
-    assert {"wandb", "hypothesis"} <= more and not {"sklearn", "pandas", "scipy", "tensorboard"} & more
 
 
 def test_the_extras_of_the_two_commands_alone_pin_torch() -> None:
     # Whoever adds another extra keeps the torch that is installed. The pin is the one that the table of speed names.
-    minor = re.search(r"\(torch 2\.(\d+), ", README.read_text(encoding="utf-8"))
-    assert minor is not None
-    pins = {name: [r for r in own if NAME.match(r)[0] == "torch"] for name, own in extras().items()}  # type: ignore[index]
-    pinned = {name for name, pin in pins.items() if pin}
-    assert pinned == {"examples", "test", "dev", "all"}
-    assert {pin for name in pinned for pin in pins[name]} == {f"torch>=2.{minor[1]},<2.{int(minor[1]) + 1}"}
-    assert {"digits", "privacy", "wandb", "tensorboard", "test-any-torch"} <= pins.keys()  # which errors and docs name
+    minor = int(re.search(r"\(torch 2\.(\d+), ", README.read_text(encoding="utf-8"))[1])
+    assert f"torch>=2.{minor},<2.{minor + 1}" in EXTRAS["examples"]
+    assert [extra for extra in EXTRAS if "torch" in names(extra)] == ["examples"]
+    assert [extra for extra, own in EXTRAS.items() if re.search(r"\[.*\b(examples|test|dev)\b", str(own))] == [
+        "test",
+        "dev",
+        "all",
+    ]
+    assert {
+        "digits",
+        "privacy",
+        "wandb",
+        "tensorboard",
+        "test-any-torch",
+    } <= EXTRAS.keys()  # which errors and docs name
 
 
 def example(name: str) -> str:
@@ -182,7 +147,6 @@ def test_examples_are_short_and_learn_and_send_what_the_pages_say(name: str) -> 
     assert losses[-1] < 0.5 * losses[0]
     for event in trainer.ledger:
         sent[event.step - 1] += event.payload_bytes
-    assert trainer.strategy is not None
     of_step, alike = EXAMPLES[name]
     assert sent == [of_step(step) for step in range(1, 61)]
     cluster = trainer.strategy.cluster

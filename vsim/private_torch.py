@@ -1,7 +1,7 @@
 """Private names of torch and transformers that vsim uses, each with the reason and a possible public replacement.
 
 All other files use only public functions of torch, `torch.utils._pytree` and `torch._foreach_*`, on which torch's whole
-ecosystem depends; `tests/test_private_torch.py` checks this.
+ecosystem depends; `tests/test_house.py` checks this.
 """
 
 from __future__ import annotations
