@@ -170,3 +170,12 @@ def driven_apart(strategy: Algorithm, model: nn.Module, gradients: Tensor, deter
         return run
 
     return apart(gradients.shape[1], node)
+
+
+def same_apart(strategy: Algorithm, model: nn.Module, gradients: Tensor) -> Driven:
+    """Return the nodes together, after nodes held apart have come to the same bits and sent the same."""
+    together = driven(strategy, model, gradients, deterministic=True)
+    for row, alone in zip(together.cluster.weights, driven_apart(strategy, model, gradients), strict=True):
+        assert torch.equal(alone.cluster.weights[0], row)
+        assert alone.ledger[:] == together.ledger[:]
+    return together

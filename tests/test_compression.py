@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Driven, Parameters, driven, driven_apart, normal, size, started
+from driven import Driven, Parameters, driven, normal, same_apart, size, started
 from errors import refused
 from test_demo import tiles_of
 from torch import Tensor
 
-import vsim
-from vsim.cluster import Cluster
-from vsim.data import digits
-from vsim.models import MLP
 from vsim.strategy import (
     FP4,
     QSGD,
@@ -39,9 +35,7 @@ from vsim.strategy import (
     UniformQuantizer,
     compress,
 )
-from vsim.strategy.compression import BlockQuantizer
 from vsim.strategy.compression.sparse import random_subset
-from vsim.training.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 
@@ -69,8 +63,6 @@ ALL: dict[str, Callable[[], Compressor]] = {
 }
 AMONG_SENDERS = ("dct", "tiles", "tiles-2-bit")  # their average is over the nodes that sent an entry
 CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
-every_compressor = pytest.mark.parametrize("name", ALL)
-every_K = pytest.mark.parametrize("num_nodes", [1, 2, 3])
 
 
 def compressing(compressor: Compressor, error_feedback: bool | float | None = None) -> Strategy:
@@ -248,11 +240,11 @@ BY_HAND: dict[str, Callable[[Driven], ByHand]] = {
 }  # and "dct" in test_demo
 
 
-@every_K
-@pytest.mark.parametrize(
-    ("name", "error_feedback"),
-    [*[(name, None) for name in BY_HAND], *[(n, beta) for n in BY_HAND if n in CONTRACTIVE for beta in (0.5, False)]],
-)
+CASES: list[tuple[str, Any, int]] = [(name, None, K) for name in BY_HAND for K in (1, 2, 3)]
+CASES += [("topk", False, 3), *((name, 0.5, 2) for name in BY_HAND if name in CONTRACTIVE)]
+
+
+@pytest.mark.parametrize(("name", "error_feedback", "num_nodes"), CASES)
 def test_six_steps_by_the_definition(name: str, error_feedback: float | None, num_nodes: int) -> None:
     run = started(compressing(ALL[name](), error_feedback), parameters(), num_nodes, deterministic=num_nodes == 3)
     beta = float(name in CONTRACTIVE) if error_feedback is None else float(error_feedback)
@@ -272,42 +264,19 @@ def test_six_steps_by_the_definition(name: str, error_feedback: float | None, nu
 # Error feedback ------------------------------------------------------------------------------------------------------
 
 
-@every_K
 @pytest.mark.parametrize("name", CONTRACTIVE)
-def test_nothing_is_lost(name: str, num_nodes: int) -> None:
-    # What is sent and what is left is what came in and what was left before.
-    run = started(compressing(ALL[name]()), parameters(), num_nodes)
-    before = torch.zeros(num_nodes, 727, dtype=torch.float64)
-    for step in range(5):
-        gradients = normal(num_nodes, 727, seed=step, dtype=torch.float64)
-        average = average_of(run, gradients)
-        after = errors_of(run)
-        if name not in AMONG_SENDERS or num_nodes == 1:
-            torch.testing.assert_close(average + after.mean(0), gradients.mean(0) + before.mean(0))
-        assert after.norm() > 0
-        before = after
-
-
-@pytest.mark.parametrize("name", CONTRACTIVE)
-def test_what_is_fed_back_arrives(name: str) -> None:
-    # With the same gradient at every step the sum of the averages follows the sum of the gradients: the errors stay
-    # bounded. Without feedback what a message lacks is lost for good; random entries only are different every time.
+def test_nothing_is_lost_and_what_is_fed_back_arrives(name: str) -> None:
+    # With the same gradient at every step the sum of the averages follows the sum of the gradients: what is missing are
+    # the errors, which stay bounded. Without feedback what a message lacks is lost for good.
     num_nodes = 1 if name in AMONG_SENDERS else 2
     gradients = normal(num_nodes, 727, dtype=torch.float64)
-    short = {}
+    total, missing = 60 * gradients.mean(0), {}
     for feedback in (True, False):
         run = started(compressing(ALL[name](), feedback), parameters(), num_nodes)
-        total = sum(average_of(run, gradients) for _ in range(60))
-        short[feedback] = ((total / 60 - gradients.mean(0)).norm() / gradients.mean(0).norm()).item()
-    assert short[True] < 0.25
-    assert short[True] < short[False]
-
-
-def test_error_feedback_where_errors_would_grow() -> None:
-    for name in sorted(ALL.keys() - set(CONTRACTIVE)):
-        with pytest.raises(ValueError, match=r"error_feedback=1 with .*the errors would grow"):
-            compress(ALL[name](), error_feedback=True)
-        assert compress(ALL[name](), error_feedback=False).error_feedback == 0
+        missing[feedback] = total - sum(average_of(run, gradients) for _ in range(60))
+        if feedback:
+            torch.testing.assert_close(missing[True], errors_of(run).mean(0))
+    assert 0 < missing[True].norm() < min(0.25 * total.norm(), missing[False].norm())
 
 
 # In two stages -------------------------------------------------------------------------------------------------------
@@ -331,8 +300,7 @@ def in_two_stages(vectors: Vectors, errors: Vectors, encode: Callable[[np.ndarra
     return np.concatenate(average)[: len(vectors[0])]
 
 
-@every_K
-@pytest.mark.parametrize("beta", [1.0, 0.5])
+@pytest.mark.parametrize(("beta", "num_nodes"), [(1.0, 1), (0.5, 2), (1.0, 3)])
 def test_two_stages_by_the_definition(beta: float, num_nodes: int) -> None:
     compressor = UniformQuantizer(4, 100, two_stage=True)
     run = started(compressing(compressor, beta), parameters(), num_nodes, deterministic=num_nodes == 3)
@@ -360,45 +328,20 @@ def test_two_stages_transmit_as_much_as_an_all_reduce_of_so_few_bits() -> None:
 # Each by itself ------------------------------------------------------------------------------------------------------
 
 
-def test_majority_vote_by_hand() -> None:
-    model = Parameters((4,))
-    votes = torch.tensor([[1.0, -2.0, 0.0, 3.0], [5.0, -0.1, -1.0, -4.0], [-9.0, -1.0, -1.0, 0.5]])
-    run = driven(compressing(SignVote()), model, votes[None])
-    assert run.cluster.grads[0].tolist() == [1, -1, -1, 1]
-    run = driven(compressing(SignVote()), model, votes[None, :2])  # a 0 votes for +; one to one is no decision
+def test_a_zero_votes_for_plus_and_one_to_one_is_no_decision() -> None:
+    votes = torch.tensor([[1.0, -2.0, 0.0, 3.0], [5.0, -0.1, -1.0, -4.0]])
+    run = driven(compressing(SignVote()), Parameters((4,)), votes[None])
     assert run.cluster.grads[0].tolist() == [1, -1, 0, 0]
-
-
-def test_topk_by_hand() -> None:
-    # k = 2 of 4. Node 0 sends 5 and −4, node 1 sends −6 and 3; the mean counts as 0 what was not sent. With the second
-    # gradient node 0 has (1.5, 1, 2, 0) to send, of which the 1 has to wait, and node 1 just what it has left.
-    gradients = torch.zeros(2, 2, 4)
-    gradients[0] = torch.tensor([[5.0, 1.0, 2.0, -4.0], [-6.0, 1.0, 3.0, 2.0]])
-    gradients[1, 0, 0] = 1.5
-    run = started(compressing(TopK(0.5)), Parameters((4,)), 2)
-    assert average_of(run, gradients[0]).tolist() == [-0.5, 0, 1.5, -2]
-    assert errors_of(run).tolist() == [[0, 1, 2, 0], [0, 1, 0, 2]]
-    assert average_of(run, gradients[1]).tolist() == [0.75, 0.5, 1, 1]
-    assert errors_of(run).tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", ["qsgd", "qsgd-two-stage", "randomk-unbiased"])
 def test_unbiased(name: str) -> None:
     gradients = normal(2, 60, dtype=torch.float64)
     run = started(compressing(ALL[name]()), Parameters((60,), dtype=torch.float64), 2)
-    draws = torch.stack([average_of(run, gradients) for _ in range(1500)])
-    mean, deviation = draws.mean(0), draws.std(0) / 1500**0.5
+    draws = torch.stack([average_of(run, gradients) for _ in range(600)])
+    mean, deviation = draws.mean(0), draws.std(0) / 600**0.5
     assert (deviation > 0).all()
     assert ((mean - gradients.mean(0)).abs() < 4.5 * deviation).all()  # 60 tests of 1 in 150,000 each
-
-
-def test_the_biased_mean_of_random_entries() -> None:
-    gradients = torch.ones(2, 60)
-    run = started(compressing(RandomK(0.25), False), Parameters((60,)), 2)
-    draws = torch.stack([average_of(run, gradients) for _ in range(800)])
-    assert (draws.sum(1) == 15).all()
-    # Each entry is drawn with p = 1/4: 200 ± 12.2 times of 800.
-    assert ((draws.sum(0) - 200).abs() < 4.5 * 12.3).all()
 
 
 def test_every_node_rounds_with_numbers_of_its_own() -> None:
@@ -412,32 +355,6 @@ def test_every_node_rounds_with_numbers_of_its_own() -> None:
     assert 0.1 < ratio < 0.15
 
 
-@every_K
-def test_powersgd_is_exact_for_a_mean_of_low_rank(num_nodes: int) -> None:
-    # The nodes differ by matrices of full rank that cancel in the mean.
-    model = Parameters((12, 20), (5,), dtype=torch.float64)
-    low = normal(12, 2, dtype=torch.float64) @ normal(2, 20, seed=1, dtype=torch.float64)
-    noise = normal(num_nodes, 12, 20, seed=2, dtype=torch.float64)
-    matrices = low + (noise - noise.mean(0))
-    vectors = normal(num_nodes, 5, seed=3, dtype=torch.float64)
-    run = started(compressing(PowerSGD(2)), model, num_nodes)
-    average = average_of(run, torch.cat([matrices.flatten(1), vectors], dim=1))
-    torch.testing.assert_close(average, torch.cat([low.flatten(), vectors.mean(0)]))
-    own = errors_of(run)  # the nodes' own differences are left, orthogonal to what was sent
-    torch.testing.assert_close(own.mean(0), torch.zeros_like(average))
-    assert (own[:, :240].norm() > 1) == (num_nodes > 1)
-
-
-def test_powersgd_warms_up_to_the_best_approximation() -> None:
-    model = Parameters((12, 20), dtype=torch.float64)
-    run = started(compressing(PowerSGD(3), error_feedback=False), model, 2)
-    gradients = normal(2, 240, dtype=torch.float64)
-    u, s, v = torch.linalg.svd(gradients.mean(0).view(12, 20), full_matrices=False)
-    best = (u[:, :3] * s[:3]) @ v[:3]
-    distances = [(average_of(run, gradients) - best.flatten()).norm().item() for _ in range(200)]
-    assert distances[0] > 1 and distances[-1] < 1e-3
-
-
 def test_powersgd_sends_as_it_is_what_would_not_get_smaller() -> None:
     # Rank 8 of (12, 20): 8 · 32 = 256 numbers for 240.
     model = Parameters((12, 20), (7,))
@@ -447,17 +364,14 @@ def test_powersgd_sends_as_it_is_what_would_not_get_smaller() -> None:
     plain = driven(CommunicateOptimizeStrategy([GradientAverage()], optim_spec=PLAIN), model, gradients)
     assert torch.equal(run.cluster.weights, plain.cluster.weights)
     assert [(e.label, e.payload_bytes) for e in run.ledger] == 3 * [("gradients: P and vectors", 988)]
-
-
-def test_powersgd_of_matrices_only() -> None:
-    run = driven(compressing(PowerSGD(1)), Parameters((12, 20)), normal(1, 2, 240))
-    assert [(e.label, e.payload_bytes) for e in run.ledger] == [
-        ("gradients: P and vectors", 4 * 12),
-        ("gradients: Q", 4 * 20),
+    alone = driven(compressing(PowerSGD(1)), Parameters((12, 20)), normal(1, 2, 240))  # without vectors
+    assert [(e.label, e.payload_bytes) for e in alone.ledger] == [
+        ("gradients: P and vectors", 48),
+        ("gradients: Q", 80),
     ]
 
 
-@pytest.mark.parametrize(("size", "count"), [(10, 3), (10, 7), (10, 10), (1, 1), (1000, 500)])
+@pytest.mark.parametrize(("size", "count"), [(10, 3), (10, 7), (1, 1), (1000, 500)])
 def test_random_subset(size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     times = torch.zeros(size)
@@ -479,20 +393,17 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     (TopK(0.1, "packed"), [("all_gather", "gradients", 292 + 92)]),
     (RandomK(0.1), [("all_reduce", "gradients", 292)]),
     (RandomK(0.0001), [("all_reduce", "gradients", 4)]),
-    (RandomK(0.1, unbiased=True), [("all_reduce", "gradients", 292)]),
     # 727 bits = 90.875 bytes
     (SignVote(), [("all_gather", "gradients", 91)]),
     (ScaledSign(100), [("all_gather", "gradients", 91 + 8 * 4)]),
-    (ScaledSign(1000), [("all_gather", "gradients", 91 + 4)]),
     (UniformQuantizer(8, 100), [("all_gather", "gradients", 727 + 8 * 4)]),
     # 363.5 bytes
     (UniformQuantizer(4, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
     # blocks of 1: a scale for each
     (UniformQuantizer(12, 1), [("all_gather", "gradients", 1091 + 727 * 4)]),
-    # −7 … 7 are 15 values: 4 bits. −1, 0, 1: 2 bits, 181.75 bytes. −8 … 8: 5 bits, 454.375 bytes
+    # −7 … 7 are 15 values: 4 bits. −1, 0, 1: 2 bits, 181.75 bytes.
     (QSGD(7, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
     (QSGD(1, 100), [("all_gather", "gradients", 182 + 8 * 4)]),
-    (QSGD(8, 727), [("all_gather", "gradients", 455 + 4)]),
     # 2 bits an entry, 181.75 bytes, and 4 values for each of 8 blocks; 16 values for one block of 256 · 16
     (StatisticalQuantizer(2, 100), [("all_gather", "gradients", 182 + 8 * 4 * 4)]),
     (StatisticalQuantizer(4), [("all_gather", "gradients", 364 + 16 * 4)]),
@@ -548,130 +459,27 @@ def test_scales_of_float64_have_eight_bytes() -> None:
 # In a strategy -------------------------------------------------------------------------------------------------------
 
 
-def test_compressors_learn_digits() -> None:
-    train, val = digits()
-    options: dict[str, Any] = {name: {"lr": 3e-3} for name in ALL}
-    options["randomk"] = {"lr": 1e-3}  # late gradients arrive together: with more AdamW swings around the minimum
-    options["vote"] = {"optim_spec": OptimSpec("sgd", lr=1e-3)}
-    strategies = {
-        name: CommunicateOptimizeStrategy([GradientAverage(compress(ALL[name]()))], **options[name]) for name in ALL
-    }
-    alike: dict[str, bool] = {}
-
-    def look(run: Run) -> None:
-        if run.done == run.max_steps:
-            alike[run.spec.label] = bool((run.cluster.weights == run.cluster.weights[0]).all())
-
-    given: dict[str, Any] = {"num_nodes": 4, "max_steps": 80, "val_interval": None, "progress": False}
-    result = vsim.compare(MLP(hidden=(64,), seed=0), train, val, strategies=strategies, callbacks=[look], **given)
-    accuracies = {name: run.history.last("global_accuracy") for name, run in result.items()}
-    assert {name: accuracy for name, accuracy in accuracies.items() if not accuracy > 0.6} == {}
-    assert alike == dict.fromkeys(ALL, True)
-
-
-@every_compressor
-def test_two_runs_and_two_uses_have_equal_bits(name: str) -> None:
-    model, gradients = Parameters(*SHAPES), normal(4, 3, 727)
-    strategy = compressing(ALL[name]())
-    first = driven(strategy, model, gradients)
-    assert torch.equal(first.cluster.weights, driven(strategy, model, gradients).cluster.weights)
-    assert torch.equal(first.cluster.weights, driven(compressing(ALL[name]()), model, gradients).cluster.weights)
-
-
-@every_compressor
-@pytest.mark.parametrize("use", ["gradients", "diloco", "streaming"])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("use", ["diloco", "streaming"])
 @pytest.mark.filterwarnings("ignore:PowerSGD:UserWarning")  # of the second fragment
 def test_nodes_that_are_held_apart_have_the_same_bits(name: str, use: str) -> None:
-    model, gradients = Parameters(*SHAPES), normal(4, 3, 727)
     outer: dict[str, Any] = {"H": 2, "average": compress(ALL[name]()), "inner_optim": PLAIN}
     fragments = [["p0", "p2", "p3"], ["p1", "p4", "p5"]]  # of columns that are not adjacent
-    strategy = {
-        "gradients": lambda: compressing(ALL[name]()),
-        "diloco": lambda: DiLoCoStrategy(**outer),
-        "streaming": lambda: StreamingDiLoCoStrategy(**outer, fragments=fragments, delay=1),
-    }[use]()
-    together = driven(strategy, model, gradients, deterministic=True)
-    for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
-        assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
-        assert alone.ledger[:] == together.ledger[:]
+    strategy = (
+        DiLoCoStrategy(**outer) if use == "diloco" else StreamingDiLoCoStrategy(**outer, fragments=fragments, delay=1)
+    )
+    same_apart(strategy, Parameters(*SHAPES), normal(4, 3, 727))
 
 
 def test_two_modules_with_one_compressor_share_nothing() -> None:
-    model, gradients = Parameters(*SHAPES), normal(4, 2, 727)
-    shared = PowerSGD(1)
-    for compressors in ((shared, shared), (PowerSGD(1), PowerSGD(1))):
-        run = driven(
-            CommunicateOptimizeStrategy(
-                [
-                    GradientAverage(compress(compressors[0])),
-                    DiLoCoCommunicator(H=2, average=compress(compressors[1])),
-                ],
-                optim_spec=PLAIN,
-            ),
-            model,
-            gradients,
-        )
-        if compressors[0] is shared:
-            weights = run.cluster.weights
-    assert torch.equal(run.cluster.weights, weights)
-    assert {e.label.split(":")[0] for e in run.ledger} == {"gradients", "outer gradient"}
+    def trained(*of: Compressor) -> Driven:
+        modules = [GradientAverage(compress(of[0])), DiLoCoCommunicator(H=2, average=compress(of[1]))]
+        strategy = CommunicateOptimizeStrategy(modules, optim_spec=PLAIN)
+        return driven(strategy, Parameters(*SHAPES), normal(4, 2, 727))
 
-
-class HalfPrecision(Compressor):
-    """A user's own."""
-
-    def exchange(self, arranged: list[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
-        (rows,) = arranged
-        sent = rows.bfloat16().float()
-        rows.sub_(sent)
-        size = 2 * rows.shape[1]
-        return [cluster.collectives.all_reduce(sent, "mean", label=label, payload_bytes=size, summable=True)]
-
-
-def test_a_compressor_of_your_own() -> None:
-    gradients = normal(3, 2, 727)
-    run = driven(compressing(HalfPrecision()), Parameters(*SHAPES), gradients)
-    assert run.ledger.payload_bytes == 3 * 2 * 727
-    moved = Parameters(*SHAPES)
-    plain = driven(CommunicateOptimizeStrategy([GradientAverage()], optim_spec=PLAIN), moved, gradients)
-    torch.testing.assert_close(run.cluster.weights, plain.cluster.weights, rtol=0, atol=0.01)
-    with pytest.raises(NotImplementedError, match="Compressor defines no exchange"):
-        driven(compressing(Compressor()), moved, gradients)
-    with pytest.raises(NotImplementedError, match="BlockQuantizer defines no encode"):
-        driven(compressing(BlockQuantizer()), moved, gradients)
-
-
-# DiLoCo's outer gradient ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error_feedback", [None, 0.5, False])
-def test_diloco_with_topk_by_hand(error_feedback: float | None) -> None:
-    # θ_k ← θ_k − lr·g_k; after steps 2 and 4: e_k ← β·e_k + (φ − θ_k), its largest entries are averaged to Δ and leave
-    # e_k, φ ← φ − 0.5·Δ, θ_k ← φ.
-    beta = 1.0 if error_feedback is None else float(error_feedback)
-    model, lr = parameters(), 0.1
-    strategy = DiLoCoStrategy(
-        H=2,
-        outer_optim=OptimSpec("sgd", lr=0.5),
-        inner_optim=OptimSpec("sgd", lr=lr),
-        average=compress(TopK(0.1), error_feedback),
-    )
-    gradients = normal(4, 3, 727, dtype=torch.float64)
-    run = driven(strategy, model, gradients)
-    phi = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-    nodes, errors = [phi.copy() for _ in range(3)], [np.zeros(727) for _ in range(3)]
-    for step, given in enumerate(gradients.numpy(), start=1):
-        nodes = [theta - lr * g for theta, g in zip(nodes, given, strict=True)]
-        if step % 2 == 0:
-            errors = [beta * e + (phi - theta) for e, theta in zip(errors, nodes, strict=True)]
-            average, sent = topk_by_hand(run)(errors)
-            errors = [e - message for e, message in zip(errors, sent, strict=True)]
-            phi = phi - 0.5 * average
-            nodes = [phi.copy() for _ in range(3)]
-    np.testing.assert_allclose(run.cluster.weights.numpy(), np.stack(nodes), rtol=1e-12, atol=1e-12)
-    assert [(e.step, e.collective, e.label, e.payload_bytes) for e in run.ledger] == [
-        (step, "all_gather", "outer gradient", 73 * 16) for step in (2, 4)
-    ]
+    one, two = trained(*[PowerSGD(1)] * 2), trained(PowerSGD(1), PowerSGD(1))
+    assert torch.equal(one.cluster.weights, two.cluster.weights)
+    assert {e.label.split(":")[0] for e in one.ledger} == {"gradients", "outer gradient"}
 
 
 @pytest.mark.parametrize("compressor", [TopK(1.0), RandomK(1.0), UniformQuantizer(16)], ids=lambda c: type(c).__name__)
@@ -684,39 +492,7 @@ def test_diloco_with_a_compressor_that_sends_all_is_diloco(compressor: Compresso
 
 # Arguments -----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (TopK(0.1), TopK(0.2)),
-        (RandomK(0.1), RandomK(0.2)),
-        (ScaledSign(100), ScaledSign(200)),
-        (UniformQuantizer(4), UniformQuantizer(5)),
-        (UniformQuantizer(4, 100), UniformQuantizer(4, 200)),
-        (QSGD(7), QSGD(6)),
-        (QSGD(7, 100), QSGD(7, 200)),
-        (PowerSGD(1), PowerSGD(2)),
-        (DCTTopK(9), DCTTopK(8)),
-        (DCTTopK(9, 12), DCTTopK(9, 6)),
-        (DCTTopK(9, 12), TileTopK(9, 12)),
-        (TileTopK(9), TileTopK(8)),
-        (TileTopK(9, 12), TileTopK(9, 6)),
-        (TileTopK(9, 12), TileTopK(9, 12, quantizer=StatisticalQuantizer(2))),
-        (StatisticalQuantizer(2), StatisticalQuantizer(3)),
-        (StatisticalQuantizer(2, 100), StatisticalQuantizer(2, 200)),
-        (FP4(100), FP4(200)),
-        (FP4(100), FP4(100, two_stage=True)),
-        (ScaledSign(100), ScaledSign(100, two_stage=True)),
-        (QSGD(7), QSGD(7, two_stage=True)),
-        (UniformQuantizer(2), UniformQuantizer(2, two_stage=True)),
-        (StatisticalQuantizer(2), StatisticalQuantizer(2, two_stage=True)),
-    ],
-    ids=lambda c: type(c).__name__,
-)
-def test_every_argument_changes_the_average(one: Compressor, other: Compressor) -> None:
-    model, gradients = Parameters(*SHAPES), normal(1, 2, 727)
-    runs = [driven(compressing(compressor), model, gradients) for compressor in (one, other)]
-    assert not torch.allclose(runs[0].cluster.weights, runs[1].cluster.weights, atol=1e-3)
+GIVEN = Parameters(*SHAPES), normal(1, 2, 727)
 
 
 @pytest.mark.parametrize(
@@ -732,6 +508,11 @@ def test_every_argument_changes_the_average(one: Compressor, other: Compressor) 
         (lambda: compress("topk"), TypeError, "compressor … Compressor … topk"),  # type: ignore[arg-type]
         (lambda: compress(TopK), TypeError, "compressor … Compressor"),  # type: ignore[arg-type]
         (lambda: compress(TopK(), 1.5), ValueError, "error_feedback … 1.5"),
+        (lambda: driven(compressing(Compressor()), *GIVEN), NotImplementedError, "Compressor defines no exchange"),
+        *(
+            (lambda name=name: compress(ALL[name](), True), ValueError, "error_feedback=1 … the errors would grow")
+            for name in ALL.keys() - set(CONTRACTIVE)
+        ),
     ],
 )
 def test_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from driven import driven, driven_apart, normal
+from driven import normal, same_apart
 from errors import refused
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
@@ -43,6 +42,7 @@ from vsim.strategy import (
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
+    FedAdam,
     FedAvgStrategy,
     FedDynStrategy,
     FedNovaStrategy,
@@ -91,7 +91,7 @@ from vsim.training.run import Run
 # The model of the byte counts: MLP 64-16-10, whose tensors are 16×64, 16, 10×16, 10: P = 1024 + 16 + 160 + 10 = 1210.
 P = 1210
 STEPS = 6
-ALWAYS = range(1, STEPS + 1)
+ALWAYS, SYNCS = range(1, STEPS + 1), [3, 6]  # steps with equal replicas
 
 Sent = tuple[int, str, str, float]  # step, collective, label, payload bytes
 
@@ -148,12 +148,25 @@ def every(interval: int, collective: str, label: str, payload: float, steps: int
     return [(step, collective, label, payload) for step in range(interval, steps + 1, interval)]
 
 
-def compressed(compressor: Any, **options: Any) -> dict[str, Any]:
-    return {"communication_modules": [GradientAverage(compress(compressor, **options))]}
-
-
 def in_order(*events: list[Sent]) -> list[Sent]:
     return sorted((e for part in events for e in part), key=lambda e: e[0])  # stable: as listed within a step
+
+
+def periodic(name: str, cls: Callable[..., Strategy], changes: Mapping[str, Any], **more: Any) -> Row:
+    """A row of a strategy whose nodes average all weights every three steps, and are equal then."""
+    sent = every(3, "all_reduce", more.pop("label", "weights"), 4 * P)
+    return Row(name, cls, **{"arguments": {"H": 3}, "sent": sent, "changes": changes, "equal_after": SYNCS, **more})
+
+
+def compressed(compressor: Any) -> dict[str, Any]:
+    return {"communication_modules": [GradientAverage(compress(compressor))]}
+
+
+def compressing(name: str, compressor: Any, *sent: tuple[str, str, float], **more: Any) -> Row:
+    """A row of AllReduce that sends these messages in every step."""
+    arguments = {**compressed(compressor), **more.pop("arguments", {})}
+    events = in_order(*(every(1, *one) for one in sent))
+    return Row(name, CommunicateOptimizeStrategy, arguments, events, equal_after=ALWAYS, **more)
 
 
 class Widening(When):
@@ -164,11 +177,32 @@ class Widening(When):
 
 
 SGD = OptimSpec("sgd", momentum=0.9)
+OUTER: dict[str, Any] = {"H": 2, "outer_optim": OptimSpec("sgd", lr=0.5), "outer_lr": 0.3}
+OF_ROUNDS: dict[str, Any] = {"H": 5, "outer_lr": 0.2}  # what outer optimizers learn with
 # ShuffledSequentialIndexSelector(0.25) cuts every tensor in 4 chunks: 1024 → 256 each, 16 → 4, 160 → 40, 10 → 3, 3, 2,
 # 2. With 4 bytes an entry: rounds 1 and 2 send 303 entries, rounds 3 and 4 send 302, then over again.
 CHUNKS = [4 * 303, 4 * 303, 4 * 302, 4 * 302, 4 * 303, 4 * 303]
 QUARTER: dict[str, Any] = {"index_selector": ShuffledSequentialIndexSelector(0.25)}
 SPARSE = [(t + 1, "all_reduce", "sparse weights", float(CHUNKS[t])) for t in range(STEPS)]
+
+
+def of_sparta(**given: Any) -> dict[str, Any]:
+    """What changes SPARTA; an argument in place of the selector is with those that are given."""
+    return {
+        "p_sparta": Instead(p_sparta=0.1, **given),
+        "sparta_interval": 2,
+        "async_delay": 2,
+        "compression_method": Instead(p_sparta=0.25, compression_method="topk", **given),
+        "quantization_bits": 4,
+        "mask": "broadcast",
+    }
+
+
+# Two layers are two fragments: 1024 + 16 = 1040 entries after steps 3 // 2 = 1 and 4, 170 after steps 3 and 6.
+FRAGMENTS = [(s, f"outer gradient of fragment {i}", 4.0 * n) for s, i, n in ((1, 0, 1040), (3, 1, 170))]
+FRAGMENTS += [(s + 3, label, payload) for s, label, payload in FRAGMENTS]
+PERSONAL = {"H": 2, "personal": ["layers.0.bias", "layers.3.*"], "average": "median"}
+ISLANDS = AveragingCommunicator(island_size=2, every=2)
 
 TABLE = [
     Row("no modules", Strategy, {}, [], alone=True),
@@ -189,15 +223,7 @@ TABLE = [
         in_order(every(1, "all_gather", "gradients: norms", 4), every(1, "all_gather", "gradients", 4 * P)),
         equal_after=ALWAYS,
     ),
-    Row(
-        "FedAvg",
-        FedAvgStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * P),
-        {"H": 2, "island_size": 2, "average": mean("examples")},
-        alone=True,
-        equal_after=[3, 6],
-    ),
+    periodic("FedAvg", FedAvgStrategy, {"H": 2, "island_size": 2, "average": mean("examples")}, alone=True),
     Row(
         "FedAvg, median",
         FedAvgStrategy,
@@ -209,18 +235,16 @@ TABLE = [
         HierarchicalStrategy,
         {"levels": {2: 1, 4: 3}},
         in_order(every(1, "all_reduce", "gradients in groups of 2", 4 * P), every(3, "all_reduce", "weights", 4 * P)),
-        {"levels": {2: 2, 4: 3}, "outer": OptimSpec("sgd", lr=0.5), "outer_lr": 0.3, "average": {4: mean("examples")}},
-        equal_after=[3, 6],
+        {"levels": {2: 2, 4: 3}, "outer": OUTER["outer_optim"], "outer_lr": 0.3, "average": {4: mean("examples")}},
+        equal_after=SYNCS,
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
-    Row(
+    periodic(
         "DiLoCo",
         DiLoCoStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "outer gradient", 4 * P),
-        {"H": 2, "outer_optim": OptimSpec("sgd", lr=0.5), "outer_lr": 0.3, "average": mean("examples")},
-        equal_after=[3, 6],
-        learns_with={"H": 5, "outer_lr": 0.2},
+        {**OUTER, "average": mean("examples")},
+        label="outer gradient",
+        learns_with=OF_ROUNDS,
     ),
     # topk_entries of P = 1210: round(0.1 · 1210) = 121 pairs of 8 + 4 bytes.
     Row(
@@ -228,23 +252,15 @@ TABLE = [
         DiLoCoStrategy,
         {"H": 3, "average": compress(TopK(0.1))},
         every(3, "all_gather", "outer gradient", 121 * 12),
-        equal_after=[3, 6],
-        learns_with={"H": 5, "outer_lr": 0.2},
+        equal_after=SYNCS,
+        learns_with=OF_ROUNDS,
     ),
     Row(
         "SPARTA",
         SPARTAStrategy,
         QUARTER,
         SPARSE,
-        {
-            "p_sparta": Instead(p_sparta=0.1),
-            "sparta_interval": 2,
-            "index_selector": PartitionedIndexSelector(0.25),
-            "async_delay": 2,
-            "compression_method": Instead(p_sparta=0.25, compression_method="topk"),
-            "quantization_bits": 4,
-            "mask": "broadcast",
-        },
+        {**of_sparta(), "index_selector": PartitionedIndexSelector(0.25)},
         alone=True,
     ),
     Row(
@@ -260,35 +276,17 @@ TABLE = [
         SPARTADiLoCoStrategy,
         {**QUARTER, "H": 3},
         in_order(SPARSE, every(3, "all_reduce", "outer gradient", 4 * P)),
-        {
-            "p_sparta": Instead(p_sparta=0.1, H=3),
-            "sparta_interval": 2,
-            "H": 2,
-            "outer_optim": "adam",
-            "average": "median",
-            "outer_lr": 0.5,
-            "index_selector": RandomIndexSelector(0.25),
-            "async_delay": 1,
-            "compression_method": Instead(p_sparta=0.25, H=3, compression_method="topk"),
-            "quantization_bits": 4,
-            "mask": "broadcast",
-        },
-        equal_after=[3, 6],
-        learns_with={"H": 5, "outer_lr": 0.2},
+        {**of_sparta(H=3), **OUTER, "average": "median", "index_selector": RandomIndexSelector(0.25)},
+        equal_after=SYNCS,
+        learns_with=OF_ROUNDS,
     ),
-    # Two layers are two fragments: 1024 + 16 = 1040 entries after steps 3 // 2 = 1 and 4, 170 after steps 3 and 6.
     Row(
         "Streaming DiLoCo",
         StreamingDiLoCoStrategy,
         {"H": 3, "fragments": 2, "delay": 1, "mixing": 0.5},
-        [
-            (step, "all_reduce", f"outer gradient of fragment {i}", 4.0 * n)
-            for step, i, n in ((1, 0, 1040), (3, 1, 170), (4, 0, 1040), (6, 1, 170))
-        ],
+        [(step, "all_reduce", label, payload) for step, label, payload in FRAGMENTS],
         {
-            "H": 2,
-            "outer_optim": "adam",
-            "outer_lr": 0.3,
+            **OUTER,
             "fragments": 1,
             "pattern": Instead(H=3, pattern="sequential", fragments=2),
             "delay": 2,
@@ -296,26 +294,26 @@ TABLE = [
             "outer_step": "send",
             "average": "iso",
         },
-        learns_with={"H": 5, "outer_lr": 0.2},
+        learns_with=OF_ROUNDS,
     ),
     Row(
         "Streaming DiLoCo, RDA",
         StreamingDiLoCoStrategy,
         {"H": 3, "fragments": 2, "delay": 1, "average": rda() | clip("median")},
         [
-            (step, "all_gather", f"outer gradient of fragment {i}{what}", payload)
-            for step, i, n in ((1, 0, 1040), (3, 1, 170), (4, 0, 1040), (6, 1, 170))
-            for what, payload in ((": norms", 4.0), ("", 4.0 * n))
+            (step, "all_gather", label + what, bytes)
+            for step, label, payload in FRAGMENTS
+            for what, bytes in ((": norms", 4.0), ("", payload))
         ],
-        learns_with={"H": 5, "outer_lr": 0.2, "average": "rda"},
+        learns_with={**OF_ROUNDS, "average": "rda"},
     ),
     Row(
         "Eager DiLoCo",
         EagerDiLoCoStrategy,
         {"H": 2},
         every(2, "all_reduce", "outer gradient", 4 * P),
-        {"H": 3, "outer_optim": OptimSpec("sgd", lr=0.5), "outer_lr": 0.3, "eager": False},
-        learns_with={"H": 5, "outer_lr": 0.2},
+        {**OUTER, "H": 3, "eager": False},
+        learns_with=OF_ROUNDS,
     ),
     Row(
         "Delayed DiLoCo",
@@ -331,33 +329,20 @@ TABLE = [
         EDiTStrategy,
         {"H": Widening(), "gate_after": 2},
         [
-            (step, collective, label, payload)
+            (step, *one)
             for step in (1, 2, 3, 6)
-            for collective, label, payload in (
-                ("all_gather", "outer gradient: norms", 16.0),
-                ("all_reduce", "outer gradient", 4.0 * P),
-            )
+            for one in (("all_gather", "outer gradient: norms", 16.0), ("all_reduce", "outer gradient", 4.0 * P))
         ],
-        {
-            "H": 2,
-            "outer_optim": OptimSpec("sgd", lr=0.5),
-            "outer_lr": 0.3,
-            "average": edit(0.1),
-            "threshold": 100,
-            "gate_after": 4,
-            "outer_max_norm": 0.01,
-        },
+        {**OUTER, "average": edit(0.1), "threshold": 100, "gate_after": 4, "outer_max_norm": 0.01},
         equal_after=[1, 2, 3, 6],
-        learns_with={"H": 5, "outer_lr": 0.2, "gate_after": 10},
+        learns_with={**OF_ROUNDS, "gate_after": 10},
     ),
-    Row(
+    periodic(
         "MuLoCo",
         MuLoCoStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "outer gradient", 4 * P),
-        {"H": 2, "outer_optim": OptimSpec("sgd", lr=0.5), "outer_lr": 0.3, "average": compress(TopK(0.1))},
-        equal_after=[3, 6],
-        learns_with={"H": 5, "outer_lr": 0.2},
+        {**OUTER, "average": compress(TopK(0.1))},
+        label="outer gradient",
+        learns_with=OF_ROUNDS,
     ),
     # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.
     Row(
@@ -380,11 +365,7 @@ TABLE = [
         "Dion",
         DionStrategy,
         {},
-        in_order(
-            every(1, "all_reduce", "gradients", 4 * 186),
-            every(1, "all_reduce", "P", 4 * 64),
-            every(1, "all_reduce", "R", 4 * 256),
-        ),
+        in_order(*(every(1, "all_reduce", name, 4 * n) for name, n in (("gradients", 186), ("P", 64), ("R", 256)))),
         {"rank_fraction": 0.5, "mu": 0.5, "weight_decay": 0.5, "only": "*.weight"},
         equal_after=ALWAYS,
     ),
@@ -396,7 +377,7 @@ TABLE = [
         {"H": 3},
         every(3, "all_gather", "outer gradient", 157 + 39 + 4 * 4),
         {"H": 2, "topk": 8, "chunk": 8, "quantization_bits": None, "error_feedback": 0.5, "outer_lr": 0.5},
-        equal_after=[3, 6],
+        equal_after=SYNCS,
         learns_with={"H": 5},
     ),
     Row(
@@ -424,24 +405,14 @@ TABLE = [
         {"tracking": True},
         in_order(*[every(1, "send", "weights and trackers", 8 * P)] * 2),
     ),
-    Row(
-        "SlowMo",
-        SlowMoStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * P),
-        {"H": 2, "alpha": 0.9, "beta": 0.9, "average": "rda"},
-        equal_after=[3, 6],
-        learns_with={"H": 5},
-    ),
+    periodic("SlowMo", SlowMoStrategy, {"H": 2, "alpha": 0.9, "beta": 0.9, "average": "rda"}, learns_with={"H": 5}),
     # Most images have the same black margin, not all: m and v together, or there are steps of lr·m/eps.
     Row(
         "DES-LOC",
         DESLOCStrategy,
         {"H": 1},
         in_order(
-            every(1, "all_reduce", "weights", 4 * P),
-            every(3, "all_reduce", "exp_avg", 4 * P),
-            every(6, "all_reduce", "exp_avg_sq", 4 * P),
+            *(every(H, "all_reduce", kept, 4 * P) for kept, H in (("weights", 1), ("exp_avg", 3), ("exp_avg_sq", 6)))
         ),
         {"H": 2, "H_m": 1, "H_v": 5},
         alone=True,
@@ -457,92 +428,60 @@ TABLE = [
         equal_after=ALWAYS,
         learns_with={"mu_x": 0.9},
     ),
-    Row(
+    periodic(
         "FedAdam",
         FedOptStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "outer gradient", 4 * P),
         {"H": 2, "outer_optim": "yogi", "outer_lr": 0.1, "average": "rda"},
-        equal_after=[3, 6],
+        label="outer gradient",
         learns_with={"H": 5},
     ),
-    Row(
-        "FedProx",
-        FedProxStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * P),
-        {"H": 2, "mu": 0.1, "average": "median"},
-        equal_after=[3, 6],
-    ),
+    periodic("FedProx", FedProxStrategy, {"H": 2, "mu": 0.1, "average": "median"}),
     Row(
         "FedProx, clipped",
         FedProxStrategy,
         {"H": 3, "average": clip("median")},
         in_order(every(3, "all_gather", "weights: norms", 4), every(3, "all_reduce", "weights", 4 * P)),
-        equal_after=[3, 6],
+        equal_after=SYNCS,
     ),
     # All but the last layer: 1024 + 16 entries.
-    Row(
+    periodic(
         "FedPer",
         FedPerStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * 1040),
-        {"H": 2, "personal": ["layers.0.bias", "layers.3.*"], "average": "median"},
+        PERSONAL,
+        sent=every(3, "all_reduce", "weights", 4 * 1040),
+        equal_after=(),
         alone=True,
     ),
-    Row(
+    periodic(
         "FedRep",
         FedRepStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * 1040),
-        {"H": 2, "head_steps": 2, "personal": ["layers.0.bias", "layers.3.*"], "average": "median"},
+        {**PERSONAL, "head_steps": 2},
+        sent=every(3, "all_reduce", "weights", 4 * 1040),
+        equal_after=(),
     ),
-    Row(
-        "Ditto",
-        DittoStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * P),
-        {"H": 2, "lam": 1.0, "personal_lr": 0.1, "average": "median"},
-        alone=True,
-        equal_after=[3, 6],
-    ),
+    periodic("Ditto", DittoStrategy, {"H": 2, "lam": 1.0, "personal_lr": 0.1, "average": "median"}, alone=True),
     # The number of steps, and the weights.
-    Row(
+    periodic(
         "FedNova",
         FedNovaStrategy,
-        {"H": 3},
-        in_order(every(3, "all_reduce", "normalized moves", 4 * P), every(3, "all_reduce", "steps", 4)),
         {"H": 2, "average": "mean"},
-        equal_after=[3, 6],
+        sent=in_order(every(3, "all_reduce", "normalized moves", 4 * P), every(3, "all_reduce", "steps", 4)),
     ),
-    Row(
-        "FedDyn",
-        FedDynStrategy,
-        {"H": 3},
-        every(3, "all_reduce", "weights", 4 * P),
-        {"H": 2, "alpha": 1.0},
-        lr=0.3,
-        equal_after=[3, 6],
-        learns_with={"H": 10},
-    ),
-    Row(
+    periodic("FedDyn", FedDynStrategy, {"H": 2, "alpha": 1.0}, lr=0.3, learns_with={"H": 10}),
+    periodic(
         "SCAFFOLD",
         ScaffoldStrategy,
-        {"H": 3},
-        in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "control variates", 4 * P)),
         {"H": 2, "outer_lr": 0.5},
+        sent=in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "control variates", 4 * P)),
         lr=0.5,
-        equal_after=[3, 6],
         learns_with={"H": 5},
         refuses="the inner optimizer must be plain SGD",
     ),
-    Row(
+    periodic(
         "DP-FedAvg",
         DPFedAvgStrategy,
-        {"H": 3, "clip": 1.0, "noise_multiplier": 0.01},
-        every(3, "all_reduce", "weights", 4 * P),
         {"H": 2, "clip": 0.1, "noise_multiplier": 0.02},
-        equal_after=[3, 6],
+        arguments={"H": 3, "clip": 1.0, "noise_multiplier": 0.01},
         learns_with={"H": 5, "clip": 5.0},
     ),
     Row(
@@ -559,108 +498,40 @@ TABLE = [
         {
             "communication_modules": [
                 SparseCommunicator(ShuffledSequentialIndexSelector(0.25)),
-                AveragingCommunicator(island_size=2, every=2),
+                ISLANDS,
                 DiLoCoCommunicator(H=3),
             ]
         },
         in_order(SPARSE, every(2, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "outer gradient", 4 * P)),
-        equal_after=[3, 6],
-        learns_with={
-            "communication_modules": [
-                AveragingCommunicator(island_size=2, every=2),
-                DiLoCoCommunicator(H=5, outer_lr=0.2),
-            ]
-        },
+        equal_after=SYNCS,
+        learns_with={"communication_modules": [ISLANDS, DiLoCoCommunicator(**OF_ROUNDS)]},
     ),
-    Row(
-        "top-k",
-        CommunicateOptimizeStrategy,
-        compressed(TopK(0.1)),
-        every(1, "all_gather", "gradients", 121 * 12),
-        equal_after=ALWAYS,
-    ),
-    Row(
-        "random-k",
-        CommunicateOptimizeStrategy,
-        compressed(RandomK(0.1)),
-        every(1, "all_reduce", "gradients", 121 * 4),
-        equal_after=ALWAYS,
-        learns_with=compressed(RandomK(0.5)),
-    ),
+    compressing("top-k", TopK(0.1), ("all_gather", "gradients", 121 * 12)),
+    compressing("random-k", RandomK(0.1), ("all_reduce", "gradients", 121 * 4), learns_with=compressed(RandomK(0.5))),
     # A bit an entry: 1210 / 8 = 151.25.
-    Row(
-        "majority vote",
-        CommunicateOptimizeStrategy,
-        {**compressed(SignVote()), "optim_spec": "sgd"},
-        every(1, "all_gather", "gradients", 152),
-        equal_after=ALWAYS,
-    ),
+    compressing("majority vote", SignVote(), ("all_gather", "gradients", 152), arguments={"optim_spec": "sgd"}),
     # The same, and a scale for each of ceil(1210 / 512) = 3 blocks.
-    Row(
-        "scaled sign",
-        CommunicateOptimizeStrategy,
-        compressed(ScaledSign()),
-        every(1, "all_gather", "gradients", 152 + 3 * 4),
-        equal_after=ALWAYS,
-    ),
+    compressing("scaled sign", ScaledSign(), ("all_gather", "gradients", 152 + 3 * 4)),
     # Codes −7 … 7 are 15 values: 4 bits.
-    Row(
-        "QSGD",
-        CommunicateOptimizeStrategy,
-        compressed(QSGD()),
-        every(1, "all_gather", "gradients", 605 + 3 * 4),
-        equal_after=ALWAYS,
-        draws_by_node=True,
-    ),
-    Row(
-        "int8",
-        CommunicateOptimizeStrategy,
-        compressed(UniformQuantizer(8)),
-        every(1, "all_gather", "gradients", 1210 + 3 * 4),
-        equal_after=ALWAYS,
-    ),
+    compressing("QSGD", QSGD(), ("all_gather", "gradients", 605 + 3 * 4), draws_by_node=True),
+    compressing("int8", UniformQuantizer(8), ("all_gather", "gradients", 1210 + 3 * 4)),
     # Of 4 nodes each averages a chunk of 303 entries: 303 codes of 8 bits and a scale.
-    Row(
+    compressing(
         "int8 in two stages",
-        CommunicateOptimizeStrategy,
-        compressed(UniformQuantizer(8, two_stage=True)),
-        [
-            (step, collective, label, payload)
-            for step in range(1, STEPS + 1)
-            for collective, label, payload in (
-                ("all_to_all", "gradients: chunks", 4 * 307.0),
-                ("all_gather", "gradients: means", 307.0),
-            )
-        ],
-        equal_after=ALWAYS,
+        UniformQuantizer(8, two_stage=True),
+        ("all_to_all", "gradients: chunks", 4 * 307.0),
+        ("all_gather", "gradients: means", 307.0),
     ),
     # 4 bits an entry, 605 bytes; one block has a table of 16 values.
-    Row(
-        "statistical",
-        CommunicateOptimizeStrategy,
-        compressed(StatisticalQuantizer(4)),
-        every(1, "all_gather", "gradients", 605 + 16 * 4),
-        equal_after=ALWAYS,
-    ),
-    Row(
-        "FP4",
-        CommunicateOptimizeStrategy,
-        compressed(FP4()),
-        every(1, "all_gather", "gradients", 605 + 3 * 4),
-        equal_after=ALWAYS,
-    ),
+    compressing("statistical", StatisticalQuantizer(4), ("all_gather", "gradients", 605 + 16 * 4)),
+    compressing("FP4", FP4(), ("all_gather", "gradients", 605 + 3 * 4)),
     # Rank 2 of 16×64: 2·(16 + 64) = 160 < 1024 entries; of 10×16: 2·26 = 52 < 160. P's columns travel with the 26
     # entries of the vectors: 2·16 + 2·10 + 26 = 78, then Q's: 2·64 + 2·16 = 160.
-    Row(
+    compressing(
         "PowerSGD",
-        CommunicateOptimizeStrategy,
-        compressed(PowerSGD(2)),
-        [
-            (step, "all_reduce", label, 4.0 * n)
-            for step in range(1, STEPS + 1)
-            for label, n in (("gradients: P and vectors", 78), ("gradients: Q", 160))
-        ],
-        equal_after=ALWAYS,
+        PowerSGD(2),
+        ("all_reduce", "gradients: P and vectors", 4.0 * 78),
+        ("all_reduce", "gradients: Q", 4.0 * 160),
     ),
 ]
 # Of the biases here, whose few entries cost more with their indices than without: tests/test_demo.py has that.
@@ -788,12 +659,9 @@ def test_one_node_is_plain_torch(row: Row, optimizer: OptimSpec) -> None:
     assert torch.equal(weights(trainer)[0], expected)
 
 
-WITH_ARGUMENTS = [row for row in TABLE if row.changes]
-
-
 @pytest.mark.parametrize(
     ("row", "argument"),
-    [(row, argument) for row in WITH_ARGUMENTS for argument in row.changes],
+    [(row, argument) for row in TABLE for argument in row.changes],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
@@ -801,7 +669,7 @@ def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
 
 
 def test_the_table_knows_every_argument_of_every_strategy() -> None:
-    known = {row.cls: set(row.changes) for row in WITH_ARGUMENTS}
+    known = {row.cls: set(row.changes) for row in TABLE if row.changes}
     for cls, _ in STRATEGIES.values():
         if cls.is_asynchronous:  # these are in tests/test_asynchronous.py
             continue
@@ -829,6 +697,8 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (DESLOCStrategy, {"H": 0, "H_m": 0, "H_v": 0}),
     (GPAStrategy, {"mu_x": 1, "mu_y": 1.1}),
     (FedOptStrategy, {"H": 0, "outer_optim": "adan", "outer_lr": 0}),
+    (FedProxStrategy, {"H": 0, "mu": -1, "average": "size"}),
+    (functools.partial(FedAdam, [torch.zeros(1)]), {"tau": 0.0}),
     (FedPerStrategy, {"H": 0}),
     (functools.partial(FedRepStrategy, H=3), {"head_steps": 3, "H": 1}),
     (DittoStrategy, {"lam": -1.0, "personal_lr": -1.0}),
@@ -887,11 +757,7 @@ def test_a_strategy_has_the_arguments_and_the_text_of_its_modules() -> None:
     "row", [row for row in TABLE if row.cls is not DittoStrategy], ids=lambda row: row.name
 )  # Ditto computes gradients itself
 def test_nodes_held_apart_have_equal_bits(row: Row) -> None:
-    gradients = normal(STEPS, 4, P)
-    together = driven(row.make(), model(), gradients, deterministic=True)
-    for rank, alone in enumerate(driven_apart(row.make(), model(), gradients)):
-        assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
-        assert alone.ledger[:] == together.ledger[:]
+    same_apart(row.make(), model(), normal(STEPS, 4, P))
 
 
 COMMON: dict[str, dict[str, Any]] = {
@@ -917,34 +783,25 @@ def test_the_common_arguments_are_all_here() -> None:
     assert {*COMMON, "attack"} == {"inner_optim", *StrategyOptions.__annotations__}
 
 
-# The common arguments are the base's; these take them in different ways.
+# The common arguments are the base's; the first three take them in different ways.
+EACH = {row.cls: row for row in reversed(TABLE) if row.cls is not CommunicateOptimizeStrategy}.values()
 QUICKLY = ("AllReduce", "DiLoCo", "DeMo")
 
 
-@pytest.mark.parametrize("argument", COMMON)
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=row.name, marks=() if row.name in QUICKLY else pytest.mark.slow)
-        for row in TABLE
-        if row.cls is not CommunicateOptimizeStrategy
-    ],
+    [pytest.param(row, id=row.name, marks=() if row.name in QUICKLY else pytest.mark.slow) for row in EACH],
 )
-def test_every_common_argument_has_an_effect(row: Row, argument: str) -> None:
-    if row.refuses and argument in ("optim_spec", "inner_optim"):
-        with pytest.raises(TypeError, match=row.refuses):
-            row.cls(**COMMON[argument])
-        return
-    with_it, without = (dict(kwargs.get(argument, {})) for kwargs in (COMMON, OTHERWISE))
-    if row.refuses:
-        with_it.pop("optim_spec", None)
-        without.pop("optim_spec", None)
-    assert outcome(row.cls(**row.arguments, **with_it)) != outcome(row.cls(**row.arguments, **without))
-
-
-def test_the_default_random_selection_is_of_the_right_size() -> None:
-    # m ~ Binomial(1210, 0.1): mean 121, standard deviation 10.4; the mean of 200 rounds is within 4 · 10.4 / √200.
-    trainer = run(SPARTAStrategy(p_sparta=0.1), max_steps=200)
-    sizes = [e.payload_bytes / 4 for e in trainer.ledger]
-    assert abs(np.mean(sizes) - 121) < 4 * 10.4 / math.sqrt(200)
-    assert 8 < np.std(sizes) < 13
+def test_every_common_argument_has_an_effect(row: Row) -> None:
+    plain = outcome(row.cls(**row.arguments))
+    for argument, kwargs in COMMON.items():
+        if row.refuses and argument in ("optim_spec", "inner_optim"):
+            with pytest.raises(TypeError, match=row.refuses):
+                row.cls(**kwargs)
+            continue
+        with_it, without = (
+            {name: value for name, value in given.items() if not (row.refuses and name == "optim_spec")}
+            for given in (kwargs, OTHERWISE.get(argument, {}))
+        )
+        other = outcome(row.cls(**row.arguments, **without)) if without else plain
+        assert outcome(row.cls(**row.arguments, **with_it)) != other, argument
