@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, driven_apart, normal, size, started
+from driven import Parameters, driven, normal, same_apart, size, started
 from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ from vsim.strategy import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.average import RDA, TIES, Krum, average_of
+from vsim.strategy.average import RDA, Krum, average_of
 
 Rows = NDArray[np.float64]
 
@@ -67,12 +67,11 @@ def scores(rows: Rows, faulty: int) -> list[float]:
     return found
 
 
-def length_and_direction(rows: Rows, weights: Rows | None = None) -> Rows:
-    weights = np.full(len(rows), 1 / len(rows)) if weights is None else weights
-    lengths = [float(np.sqrt((row**2).sum())) for row in rows]
-    direction = sum(w * row / (length or 1) for w, row, length in zip(weights, rows, lengths, strict=True))
+def length_and_direction(rows: Rows) -> Rows:
+    lengths = np.sqrt((rows.reshape(len(rows), -1) ** 2).sum(1))
+    direction = sum(row / (length or 1) for row, length in zip(rows, lengths, strict=True)) / len(rows)
     norm = np.sqrt((direction**2).sum())
-    return float(weights @ lengths) * (direction / norm if norm else direction)
+    return lengths.mean() * (direction / norm if norm else direction)
 
 
 def flat_spectrum(rows: Rows) -> Rows:
@@ -121,12 +120,11 @@ REFERENCES: dict[str, tuple[Rule, Callable[[Rows], Rows]]] = {
     "edit": (edit(2.0), by_norms),
 }
 ALL = [*(merger for merger, _ in REFERENCES.values()), krum(), krum(2)]
-every_merger = pytest.mark.parametrize("merger", ALL, ids=repr)
 
 
-def stacked(shape: st.SearchStrategy[tuple[int, ...]], largest: int = 1000) -> st.SearchStrategy[Rows]:
+def stacked(shape: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[Rows]:
     """Stacked rows whose entries float32 has exactly, in steps large enough for lengths to be far from 0 or 0."""
-    steps = st.integers(-largest * 8, largest * 8).map(lambda i: i / 8)
+    steps = st.integers(-8000, 8000).map(lambda i: i / 8)
     return shape.flatmap(lambda own: arrays(np.float64, own, elements=steps))
 
 
@@ -184,54 +182,6 @@ def test_krum_is_a_row_with_the_least_score(rows: Rows, faulty: int) -> None:
 # Properties ----------------------------------------------------------------------------------------------------------
 
 
-@every_merger
-@settings(max_examples=30)
-@given(data=st.data())
-def test_the_order_of_the_nodes_is_nothing(merger: Rule, data: st.DataObject) -> None:
-    least = 2 * merger.faulty + 3 if isinstance(merger, Krum) else 1
-    rows = data.draw(stacked(st.tuples(st.integers(least, 8), st.integers(1, 5))))
-    if isinstance(merger, TIES):
-        rows = rows + np.arange(rows.size).reshape(rows.shape) / 4096
-    other = rows[data.draw(st.permutations(range(len(rows))))]
-    if isinstance(merger, Krum):
-        own = sorted(scores(rows, merger.faulty))
-        assume(len(own) < 2 or own[1] > own[0] * (1 + 1e-5))  # else the first in order
-    if isinstance(merger, RDA):
-        assume(well_defined(rows))
-    assert_close(merged(merger, other), merged(merger, rows), rows, 1e-3)
-
-
-@every_merger
-@settings(max_examples=30)
-@given(row=stacked(st.tuples(st.just(1), st.integers(1, 5))), n=st.integers(1, 7))
-def test_equal_vectors_give_the_vector(merger: Rule, row: Rows, n: int) -> None:
-    n += 2 * merger.faulty + 2 if isinstance(merger, Krum) else 0
-    row = row[:, :1] if isinstance(merger, TIES) else row  # of which small entries are lost
-    assert_close(merged(merger, row.repeat(n, axis=0)), row[0], row)
-
-
-@pytest.mark.parametrize("merger", [median(), trimmed_mean(), trimmed_mean(0.4), krum()], ids=repr)
-@settings(max_examples=30)
-@given(rows=vectors)
-def test_no_entry_is_beyond_those_of_all_nodes(merger: Rule, rows: Rows) -> None:
-    rows = rows.repeat(5, axis=0) if isinstance(merger, Krum) else rows
-    result, slack = merged(merger, rows), 1e-6 * np.abs(rows).max()
-    assert (rows.min(0) - slack <= result).all() and (result <= rows.max(0) + slack).all()
-
-
-@pytest.mark.parametrize("merger", [median(), trimmed_mean(2 / 7), krum(2)], ids=repr)
-@settings(max_examples=30)
-@given(data=st.data())
-def test_two_of_seven_cannot_move_it_beyond_the_others(merger: Rule, data: st.DataObject) -> None:
-    rows = data.draw(stacked(st.tuples(st.just(7), st.integers(1, 4)), largest=10))
-    places = data.draw(st.permutations(range(7)))[:2]
-    huge = st.floats(1e5, 1e30).flatmap(lambda x: st.sampled_from([x, -x]))
-    for place in places:
-        rows[place] = data.draw(arrays(np.float64, rows.shape[1], elements=huge))
-    result, honest = merged(merger, rows), np.delete(rows, places, axis=0)
-    assert (honest.min(0) - 1e-5 <= result).all() and (result <= honest.max(0) + 1e-5).all()
-
-
 @pytest.mark.parametrize("merger", [median(), trimmed_mean(2 / 7), krum(2)], ids=repr)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_loses(merger: Rule, value: float) -> None:
@@ -254,24 +204,7 @@ def test_weights_are_so_many_equal_nodes(merger: Rule, rows: Rows, data: st.Data
     assert_close(weighted, merged(merger, rows.repeat(counts, axis=0)), rows, 1e-3)
 
 
-def test_by_hand() -> None:
-    # Both of length 2, the mean direction (1, 1)/√2.
-    half = math.sqrt(2)
-    assert rda()(torch.tensor([[2.0, 0.0], [0.0, 2.0]])).tolist() == pytest.approx([half, half])
-    assert rda()(torch.tensor([[3.0, -4.0], [-3.0, 4.0]])).tolist() == [0, 0]
-    # Singular values 3 and 1 of (±) the unit vectors become 2.
-    assert iso()(torch.diag(torch.tensor([3.0, -1.0]))[None]).tolist() == [[2, 0], [0, -2]]
-    # The scores of 1 nearest other are 4, 1, 1, 49; of two 4 + 9, 4 + 1, 1 + 9, 49 + 64.
-    rows = torch.tensor([[0.0], [2.0], [3.0], [10.0]])
-    assert krum(0)(rows).tolist() == [2]
-    # Of five with f = 1 two neighbours count: 1 + 4, 1 + 1, 1 + 4, 36 + 49, 81 + 144.
-    assert krum(1)(torch.tensor([[1.0], [2.0], [3.0], [9.0], [-9.0]])).tolist() == [2]
-    # Norms 1 and 2: softmax(−1, −2) = 0.731, 0.269.
-    assert edit()(torch.tensor([[1.0], [-2.0]])).tolist() == pytest.approx([0.73106 - 2 * 0.26894], abs=1e-4)
-    # Largest halves (4, 0) and (0, −3), (2, 0): 4 and 2 agree, −3 is alone.
-    assert ties(0.5)(torch.tensor([[4.0, 1.0], [-1.0, -3.0], [2.0, 1.0]])).tolist() == [3, -3]
-    # A sum of 0 has no sign.
-    assert ties(1.0)(torch.tensor([[4.0, 1.0], [-4.0, 3.0]])).tolist() == [0, 2]
+def test_singular_vectors_of_tasks_by_hand() -> None:
     # Of two nodes each sends one of two singular parts, here orthogonal ones: nothing is lost.
     parts = torch.stack([torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 2.0]))])
     torch.testing.assert_close(tsv()(parts), torch.diag(torch.tensor([3.0, 2.0])))
@@ -279,9 +212,6 @@ def test_by_hand() -> None:
     # Each of three nodes sends one of two. The vectors e₁, e₂, e₁ become e₁/√2, e₂, e₁/√2: (3 + 1) / 2 and 2.
     more = torch.cat([parts, torch.diag(torch.tensor([1.0, 0.0]))[None]])
     torch.testing.assert_close(tsv()(more), 2 * torch.eye(2))
-    assert median()(rows).tolist() == [2.5]
-    # ⌈0.2 · 4⌉ = 1 on each side; of two nodes none.
-    assert trimmed_mean(0.2)(rows).tolist() == [2.5] and trimmed_mean(0.2)(rows[2:]).tolist() == [6.5]
 
 
 # The places that average ---------------------------------------------------------------------------------------------
@@ -303,9 +233,6 @@ PLAIN: dict[str, Any] = {"optim_spec": "sgd", "lr": 1.0}
         ({}, 4),
         ({"average": "median"}, 2),
         ({"average": median}, 2),
-        ({"average": trimmed_mean(0.3)}, 2),
-        ({"average": krum(0)}, 1),  # 1 and 2 are as near to each other, and 1 is first
-        ({"average": "rda"}, 4),  # all in one direction
         ({"average": lambda rows, weights: rows.amax(0)}, 9),
         ({"average": clip("median")}, (1 + 2 + 2) / 3),
         ({"average": clip(1.5)}, (1 + 1.5 + 1.5) / 3),
@@ -334,10 +261,6 @@ def test_weights_in_islands_by_hand() -> None:
     assert run.ledger.total_wire_bytes == 3 * 2 * 4 + 2 * 1 * 4
 
 
-def wilted(rows: Tensor, weights: Tensor | None) -> Tensor:
-    return rows.mean(0) / 2
-
-
 def test_a_rule_of_ones_own_gets_weights() -> None:
     seen = []
 
@@ -354,7 +277,6 @@ def test_a_rule_of_ones_own_gets_weights() -> None:
     before = run.cluster.weights.clone()
     after = run.step(torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 2))
     assert seen[0].tolist() == [0.25, 0.25, 0.5]
-    assert repr(average_of(wilted, "here")) == "wilted"
     torch.testing.assert_close(after, before - 2.75)
 
 
@@ -390,8 +312,6 @@ def test_weighting_by_examples_by_hand(strategy: Strategy) -> None:
     ("options", "expected", "sent"),
     [
         ({}, 4 * 2, ["outer gradient"]),
-        ({"average": "median"}, 2 * 2, ["outer gradient"]),
-        ({"average": krum(0)}, 1 * 2, ["outer gradient"]),
         ({"average": clip(3.0)}, (2 + 3 + 3) / 3, ["outer gradient"]),
         ({"average": clip("median")}, (2 + 4 + 4) / 3, ["outer gradient: norms", "outer gradient"]),
         (
@@ -441,11 +361,9 @@ def test_embeddings_take_the_mean() -> None:
         assert torch.equal(ours, theirs) == (name in replicas.embeddings), name
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3, 5])
 @pytest.mark.parametrize("merger", ALL, ids=repr)
-def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule, num_nodes: int) -> None:
-    if isinstance(merger, Krum):
-        num_nodes += 2 * merger.faulty + 1  # so that 2 become the fewest that it takes
+def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule) -> None:
+    num_nodes = 3 + 2 * (merger.faulty if isinstance(merger, Krum) else 0)  # the fewest that Krum takes
     model = Parameters((5, 3), (7,), (), (4, 2, 3))
     gradients = normal(3, num_nodes, size(model))
     both: dict[str, Any] = {"average": merger | clip("median"), "lr": 0.1}
@@ -457,10 +375,7 @@ def test_nodes_apart_have_the_bits_of_nodes_together(merger: Rule, num_nodes: in
     if not merger.of_moves and not isinstance(merger, Krum):  # which islands of two are too small for
         strategies.append(FedAvgStrategy(lr=0.1, H=2, island_size=2, average=merger))
     for strategy in strategies:
-        together = driven(strategy, model, gradients, deterministic=True)
-        for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
-            assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
-            assert alone.ledger[:] == together.ledger[:]
+        same_apart(strategy, model, gradients)
 
 
 def test_every_merger_can_be_priced() -> None:
@@ -482,18 +397,10 @@ def test_every_merger_can_be_priced() -> None:
 # What is given -------------------------------------------------------------------------------------------------------
 
 
-def test_on_the_command_line_and_in_sweeps() -> None:
-    strategy = parse_strategy("fedavg:average=krum(faulty=2)", lr=1e-3)
-    assert repr(vars(strategy.communication_modules[0])["average"]) == "krum(faulty=2)"
-    strategy = parse_strategy("allreduce:average=median() | clip('median')", lr=1e-3)
-    assert repr(vars(strategy.communication_modules[0])["average"]) == "median() | clip(norm='median')"
-    names = vsim.grid(FedAvgStrategy, H=5, average=["mean", trimmed_mean(0.1), trimmed_mean(0.3), krum])
-    assert [name.partition("average=")[2] for name in names] == [
-        "mean",
-        "trimmed_mean(share=0.1)",
-        "trimmed_mean(share=0.3)",
-        "krum",
-    ]
+def test_on_the_command_line() -> None:
+    for text in ("krum(faulty=2)", "median() | clip(norm='median')"):
+        (module,) = parse_strategy(f"allreduce:average={text}", lr=1e-3).communication_modules
+        assert repr(vars(module)["average"]) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""DES-LOC by hand, with every optimizer that keeps moments, and the errors of optimizers without moments."""
+"""DES-LOC with every optimizer that keeps moments, and the errors of optimizers without moments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Parameters, driven, driven_apart, normal
+from driven import Parameters, driven, normal, same_apart
 from torch import nn
 
 from vsim import price
 from vsim.cluster.optimizers import states_by_node
-from vsim.strategy import CommunicateOptimizeStrategy, DESLOCStrategy, OptimSpec, SimpleReduceStrategy, StateAverage
+from vsim.strategy import CommunicateOptimizeStrategy, DESLOCStrategy, OptimSpec, StateAverage
 
 SGD = OptimSpec("sgd", lr=1.0, momentum=0.5)
 MATRICES = Parameters((7, 3), (5, 2))
@@ -27,19 +27,6 @@ KEPT = {
     "sgd": (SGD, ["momentum_buffer"]),
     "muon": (OptimSpec("muon"), ["momentum_buffer"]),
 }
-every_optimizer = pytest.mark.parametrize(("spec", "names"), KEPT.values(), ids=KEPT)
-
-
-def test_three_steps_by_hand() -> None:
-    # One weight, 0 at first; gradients 1 and 3, lr 1, momentum 0.5, H = 3, H_m = 2. Step 1: m = 1 and 3, θ = −1, −3.
-    # Step 2: m = 1.5 and 4.5, θ = −2.5, −7.5; then m = 3 on both. Step 3: m = 2.5 and 4.5, θ = −5, −12; then θ = −8.5.
-    model = Parameters((1,))
-    nn.init.zeros_(model.p0)
-    run = driven(DESLOCStrategy(SGD, H=3, H_m=2), model, torch.tensor([[1.0], [3.0]]).expand(3, 2, 1))
-    assert run.cluster.weights.tolist() == [[-8.5], [-8.5]]
-    momenta = states_by_node(run.strategy.optim, "momentum_buffer", run.cluster.replicas)
-    assert [tensor.tolist() for (tensor,) in momenta] == [[2.5], [4.5]]
-    assert [(e.step, e.label, e.payload_bytes) for e in run.ledger] == [(2, "momentum_buffer", 4), (3, "weights", 4)]
 
 
 def test_a_first_moment_where_there_is_no_second_is_a_step_of_lr_m_over_eps() -> None:
@@ -54,16 +41,11 @@ def test_a_first_moment_where_there_is_no_second_is_a_step_of_lr_m_over_eps() ->
     assert driven(DESLOCStrategy(adam, H=10, H_m=1, H_v=1), model, gradients).cluster.weights.abs().max() < 0.3
 
 
-def test_with_momentum_averaged_in_every_step_it_is_allreduce() -> None:
-    # Both are linear: the mean of the momenta is the momentum of the mean gradient.
-    gradients = normal(5, 3, 31)
-    local = driven(DESLOCStrategy(SGD, H=1, H_m=1), MATRICES, gradients).cluster.weights
-    torch.testing.assert_close(local, driven(SimpleReduceStrategy(SGD), MATRICES, gradients).cluster.weights)
-
-
-@every_optimizer
-def test_every_moment_is_averaged_at_its_period(spec: OptimSpec, names: list[str]) -> None:
-    run = driven(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
+@pytest.mark.parametrize(("spec", "names"), KEPT.values(), ids=KEPT)
+def test_every_moment_is_averaged_at_its_period_also_by_nodes_apart_and_without_values(
+    spec: OptimSpec, names: list[str]
+) -> None:
+    run = same_apart(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
     labels = [(e.step, e.label) for e in run.ledger if e.label != "weights"]
     first = ("exp_avg", "momentum_buffer")
     expected = [(3, name) for name in names if name in first] + [(6, name) for name in names]
@@ -72,19 +54,6 @@ def test_every_moment_is_averaged_at_its_period(spec: OptimSpec, names: list[str
         ours, *others = states_by_node(run.strategy.optim, name, run.cluster.replicas)
         for theirs in others:
             assert all(map(torch.equal, ours, theirs))
-
-
-@every_optimizer
-def test_nodes_held_apart_have_the_same_bits(spec: OptimSpec, names: list[str]) -> None:
-    strategy, gradients = DESLOCStrategy(spec, H=1), normal(8, 3, 31)
-    together = driven(strategy, MATRICES, gradients, deterministic=True).cluster.weights
-    for row, run in zip(together, driven_apart(strategy, MATRICES, gradients), strict=True):
-        assert torch.equal(row, run.cluster.weights[0])
-
-
-@every_optimizer
-def test_without_values_the_same_is_sent(spec: OptimSpec, names: list[str]) -> None:
-    run = driven(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
     options: dict[str, Any] = {"network": "1 Gbit/s", "compute": 1, "num_nodes": 3, "max_steps": 6}
     assert [*price(DESLOCStrategy(spec, H=1), model=MATRICES, **options).ledger] == [*run.ledger]
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from driven import Driven, Parameters, driven, driven_apart, normal, started
+from driven import Driven, Parameters, normal, same_apart, started
 from separate import small_gpt
 from torch import Tensor, nn
 
@@ -30,22 +30,6 @@ def matrices(run: Driven) -> dict[str, Tensor]:
     """The momentum of the nodes, stacked."""
     momentum: dict[str, Tensor] = vars(run.strategy)["momentum"]
     return momentum
-
-
-def test_two_steps_by_hand() -> None:
-    # Rank 1, lr 1, μ = ½, Q = (1, 0). The mean momentum: M = ((3, 4), (0, 2)), M Q = (3, 0), P = (1, 0), R = (3, 4),
-    # Q = (0.6, 0.8), and M becomes ((1.5, 2), (0, 2)). Then M = ((1.5, 2), (3.6, 4.8)), M Q = (2.5, 6), P = (5, 12)/13,
-    # R = (3.9, 5.2), Q = (0.6, 0.8), and of M, which is P Rᵀ, half remains.
-    model = Parameters((2, 2))
-    nn.init.zeros_(model.p0)
-    run = started(DionStrategy(SGD, rank_fraction=0.5, mu=0.5, weight_decay=0, lr=1.0), model, 2)
-    vars(run.strategy)["basis"]["p0"] = torch.tensor([[1.0], [0.0]])
-    apart = torch.tensor([[2.0, -7.0, 1.0, 3.0], [-2.0, 7.0, -1.0, -3.0]])
-    moved = run.step(torch.tensor([3.0, 4.0, 0.0, 2.0]) + apart)
-    torch.testing.assert_close(moved, -torch.tensor([[0.6, 0.8, 0, 0]] * 2))
-    moved = run.step(torch.tensor([0.0, 0.0, 3.6, 2.8]) - 3 * apart) - moved
-    torch.testing.assert_close(moved, -torch.tensor([[3.0, 4.0, 7.2, 9.6]] * 2) / 13)
-    torch.testing.assert_close(matrices(run)["p0"].mean(0), torch.tensor([[0.75, 1.0], [1.8, 2.4]]))
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -89,18 +73,6 @@ def test_one_node_is_plain_torch() -> None:
         assert torch.equal(run.cluster.weights[0], torch.cat([x.flatten(), vector]))
 
 
-@pytest.mark.parametrize("rank_fraction", [0.25, 0.4])
-def test_nodes_apart_are_the_nodes_together(rank_fraction: float) -> None:
-    # Of rank 1, products are of a matrix and a vector.
-    model, gradients = Parameters((6, 5), (4,), (4, 9)), normal(6, 3, 70)
-    strategy = DionStrategy(rank_fraction=rank_fraction)
-    together = driven(strategy, model, gradients, deterministic=True)
-    for rank, alone in enumerate(driven_apart(strategy, model, gradients)):
-        assert torch.equal(alone.cluster.weights[0], together.cluster.weights[rank])
-        assert all(torch.equal(m[0], matrices(together)[name][rank]) for name, m in matrices(alone).items())
-        assert alone.ledger[:] == together.ledger[:]
-
-
 def test_what_was_stepped_by_leaves_the_momentum_of_every_node() -> None:
     # Of g_k what lies in P decays to μ P Pᵀ g_k, however far the nodes are apart.
     gradients = normal(1, 3, 30)
@@ -111,13 +83,16 @@ def test_what_was_stepped_by_leaves_the_momentum_of_every_node() -> None:
     torch.testing.assert_close(matrices(run)["p0"], each - 0.75 * p @ p.T @ each)
 
 
-def test_embeddings_vectors_and_the_head_are_left_to_the_other_optimizer() -> None:
+def test_nodes_apart_are_the_nodes_together_also_with_rank_1() -> None:
+    # Then products are of a matrix and a vector.
+    for rank_fraction in (0.25, 0.4):
+        same_apart(DionStrategy(rank_fraction=rank_fraction), Parameters((6, 5), (4,), (4, 9)), normal(6, 3, 70))
+
+
+def test_only_hidden_matrices_are_of_low_rank() -> None:
     run = started(DionStrategy(), small_gpt(), 2)
     hidden = ("attention_in", "attention_out", "mlp_in", "mlp_out")
     assert set(matrices(run)) == {f"blocks.{i}.{name}.weight" for i in range(2) for name in hidden}
-
-
-def test_where_nothing_is_low_rank_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no hidden matrix, .*only="):
         started(DionStrategy(), nn.Linear(3, 2), 2)
     with pytest.raises(ValueError, match=r"only=\['p\*'\] has vectors, \['p1'\]"):

@@ -24,7 +24,6 @@ from vsim.strategy import (
     DPFedAvgStrategy,
     FedAvgStrategy,
     OptimSpec,
-    clip,
 )
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.resume import captured
@@ -38,13 +37,6 @@ def test_without_a_clip_and_noise_it_is_fedavg() -> None:
     ours = driven(DPFedAvgStrategy("adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
     assert torch.equal(ours.cluster.weights, driven(FedAvgStrategy("adamw", H=2), model, gradients).cluster.weights)
     assert ours.strategy.measured() == {}
-
-
-def test_without_noise_it_is_fedavg_that_clips() -> None:
-    model, gradients = Parameters((5, 3)), normal(8, 3, 15)
-    ours = driven(DPFedAvgStrategy(SGD, H=2, clip=0.7, noise_multiplier=0), model, gradients)
-    clipped = driven(FedAvgStrategy(SGD, H=2, average=clip(0.7)), model, gradients)
-    assert torch.equal(ours.cluster.weights, clipped.cluster.weights)
 
 
 def test_the_noise_of_a_round_is_as_large_as_it_should_be() -> None:

@@ -1,4 +1,4 @@
-"""GPA against its derivation by hand, a plain PyTorch loop, and the optimizer that it is without averaging."""
+"""GPA against a plain PyTorch loop, and the optimizer that it is without averaging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import pytest
 import test_strategies_common as common
 import torch
-from driven import Parameters, driven
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -18,25 +17,11 @@ from vsim.strategy import GPAStrategy, OptimSpec, SimpleReduceStrategy
 ADAMW = OptimSpec("adamw", lr=1e-2, weight_decay=0.1)
 
 
-def test_two_steps_by_hand() -> None:
-    # One weight, 0 at first; gradients 0 and −2 with mean −1, inner SGD with lr 1, weight decay 0.5, μ_x = μ_y = 0.5.
-    # Step 1: z = 1, x = 0.5, y = 0.75. Step 2: the decay is that of z, z = 1 − (−1 + 0.5 · 1) = 1.5, x = 0.25 + 0.75,
-    # y = 0.5 + 0.75.
-    model = Parameters((1,))
-    nn.init.zeros_(model.p0)
-    gradients = torch.tensor([[0.0], [-2.0]]).expand(2, 2, 1)
-    strategy = GPAStrategy(OptimSpec("sgd", lr=1.0, weight_decay=0.5), mu_x=0.5, mu_y=0.5)
-    for steps, y, x in ((1, 0.75, 0.5), (2, 1.25, 1.0)):
-        run = driven(strategy, model, gradients[:steps])
-        assert run.cluster.weights.tolist() == [[y], [y]] and run.strategy.global_weights().item() == x
-
-
-@pytest.mark.parametrize("mu_y", [0.0, 0.7])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_without_averaging_it_is_the_inner_optimizer_to_the_bit(deterministic: bool, mu_y: float) -> None:
+def test_without_averaging_it_is_the_inner_optimizer_to_the_bit(deterministic: bool) -> None:
     gpa, plain = (
         common.weights(common.run(strategy, executor="auto", deterministic=deterministic))
-        for strategy in (GPAStrategy(ADAMW, mu_x=0, mu_y=mu_y), SimpleReduceStrategy(ADAMW))
+        for strategy in (GPAStrategy(ADAMW, mu_x=0, mu_y=0.7), SimpleReduceStrategy(ADAMW))
     )
     assert torch.equal(gpa, plain)
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import schedulefree
 import torch
-from errors import refused
 from ranks import Ranks
-from resumed import assert_it_moves, assert_same_run, fit, trainer_of
+from resumed import assert_it_moves, assert_same_run, fit, trainer_of, weights
 from separate import (
     AverageGradients,
     AverageWeights,
@@ -24,8 +23,7 @@ from separate import (
     train_separately,
     vectors,
 )
-from test_process_exactness import Orthogonal
-from test_strategies_common import TABLE, Row, examples, model
+from test_strategies_common import EACH, Row, examples, model
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -68,12 +66,6 @@ SPECS = [
     OptimSpec("muon", lr=0.02, rest=OptimSpec(Lion, lr=3e-3)),
     OptimSpec(Lion, lr=3e-3, rest=FREE),
 ]
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=repr)
-
-
-def weights(trainer: Trainer) -> Tensor:
-    assert trainer.strategy is not None
-    return trainer.strategy.cluster.weights
 
 
 def in_training(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -134,16 +126,11 @@ def test_a_schedule_free_run_is_evaluated_at_the_average(deterministic: bool) ->
         with torch.no_grad():
             nn.utils.vector_to_parameters(trained, plain.parameters())
     np.testing.assert_allclose(trainer.history["global_loss"][1:], losses, rtol=1e-5)
-    torch.testing.assert_close(final(x), small_mlp_at(average)(x), rtol=1e-5, atol=1e-6)
+    nn.utils.vector_to_parameters(average, plain.parameters())
+    torch.testing.assert_close(final(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
-def small_mlp_at(vector: Tensor) -> nn.Module:
-    found = small_mlp()
-    nn.utils.vector_to_parameters(vector, found.parameters())
-    return found
-
-
-@every_spec
+@pytest.mark.parametrize("spec", SPECS[1:], ids=repr)
 def test_evaluation_changes_no_bit(spec: OptimSpec) -> None:
     strategy = FedAvgStrategy(H=2, inner_optim=spec)
     often, never = (
@@ -207,40 +194,34 @@ def test_an_outer_optimizer_resumes(spec: OptimSpec, tmp_path: Path) -> None:
 
 
 # All strategies -------------------------------------------------------------------------------------------------------
+# All strategies -------------------------------------------------------------------------------------------------------
 
 
-def row_with(row: Row, spec: OptimSpec, **options: Any) -> Trainer:
-    trainer = Trainer(model(), examples(), examples(8, seed=1))
-    options = {"num_nodes": 4, "max_steps": 6, "batch_size": 8, "val_interval": 2, "minibatch_size": None, **options}
-    return fit(row.cls(**{**row.arguments, "optim_spec": spec}), trainer, **options)
+QUICK = {"AllReduce": FREE, "DiLoCo": SPECS[4], "SPARTA": SPECS[4]}
+# An optimizer for each strategy, other ones from row to row.
+CASES = [
+    pytest.param(row, spec, id=f"{row.name}-{spec!r}", marks=() if row.name in QUICK else pytest.mark.slow)
+    for i, row in enumerate(EACH)
+    for spec in [QUICK.get(row.name, SPECS[i % len(SPECS)])]
+    if not (row.refuses or row.cls is DESLOCStrategy or (row.cls is DionStrategy and spec.rest))
+]
 
 
-QUICK = [("AllReduce", FREE), ("DiLoCo", FREE), ("DiLoCo", SPECS[4]), ("SPARTA, random", SPECS[4])]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("row", "spec"),
-    [
-        pytest.param(row, spec, marks=() if (row.name, spec) in QUICK else pytest.mark.slow)
-        for j, row in enumerate(TABLE)
-        for i, spec in enumerate(SPECS)
-        # Two optimizers for each strategy, other ones from row to row.
-        if not (row.refuses or row.cls is DESLOCStrategy or (row.cls is DionStrategy and spec.rest))
-        and ((i + j) % len(SPECS) < 2 or (row.name, spec) in QUICK)
-    ],
-    ids=lambda value: getattr(value, "name", repr(value)),
-)
+@pytest.mark.parametrize(("row", "spec"), CASES)
 @pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
-def test_every_strategy_resumes_bitwise(row: Row, spec: OptimSpec, deterministic: bool, tmp_path: Path) -> None:
-    options = {"deterministic": deterministic}
-    straight = row_with(row, spec, save_dir=tmp_path, checkpoint_interval=3, **options)
+def test_every_strategy_resumes_bitwise(row: Row, spec: OptimSpec, tmp_path: Path) -> None:
+    def run(**options: Any) -> Trainer:
+        given = {"num_nodes": 4, "max_steps": 6, "batch_size": 8, "val_interval": 2, "minibatch_size": None, **options}
+        strategy = row.cls(**{**row.arguments, "optim_spec": spec})
+        return fit(strategy, Trainer(model(), examples(), examples(8, seed=1)), **given)
+
+    straight = run(save_dir=tmp_path, checkpoint_interval=3)
     assert straight.history["global_loss"][-1] != straight.history["global_loss"][0]
-    assert_same_run(row_with(row, spec, resume=checkpoints_in(tmp_path)[0], **options), straight)
+    assert_same_run(run(resume=checkpoints_in(tmp_path)[0]), straight)
 
 
 @pytest.mark.slow
-@every_spec
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_it_moves_between_backends(
     spec: OptimSpec, tmp_path: Path, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,8 +232,3 @@ def test_it_moves_between_backends(
         return fit(DiLoCoStrategy(inner_optim=spec, H=3), trainer_of(small_mlp, vectors), **options)
 
     assert_it_moves(run, tmp_path)
-
-
-def test_des_loc_says_what_it_knows_not() -> None:
-    with refused(TypeError, "OptimSpec(Orthogonal)", "exp_avg"):
-        DESLOCStrategy(inner_optim=OptimSpec(Orthogonal))

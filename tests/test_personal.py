@@ -1,4 +1,4 @@
-"""Personal models: FedRep and Ditto against a population by hand, and the models of clients after a run."""
+"""Personal models: FedPer, FedRep and Ditto against a population by hand, and the models of clients after a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from driven import Parameters, driven, normal, started
 from errors import refused
+from made import check_refusals
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,6 +26,10 @@ from vsim.strategy import (
     FedPerStrategy,
     FedRepStrategy,
     PostLocal,
+    TopK,
+    clip,
+    compress,
+    mean,
 )
 
 X, Y = normal(7, 6, 4, seed=1, dtype=torch.float64), normal(7, 6, seed=2, dtype=torch.float64)
@@ -57,6 +62,62 @@ def models_of(trainer: Trainer) -> np.ndarray:
     """Return the weights of all seven clients' models (7, 5)."""
     rows = [nn.utils.parameters_to_vector(trainer.client_model(k).parameters()).detach() for k in range(7)]
     return torch.stack(rows).numpy()
+
+
+SHAPES: list[tuple[int, ...]] = [(5, 3), (4,), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("personal", "own", "options"),
+    [("p1", 4, {}), (["p0", "p2"], 21, {"average": "median"}), (None, 6, {"average": mean("examples")})],
+)
+@pytest.mark.parametrize("H", [2, PostLocal(3, 2)], ids=str)
+def test_what_fedper_shares_is_averaged_and_what_it_does_not_is_alone(
+    personal: Any, own: int, options: Any, H: Any
+) -> None:
+    # Gradients are given, so that no parameter depends on another.
+    fedper, fedavg, alone = (
+        driven(strategy, Parameters(*SHAPES), normal(8, 3, 25))
+        for strategy in (
+            FedPerStrategy("adamw", H=H, personal=personal, **options),
+            FedAvgStrategy("adamw", H=H, **options),
+            AloneStrategy("adamw"),
+        )
+    )
+    assert list(fedper.ledger) == [event._replace(payload_bytes=4 * (25 - own)) for event in fedavg.ledger]
+    ours, averaged, trained = (run.cluster.replicas.views(run.cluster.weights) for run in (fedper, fedavg, alone))
+    for name, rows in ours.items():
+        assert torch.equal(rows, (trained if name in (personal or ["p2"]) else averaged)[name]), name
+
+
+@pytest.mark.parametrize("average", [clip(0.3), compress(TopK(0.2))], ids=str)
+@pytest.mark.parametrize("H", [2, PostLocal(3, 2)], ids=str)
+def test_an_average_sees_what_is_shared_alone(average: Any, H: Any) -> None:
+    gradients = normal(8, 3, 25)
+    ours = driven(FedPerStrategy("adamw", H=H, personal="p2", average=average), Parameters(*SHAPES), gradients)
+    shared = driven(FedAvgStrategy("adamw", H=H, average=average), Parameters(*SHAPES[:2]), gradients[:, :, :19])
+    assert torch.equal(ours.cluster.weights[:, :19], shared.cluster.weights)
+    assert list(ours.ledger) == list(shared.ledger)
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_heads_of_fedper_are_their_clients_own(warmup: int) -> None:
+    """In a warm-up every step is a round: the mean of the gradients moves weights as the mean of the weights does."""
+    strategy = FedPerStrategy("sgd", H=PostLocal(warmup, 2) if warmup else 2, personal="bias", lr=0.1)
+    trainer, model = trained(strategy, max_steps=24 + warmup), linear()
+    w, bias = model.weight.detach().numpy()[0].copy(), np.full(7, model.bias.item())
+    for segment in trainer.ledger.attendance:
+        own = {k: w.copy() for k in segment.nodes}
+        for k in own:
+            for _ in range(segment.first, segment.last + 1):
+                of_w, of_bias = gradient(k, own[k], bias[k])
+                own[k], bias[k] = own[k] - 0.1 * of_w, bias[k] - 0.1 * of_bias
+        w = np.mean([*own.values()], 0)
+    weights = trainer.strategy.cluster.weights.numpy()  # type: ignore[union-attr]
+    np.testing.assert_allclose(weights, [[*w, bias[k]] for k in segment.nodes], rtol=1e-10)
+    labels = ["pull", "weights", *["gradients"][:warmup]]
+    assert {(event.label, event.payload_bytes) for event in trainer.ledger} == {(label, 32) for label in labels}
+    assert len(trainer.ledger.attendance) == 12 + warmup
 
 
 @pytest.mark.parametrize("head_steps", [None, 1, 3])
@@ -116,7 +177,7 @@ def test_dittos_global_model_is_fedavgs_and_its_own_one_without_a_tie_trains_alo
 
 
 def test_what_fedrep_does_not_train_stays_to_the_bit() -> None:
-    model, gradients = Parameters((5, 3), (4,), (2, 3)), normal(10, 3, 25)
+    model, gradients = Parameters(*SHAPES), normal(10, 3, 25)
     run = started(FedRepStrategy("adamw", H=PostLocal(2, 4), head_steps=3, personal="p2"), model, 3)
     seen = [run.cluster.weights.clone(), *map(run.step, gradients)]
     changed = [
@@ -129,17 +190,18 @@ def test_what_fedrep_does_not_train_stays_to_the_bit() -> None:
     assert torch.equal(seen[6][:, :19], seen[6][:1, :19].expand(3, -1))
 
 
-def test_refused() -> None:
-    for make, said in (
-        (lambda: FedRepStrategy(H=1), "H … 1"),
-        (lambda: FedRepStrategy(H=3, head_steps=3), "head_steps … 3"),
-        (lambda: FedRepStrategy(H=3, head_steps=0), "head_steps … 0"),
-        (lambda: DittoStrategy(lam=-1.0), "lam … -1.0"),
-        (lambda: DittoStrategy(personal_lr=-1.0), "personal_lr … -1.0"),
-        (lambda: driven(FedRepStrategy(personal="p*"), Parameters((2,), (3,)), normal(1, 2, 5)), "all parameters"),
-    ):
-        with refused(ValueError, said):
-            make()
+def test_personal_parameters_must_be_some_of_the_model_s() -> None:
+    def set_up(make: Any, personal: Any) -> None:
+        started(make(personal=personal), Parameters((2,), (3,)), 2)
+
+    check_refusals(
+        [
+            (lambda: set_up(FedPerStrategy, "p9"), ValueError, ["personal='p9' is no trainable"]),
+            *((lambda s=s: set_up(s, "p*"), ValueError, ["all parameters"]) for s in (FedPerStrategy, FedRepStrategy)),
+            *((lambda odd=odd: set_up(FedPerStrategy, odd), TypeError, ["personal", odd]) for odd in ([], 3, [3])),
+            (lambda: FedRepStrategy(H=3, head_steps=0), ValueError, ["head_steps", 0]),
+        ]
+    )
 
 
 class Normed(nn.Module):
@@ -164,7 +226,6 @@ PERSONAL = [
     FedRepStrategy("sgd", H=2, lr=0.1),
     DittoStrategy("sgd", H=2, lr=0.1, lam=0.5),
 ]
-named = pytest.mark.parametrize("strategy", PERSONAL, ids=lambda s: type(s).__name__)
 
 
 def measured(strategy: Any, **options: Any) -> Trainer:
@@ -181,7 +242,7 @@ def losses(trainer: Trainer) -> list[float]:
     return found
 
 
-@named
+@pytest.mark.parametrize("strategy", PERSONAL, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("options", [{}, {"participation": None}], ids=["cohorts", "all"])
 def test_every_client_is_measured_with_its_own_model(strategy: Any, options: dict[str, Any]) -> None:
     trainer = measured(strategy, **options)
@@ -214,16 +275,6 @@ def test_runs_of_a_comparison_are_measured_as_if_alone() -> None:
         assert run.history.client_val_losses == pytest.approx(alone, rel=1e-4), run
 
 
-@pytest.mark.slow
-@named
-def test_processes_measure_the_same(strategy: Any) -> None:
-    ours, theirs = (
-        measured(strategy, deterministic=True, **options).history.client_val_losses
-        for options in ({}, {"backend": "process", "threads_per_process": 1})
-    )
-    np.testing.assert_array_equal(ours, theirs)
-
-
 def test_which_clients_have_models() -> None:
     trainer = Trainer(Normed(), classes)
     with refused(ValueError, "fit"):
@@ -237,3 +288,12 @@ def test_which_clients_have_models() -> None:
     trainer.fit(strategy=FedAvgStrategy(H=2), **ALL, max_steps=4)
     one, other = (trainer.client_model(k).state_dict() for k in (0, 2))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_processes_measure_the_same() -> None:
+    ours, theirs = (
+        measured(PERSONAL[-1], deterministic=True, **options).history.client_val_losses
+        for options in ({}, {"backend": "process", "threads_per_process": 1})
+    )
+    np.testing.assert_array_equal(ours, theirs)

