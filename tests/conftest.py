@@ -6,6 +6,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 if "VSIM_DEVICE" not in os.environ:  # any_device.py is for GPUs; all other tests are about the CPU's bits
@@ -39,13 +40,13 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ranks_of() -> Iterator[Callable[[int], Ranks]]:
-    """From K to that many ranks, the same as long as the same K is asked for."""
+    """From K to that many ranks, which stay; at most six."""
     started: dict[int, Ranks] = {}
 
     def of(num_nodes: int) -> Ranks:
         if num_nodes not in started:
-            while started:
-                started.popitem()[1].end()
+            while sum(started) + num_nodes > 6 and started:
+                started.pop(next(iter(started))).end()
             started[num_nodes] = Ranks(num_nodes)
         return started[num_nodes]
 
@@ -54,6 +55,11 @@ def ranks_of() -> Iterator[Callable[[int], Ranks]]:
         ranks.end()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, or one worker would wait for it at the end."""
-    items.sort(key=lambda item: "thirty_random_moments" not in item.name)
+@pytest.fixture
+def processes_stay(ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits in processes takes those that stay, without the start of new ones."""
+
+    def train(spec: Any, options: Any, report: Any) -> Any:
+        return ranks_of(options.num_processes).train(spec, options, report)
+
+    monkeypatch.setattr("vsim.trainer.train_in_processes", train)

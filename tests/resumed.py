@@ -36,6 +36,12 @@ SCHEDULE: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 4, "max_no
 ADAMW = OptimSpec("adamw", lr=1e-2)
 
 
+def in_processes(number: int | str | None) -> dict[str, Any]:
+    """Options of a run in so many processes; None: one for each node."""
+    run = {"backend": "process", "threads_per_process": 1}
+    return run if number is None else {**run, "num_processes": number}
+
+
 def trainer_of(model: Callable[[], nn.Module] = small_cnn, data: Callable[..., Any] = images) -> Trainer:
     """With BatchNorm, dropout and validation."""
     return Trainer(model(), data(), data(7, seed=1))
@@ -122,12 +128,12 @@ class Keeper:
 
 def saved_at_every_step(
     strategy: Strategy, folder: Path, trainer: Trainer | None = None, **options: Any
-) -> Callable[[int], Path]:
-    """Train and save after every step; return step → file."""
+) -> tuple[Trainer, Callable[[int], Path]]:
+    """Train and save after every step; return the trainer, and step → file."""
     keeper = Keeper(folder / "run", folder / "all")
-    fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, callbacks=[keeper], **options)
+    trained = fit(strategy, trainer, save_dir=folder / "run", checkpoint_interval=1, callbacks=[keeper], **options)
     keeper(None)  # type: ignore[arg-type]  # the last step's
-    return lambda step: checkpoint_path(folder / "all", step)
+    return trained, lambda step: checkpoint_path(folder / "all", step)
 
 
 # What processes do that are killed ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from errors import refused, warned
-from resumed import PROCESSES, assert_same_run, fit, trainer_of
+from resumed import assert_same_run, fit, trainer_of
 from separate import small_mlp, vectors
 
 import vsim
@@ -126,16 +126,6 @@ def test_a_lock_that_its_holder_has_removed_meanwhile_is_taken_anew(
     assert not (tmp_path / ".lock").exists()
 
 
-@posix
-def test_a_file_system_whose_files_have_no_lasting_numbers_has_no_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
-    with locked(tmp_path):
-        pass
-    assert not (tmp_path / ".lock").exists()
-
-
 def test_what_killed_runs_left_half_written_is_removed_when_a_comparison_resumes(tmp_path: Path) -> None:
     compared(save_dir=tmp_path)
     part = tmp_path / "FedAvg" / ".step-00000003.123.part"
@@ -239,31 +229,22 @@ def test_paths_that_are_none(train: Callable[..., Any], path: Any, kind: Any, pa
         train(save_dir=path)
 
 
-@pytest.mark.parametrize("backend", [{}, pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["stacked", "process"])
-def test_an_interrupt_that_a_hook_raises_is_one_that_is_pressed(backend: dict[str, Any], tmp_path: Path) -> None:
-    def interrupt(step: int, loss: float) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with refused(Interrupted, f"saved in '{tmp_path}'"):
-        fit(Strategy(), train_loss_hook=interrupt, save_dir=tmp_path, **backend)
-    stopped = load_checkpoint(tmp_path).step
-    assert stopped == 3 or (backend and stopped > 3)
-    resumed = fit(Strategy(), trainer_of(), save_dir=tmp_path, resume=True, **backend)
-    assert_same_run(resumed, fit(Strategy(), deterministic=bool(backend)))
-
-
 def test_an_interrupt_says_where_the_run_is(tmp_path: Path) -> None:
     def press(step: int, loss: float) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
+    def interrupt(step: int, loss: float) -> None:  # a hook that raises it
+        if step == 3:
+            raise KeyboardInterrupt
+
     with refused(Interrupted, "after step 3", "memory", "fit(resume=True)"):
         fit(Strategy(), train_loss_hook=press)
-    with refused(Interrupted, "after step 3", f"saved in '{tmp_path}'", "resume=True", "--save-dir … --resume"):
-        fit(Strategy(), train_loss_hook=press, save_dir=tmp_path)
-    assert load_checkpoint(tmp_path).step == 3
-    assert_same_run(fit(Strategy(), trainer_of(), save_dir=tmp_path, resume=True), fit(Strategy()))
+    for folder, hook in ((tmp_path / "pressed", press), (tmp_path / "raised", interrupt)):
+        with refused(Interrupted, "after step 3", f"saved in '{folder}'", "resume=True", "--save-dir … --resume"):
+            fit(Strategy(), train_loss_hook=hook, save_dir=folder)
+        assert load_checkpoint(folder).step == 3
+        assert_same_run(fit(Strategy(), save_dir=folder, resume=True), fit(Strategy()))
     both = tmp_path / "both"
     with warned("interrupted after step 3", "resume=True (--resume)", f"'{both}"):
         compared(save_dir=both, train_loss_hook=press)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from separate import small_mlp, vectors
-from torch import Tensor
 
 from vsim import Event, Ledger, Trainer
 from vsim.cluster.stacked import StackedCollectives
@@ -34,10 +34,10 @@ from vsim.strategy.communicate import all_gather, all_reduce, broadcast
 S = 4 * 293  # bytes of small_mlp's weights: 12·16 + 16 + 16·5 + 5 = 293 numbers of 4 bytes
 
 
-def ledger_of(strategy: Strategy, num_nodes: int, max_steps: int = 6, **options: Any) -> Ledger:
+def trained(strategy: Strategy, num_nodes: int, max_steps: int = 6, **options: Any) -> Trainer:
     trainer = Trainer(small_mlp(), vectors(), vectors(8))
     trainer.fit(strategy=strategy, num_nodes=num_nodes, max_steps=max_steps, batch_size=4, progress=False, **options)
-    return trainer.ledger
+    return trainer
 
 
 def of_all(step: int, label: str, num_nodes: int) -> Event:
@@ -46,30 +46,28 @@ def of_all(step: int, label: str, num_nodes: int) -> Event:
     return Event(step, step, moment, "all_reduce", label, S, (range(num_nodes),))
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_nodes", [1, 3])
 @pytest.mark.parametrize(
     ("strategy", "label", "steps"),
     [
         (SimpleReduceStrategy(), "gradients", [1, 2, 3, 4, 5, 6]),
         (FedAvgStrategy(), "weights", [1, 2, 3, 4, 5, 6]),
         (FedAvgStrategy(H=4, average=mean("examples")), "weights", [4]),
-        (FedAvgStrategy(H=3), "weights", [3, 6]),
-        (DiLoCoStrategy(H=2), "outer gradient", [2, 4, 6]),
         (DiLoCoStrategy(H=3), "outer gradient", [3, 6]),  # after 3 and 6 steps, not after 4 or 7
         (DiLoCoStrategy(), "outer gradient", []),  # H = 100
-        (Strategy(), "", []),
     ],
-    ids=["allreduce", "fedavg-1", "fedavg-4", "fedavg-3", "diloco-2", "diloco-3", "diloco-100", "base"],
+    ids=["allreduce", "fedavg-1", "fedavg-4", "diloco-3", "diloco-100"],
 )
 def test_the_events_of_a_strategy(strategy: Strategy, label: str, steps: list[int], num_nodes: int) -> None:
     measured = {"correlation_interval": 1, "val_interval": 1}  # which is not billed
     for options in (measured, {"executor": "loop", "deterministic": True, "minibatch_size": 2}):
-        assert list(ledger_of(strategy, num_nodes, **options)) == [of_all(t, label, num_nodes) for t in steps]
+        found = trained(strategy, num_nodes, **options).ledger
+        assert list(found) == [of_all(step, label, num_nodes) for step in steps]
 
 
 def test_modules_communicate_in_their_order() -> None:
     strategy = CommunicateOptimizeStrategy([AveragingCommunicator(every=2), DiLoCoCommunicator(3)])
-    found = [(e.step, e.label) for e in ledger_of(strategy, 2)]
+    found = [(e.step, e.label) for e in trained(strategy, 2).ledger]
     assert found == [(2, "weights"), (3, "outer gradient"), (4, "weights"), (6, "weights"), (6, "outer gradient")]
 
 
@@ -80,49 +78,34 @@ def test_modules_communicate_in_their_order() -> None:
         (5, 2, (2, 2, 1), S, 4 * S),
         # The group of 3 is the busier: 2·(2/3)·S a node, 4·S together, and 2·S of the group of 2.
         (5, 3, (3, 2), pytest.approx(4 / 3 * S), pytest.approx(6 * S)),
-        (4, 2, (2, 2), S, 4 * S),
         (3, 1, (1, 1, 1), 0, 0),
         (4, 4, (4,), 1.5 * S, 6 * S),
-        (1, 1, (1,), 0, 0),
     ],
 )
-def test_the_events_of_islands(
-    num_nodes: int, island_size: int, sizes: tuple[int, ...], wire: float, total: float
-) -> None:
-    ledger = ledger_of(FedAvgStrategy(H=2, island_size=island_size), num_nodes)
-    groups = [event.groups for event in ledger]
-    assert list(ledger) == [
-        Event(2 * i, 2 * i, "weights", "all_reduce", "weights", S, groups[i - 1]) for i in (1, 2, 3)
-    ]
-    for event in ledger:
+def test_the_events_of_islands(num_nodes: int, island_size: int, sizes: Any, wire: float, total: float) -> None:
+    ledger = trained(FedAvgStrategy(H=2, island_size=island_size), num_nodes).ledger
+    for step, event in zip((2, 4, 6), ledger, strict=True):
+        assert event == Event(step, step, "weights", "all_reduce", "weights", S, event.groups)
         assert tuple(map(len, event.groups)) == sizes
         assert sorted(node for group in event.groups for node in group) == list(range(num_nodes))
         assert (event.wire_bytes, event.total_wire_bytes) == (wire, total)
 
 
 def test_totals_are_those_of_the_events_and_of_the_history() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    strategy = FedAvgStrategy(H=2, island_size=2)
-    trainer.fit(strategy=strategy, num_nodes=3, max_steps=5, batch_size=4, progress=False)
+    trainer = trained(FedAvgStrategy(H=2, island_size=2), 3, max_steps=5)
     ledger, history = trainer.ledger, trainer.history
     assert ledger is history.ledger and ledger.num_nodes == 3 and ledger.steps == 5
     assert ledger.payload_bytes == 2 * S == history["payload_bytes"][-1]
     assert ledger.wire_bytes == 2 * S == history["wire_bytes"][-1]
-    assert ledger.node_wire_bytes.tolist() == [
-        S * sum([k] not in map(list, e.groups) for e in ledger) for k in range(3)
-    ]
-    assert ledger.total_wire_bytes == sum(e.total_wire_bytes for e in ledger) == 4 * S
+    alone = [sum([k] in map(list, e.groups) for e in ledger) for k in range(3)]
+    assert ledger.node_wire_bytes.tolist() == [S * (2 - own) for own in alone]
     assert history["payload_bytes"].tolist() == [0, 0, S, S, 2 * S, 2 * S]
     assert ledger.by_label() == {"weights": 2 * S}
     assert repr(ledger) == "Ledger(2 events, payload 0.002 MB a node, wire 0.002 MB a node)"
     assert ledger[0].step == 2 and ledger[-1].step == 4 and len(ledger[:]) == len(ledger) == 2
     frame = ledger.to_pandas()
-    derived = ["wire_bytes", "total_wire_bytes", "server_wire_bytes"]
-    assert (
-        list(frame.columns) == [*Event._fields, *derived]
-        and frame["wire_bytes"].tolist() == [S, S]
-        and frame["step"].tolist() == [2, 4]
-    )
+    assert list(frame.columns) == [*Event._fields, "wire_bytes", "total_wire_bytes", "server_wire_bytes"]
+    assert frame["wire_bytes"].tolist() == [S, S] and frame["step"].tolist() == [2, 4]
 
 
 # Custom strategies
@@ -146,8 +129,7 @@ class Custom(Strategy):
 
 
 def test_a_custom_strategy_is_billed() -> None:
-    trainer = Trainer(small_mlp(), vectors())
-    trainer.fit(strategy=Custom(), num_nodes=3, max_steps=2, batch_size=4, progress=False)
+    trainer = trained(Custom(), 3, max_steps=2)
     layer = 16 * 12 * 4
     for step in (1, 2):
         assert [e for e in trainer.ledger if e.step == step] == [
@@ -156,11 +138,6 @@ def test_a_custom_strategy_is_billed() -> None:
             Event(step, step, "gradients", "all_gather", "half", 20, (range(3),)),
             Event(step, step, "weights", "all_gather", "all_gather", 20, (range(3),)),
         ]
-    first = trainer.ledger[:4]
-    # The source sends its 10 numbers of 8 bytes once, and so does every node but the last of the chain. Ten numbers of
-    # 2 bytes are passed on to each of the two others.
-    assert [e.wire_bytes for e in first] == [pytest.approx(layer * 4 / 3), 80, 40, 40]
-    assert [e.total_wire_bytes for e in first] == [layer * 4, 160, 120, 120]
     strategy = trainer.strategy
     assert isinstance(strategy, Custom)
     source = torch.arange(10.0, 20.0, dtype=torch.float64)
@@ -176,34 +153,25 @@ def test_gathering_keeps_the_order_of_the_ranks() -> None:
             own = torch.arange(self.num_nodes)[:, None]  # node k sends k
             gathered = all_gather(None, own)
             assert [g.flatten().tolist() for g in gathered] == [[j] * self.num_nodes for j in range(self.num_nodes)]
-            with pytest.raises(ValueError, match="one tensor for each of 4 nodes, got 2"):
+            with refused(ValueError, "one tensor for each of 4 nodes", 2):
                 all_gather([own, own], own)
             for op, expected in (("sum", 6), ("max", 3), ("min", 0)):
                 reduced = own.clone()
                 all_reduce(reduced, op)
                 assert reduced.flatten().tolist() == [expected] * 4
+            with refused(ValueError, "all_reduce()", "stacked tensor"):
+                all_reduce(torch.tensor(1.0))
             super().step()
 
-    ledger_of(Gather(), 4, max_steps=1)
+    trained(Gather(), 4, max_steps=1)
 
 
 @pytest.mark.parametrize(
-    "call",
-    [lambda t: all_reduce(t), lambda t: broadcast(t), lambda t: all_gather(None, t)],
-    ids=["reduce", "cast", "gather"],
+    "call", [all_reduce, broadcast, lambda t: all_gather(None, t)], ids=["reduce", "cast", "gather"]
 )
-def test_communicating_outside_of_a_step(call: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"call it in a strategy's step\(\)"):
+def test_communicating_outside_of_a_step(call: Callable[[Any], Any]) -> None:
+    with refused(RuntimeError, "call it in a strategy's step()"):
         call(torch.ones(2, 3))
-
-
-def test_a_tensor_without_a_node_dimension() -> None:
-    class Scalar(Strategy):
-        def step(self) -> None:
-            all_reduce(torch.tensor(1.0))
-
-    with pytest.raises(ValueError, match=r"all_reduce\(\) takes a stacked tensor"):
-        ledger_of(Scalar(), 2)
 
 
 # The collectives alone
@@ -211,11 +179,8 @@ def test_a_tensor_without_a_node_dimension() -> None:
 
 @st.composite
 def events(draw: st.DrawFn, num_nodes: int = 7) -> Event:
-    collective = draw(
-        st.sampled_from(
-            ["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "push", "pull"]
-        )
-    )
+    collectives = ["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "push", "pull"]
+    collective = draw(st.sampled_from(collectives))
     order = draw(st.permutations(range(num_nodes)))
     groups: tuple[Sequence[int], ...] = ((*order[:3],), (*order[3:5],), (*order[5:],))[: draw(st.integers(0, 3))]
     if collective == "send":
@@ -239,19 +204,17 @@ def test_the_totals_are_sums_over_nodes_and_events(recorded: list[Event]) -> Non
             for place, node in enumerate(group):
                 first, last = place == 0, place == n - 1
                 payload[node] += {"broadcast": first, "send": first, "pull": False}.get(event.collective, True) * S
-                wire[node] += (
-                    S
-                    * {
-                        "all_reduce": 2 * (n - 1) / n,
-                        "all_gather": n - 1,
-                        "reduce_scatter": (n - 1) / n,
-                        "all_to_all": (n - 1) / n,
-                        "broadcast": not last,  # passed on along a chain
-                        "send": first,
-                        "push": 1,
-                        "pull": 0,  # the server transmits
-                    }[event.collective]
-                )
+                sent = {
+                    "all_reduce": 2 * (n - 1) / n,
+                    "all_gather": n - 1,
+                    "reduce_scatter": (n - 1) / n,
+                    "all_to_all": (n - 1) / n,
+                    "broadcast": not last,  # passed on along a chain
+                    "send": first,
+                    "push": 1,
+                    "pull": 0,  # the server transmits
+                }
+                wire[node] += S * sent[event.collective]
     assert ledger.node_payload_bytes == pytest.approx(payload) and ledger.node_wire_bytes == pytest.approx(wire)
     assert (ledger.payload_bytes, ledger.wire_bytes) == pytest.approx((payload.max(), wire.max()))
     assert ledger.total_wire_bytes == pytest.approx(wire.sum())
@@ -285,20 +248,18 @@ def test_calls_that_join_the_message_before() -> None:
 def test_events_of_all_nodes_cost_nothing_for_each_node() -> None:
     """A thousand events of ten thousand nodes; every node's number written out would be 50 megabytes."""
     ledger = Ledger(10_000)
+    everyone = pickle.loads(pickle.dumps(ledger.everyone))
     for step in range(1, 1001):
-        event = Event(
-            step, step, "gradients", "all_reduce", "gradients", 4, pickle.loads(pickle.dumps(ledger.everyone))
-        )
-        ledger.record(event)
+        ledger.record(Event(step, step, "gradients", "all_reduce", "gradients", 4, everyone))
     assert all(event.groups is ledger.everyone for event in ledger)
     assert len(json.dumps(ledger.as_plain())) < 25_000
     assert ledger.node_wire_bytes == pytest.approx(np.full(10_000, 1000 * 4 * 2 * 9999 / 10_000))
 
 
 def test_what_traffic_refuses() -> None:
-    with pytest.raises(ValueError, match=r"collective must be one of 'all_reduce', .*, got 'shout'"):
+    with refused(ValueError, "collective", "'all_reduce'", "shout"):
         traffic("shout", 3)
-    with pytest.raises(ValueError, match="n must be a whole number >= 1, got 0"):
+    with refused(ValueError, "n must", ">= 1", 0):
         traffic("all_reduce", 0)
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import forked
 import pytest
 import torch
+from errors import refused
 from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, trainer_of, weights
 
 from vsim import CheckpointError, load_checkpoint
+from vsim.checkpoint.folder import checkpoints_in, step_of
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Run
@@ -27,19 +29,17 @@ def strategy() -> Strategy:
 class Press:
     """Sends Ctrl-C to this process in the middle of a step."""
 
-    def __init__(self, step: int, times: int = 1) -> None:
-        self.step, self.times = step, times
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def __call__(self, run: Run) -> None:
         if run.cluster.step == self.step and run.interrupt.requested is False:
-            for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("step", [1, 7, 14])
 def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
-    straight = fit(strategy())
-    trainer = trainer_of()
+    straight, trainer = fit(strategy()), trainer_of()
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(strategy(), trainer, callbacks=[Press(step)])
     assert type(caught.value) is Interrupted
@@ -54,21 +54,13 @@ def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
 
 
 def test_several_interrupts_and_a_longer_run() -> None:
-    trainer = trainer_of()
+    trainer, own = trainer_of(), DiLoCoStrategy(H=4, optim_spec=ADAMW)
     for step in (3, 4, 9):
-        options = {"resume": len(trainer.history) > 0, "callbacks": [Press(step)]}
         with pytest.raises(KeyboardInterrupt):
-            fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, **options)
-    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=12)
-    fit(DiLoCoStrategy(H=4, optim_spec=ADAMW), trainer, resume=True, max_steps=14)
-    assert torch.equal(weights(trainer), weights(fit(DiLoCoStrategy(H=4, optim_spec=ADAMW))))
-
-
-def test_an_interrupt_saves_where_there_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), save_dir=tmp_path, callbacks=[Press(8)])
-    assert load_checkpoint(tmp_path).step == 8
-    assert_same_run(fit(strategy(), save_dir=tmp_path, resume=True), fit(strategy()))
+            fit(own, trainer, resume=len(trainer.history) > 0, callbacks=[Press(step)])
+    for steps in (12, 14):
+        fit(own, trainer, resume=True, max_steps=steps)
+    assert torch.equal(weights(trainer), weights(fit(own)))
 
 
 class PressTwice(Strategy):
@@ -82,22 +74,19 @@ class PressTwice(Strategy):
         super().step()
 
 
-def test_a_second_one_raises_at_once_and_the_torn_state_is_not_resumed() -> None:
+@pytest.mark.parametrize(
+    ("own", "error"), [(PressTwice(), KeyboardInterrupt), (Strategy(optim_spec="sgd", lr=1e30), FloatingPointError)]
+)
+def test_a_torn_state_is_not_resumed(own: Strategy, error: type[BaseException]) -> None:
+    """Of a second press, which raises at once, or of a run that failed."""
     trainer = trainer_of()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        fit(PressTwice(), trainer)
-    assert type(caught.value) is KeyboardInterrupt and len(trainer.history) == 5
-    with pytest.raises(CheckpointError, match="stopped in the middle of step 5, so that nothing whole is left of it"):
-        fit(PressTwice(), trainer, resume=True)
-    assert len(trainer.history) == 5  # still
-
-
-def test_a_run_that_failed_is_not_resumed() -> None:
-    trainer = trainer_of()
-    with pytest.raises(FloatingPointError):
-        fit(Strategy(optim_spec="sgd", lr=1e30), trainer)
-    with pytest.raises(CheckpointError, match="stopped in the middle of step"):
-        fit(Strategy(optim_spec="sgd", lr=1e30), trainer, resume=True)
+    with pytest.raises(error) as caught:
+        fit(own, trainer)
+    assert not isinstance(caught.value, Interrupted)
+    done = len(trainer.history)
+    with refused(CheckpointError, f"stopped in the middle of step {done}", "nothing whole is left"):
+        fit(own, trainer, resume=True)
+    assert len(trainer.history) == done  # still
 
 
 def test_a_hook_may_stop_a_run_that_goes_on_later() -> None:
@@ -139,12 +128,9 @@ def test_handlers_of_others_and_other_threads_are_left_alone() -> None:
     assert seen == [True]
 
 
-def press_at(step: int) -> Any:
-    def hook(now: int, loss: float) -> None:
-        if now == step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return hook
+def press_at_two(step: int, loss: float) -> None:
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def slowly(run: Run) -> None:
@@ -153,56 +139,45 @@ def slowly(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_processes_stop_together_and_go_on(tmp_path: Path) -> None:
-    straight = fit(strategy(), **PROCESSES)
-    trainer = trainer_of()
+@pytest.mark.parametrize("saves", [False, True])
+def test_processes_stop_together_and_go_on(saves: bool, tmp_path: Path) -> None:
+    """In memory in processes, from a folder in the simulator."""
+    straight, trainer = fit(strategy(), deterministic=True), trainer_of()
+    folder: dict[str, Any] = {"save_dir": tmp_path} if saves else {}
     with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), trainer, train_loss_hook=press_at(2), callbacks=[slowly], **PROCESSES)
+        fit(strategy(), trainer, train_loss_hook=press_at_two, callbacks=[slowly], **folder, **PROCESSES)
     done = int(trainer.history["step"][-1])
     assert 2 <= done < 14 and len(trainer.history) == done + 1
-    fit(strategy(), trainer, resume=True, **PROCESSES)
-    assert_same_run(trainer, straight)
-    with pytest.raises(CheckpointError, match="there is none in memory"):
+    if saves:
+        assert load_checkpoint(tmp_path).step == done
+        assert_same_run(fit(strategy(), resume=True, deterministic=True, **folder), straight)
+        return
+    assert_same_run(fit(strategy(), trainer, resume=True, **PROCESSES), straight)
+    with refused(CheckpointError, "there is none in memory"):
         fit(strategy(), trainer, resume=True, **PROCESSES)  # what processes had at the end is gone with them
-
-
-@pytest.mark.slow
-def test_processes_save_when_they_are_interrupted(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    options = {"train_loss_hook": press_at(2), "callbacks": [slowly], "save_dir": tmp_path, **PROCESSES}
-    with pytest.raises(KeyboardInterrupt):
-        fit(strategy(), trainer, **options)
-    assert load_checkpoint(tmp_path).step == trainer.history["step"][-1]
-    resumed = fit(
-        strategy(), save_dir=tmp_path, resume=True, **{**PROCESSES, "backend": "stacked", "threads_per_process": None}
-    )
-    assert_same_run(resumed, fit(strategy(), deterministic=True))
 
 
 # Killed --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
-    steps, folder = 600, tmp_path / "run"
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    steps, folder = 300, tmp_path / "run"
     stream = torch.Generator().manual_seed(11)
-    for _ in range(30):
-        before = _progress(folder)
+
+    def progress() -> int:
+        found = checkpoints_in(folder)
+        return step_of(found[-1]) if found else 0
+
+    for _ in range(12):
+        before = progress()
         process = forked.started(train_on, folder, steps)
-        while process.is_alive() and _progress(folder) == before:  # until it trains
+        while process.is_alive() and progress() == before:  # until it trains
             time.sleep(0.005)
-        time.sleep(float(torch.rand((), generator=stream)) * 0.25)
+        time.sleep(float(torch.rand((), generator=stream)) * 0.1)
         assert load_checkpoint(folder).step >= before
         process.kill()
         assert forked.ended(process) == -signal.SIGKILL  # long before its end
         assert load_checkpoint(folder).step >= before  # without a warning: none is torn
     assert forked.ended(forked.started(train_on, folder, steps)) == 0
-    straight = fit(hybrid(), max_steps=steps)
-    assert_same_run(fit(hybrid(), max_steps=steps, resume=folder), straight)
-
-
-def _progress(folder: Path) -> int:
-    from vsim.checkpoint.folder import checkpoints_in, step_of
-
-    found = checkpoints_in(folder)
-    return step_of(found[-1]) if found else 0
+    assert_same_run(fit(hybrid(), max_steps=steps, resume=folder), fit(hybrid(), max_steps=steps))

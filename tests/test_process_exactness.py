@@ -5,7 +5,6 @@ Without it they are close.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
-from resumed import assert_same_model, assert_same_record
+from resumed import assert_same_model, assert_same_record, in_processes
 from separate import TASKS, Task
 from test_strategies_common import QUARTER, TABLE, Row
 from torch import Tensor, nn
@@ -173,9 +171,8 @@ def own_dataset(make: Callable[..., TensorDataset], rank: int, num_nodes: int, t
     return make(20 + 3 * rank, seed=rank)
 
 
-# Plackett and Burman's design of 12 runs: any two columns show each of the four pairs of values three times. A strategy
-# has one cell with K = 2 and one with K = 3, of different models; from row to row the design and the models move on by
-# one. The full product would be 100 times as many.
+# Plackett and Burman's design of 12 runs: any two columns show each of the four pairs of values three times. From row
+# to row the design and the models move on by one.
 _GENERATOR = [1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0]
 DESIGN = [Variant(*(bool(_GENERATOR[(j - i) % 11]) for j in range(5))) for i in range(11)] + [Variant(*5 * [False])]
 
@@ -186,26 +183,31 @@ def nodes_of(row: Row) -> int:
 
 
 # Every model, and every way of communicating.
-QUICK = [
-    *("K3-cnn-AllReduce", "K3-mlp-point to point", "K3-gpt-islands by examples", "K3-cnn-SPARTA + DiLoCo"),
-    *("K3-gpt-SPARTA, delayed, 4 bits", "K3-mlp-DeMo", "K3-gpt-PowerSGD"),
-    *("K6 in 2-cnn-AllReduce", "K6 in 2-gpt-DiLoCo", "K6 in 2-mlp-point to point"),
+QUICK = ["AllReduce", "islands by examples", "SPARTA, delayed, 4 bits", "DeMo", "PowerSGD", "point to point"]
+# Number of nodes, numbers of processes (None: one for each node), strategy, model, settings.
+CELLS = [
+    pytest.param(
+        *(nodes_of(row), [None, 2], row, TASKS[(i + i // 12) % 3], DESIGN[i % 12]),
+        id=row.name,
+        marks=() if row.name in QUICK else pytest.mark.slow,
+    )
+    for i, row in enumerate(ROWS)
 ]
-# Name → number of nodes and of processes (None: one for each node), strategy, model, settings.
-CELLS = {
-    f"K{num_nodes}-{task.name}-{row.name}": (num_nodes, None, row, task, DESIGN[(i + j) % 12])
-    for i, (num_nodes, task) in enumerate(itertools.product([2, 3, 4, 1], TASKS))
-    for j, row in enumerate(ROWS)
-    if row.takes(num_nodes) and (num_nodes < 4 or not row.takes(3))
-    if ((i + i // 3 + j) % 3 == 0 or f"K{num_nodes}-{task.name}-{row.name}" in QUICK)
-}
-CELLS |= {
-    f"K6 in {number}-{task.name}-{row.name}": (6, number, row, task, DESIGN[(i + number) % 12])
-    for number in (1, 2, 3)  # in this order, so that the processes stay
-    for i, row in enumerate(row for row in ROWS if row.takes(6))
-    for task in [TASKS[(i + number // 3) % 3]]
-    if number > 1 or i % 5 == 0
-}
+# Ranges of other sizes, and one node alone.
+CELLS += [
+    pytest.param(
+        *(num_nodes, numbers, BY_NAME[name], TASKS[i % 3], DESIGN[i]),
+        id=f"{name}, K{num_nodes}",
+        marks=pytest.mark.slow,
+    )
+    for i, (num_nodes, numbers, name) in enumerate(
+        [
+            *((5, [2, 3], name) for name in ("SPARTA, delayed, 4 bits", "AllReduce", "point to point")),
+            *((6, [2, 1], name) for name in ("DiLoCo", "FedAvg in islands", "DeMo")),
+            *((1, [None], name) for name in ("AllReduce", "Gossip", "per-node code", "SPARTA + DiLoCo")),
+        ]
+    )
+]
 
 
 # A run, and what comes out -------------------------------------------------------------------------------------------
@@ -253,27 +255,19 @@ def fit(
     return Result(trainer, final, keep.rows())
 
 
-PROCESSES = {"backend": "process", "threads_per_process": 1}
-
-
-def in_processes(number: int | None) -> dict[str, Any]:
-    return PROCESSES if number is None else {**PROCESSES, "num_processes": number}
-
-
-def assert_same_bits(ours: Result, theirs: Result) -> None:
-    assert_same_record(ours.trainer.history, theirs.trainer.history)
-    assert_same_model(ours.model, theirs.model)
-    assert ours.rows.keys() == theirs.rows.keys()
-    for name, rows in ours.rows.items():
-        assert torch.equal(rows, theirs.rows[name]), name
-
-
-def check_equal(folder: Path, number: int | None, **run: Any) -> Result:
-    """Compare a run in the simulator with one in processes, which is returned."""
-    run = {"deterministic": True, **run}
-    processes = fit(folder / "processes", **run, **in_processes(number))
-    assert_same_bits(fit(folder / "simulated", **run), processes)
-    return processes
+def check_equal(folder: Path, *numbers: int | None, **run: Any) -> list[Result]:
+    """Compare a run in the simulator with runs in processes, which are returned."""
+    ours, found = fit(folder / "simulated", deterministic=True, **run), []
+    for number in numbers:
+        theirs = fit(folder / str(number), deterministic=True, **run, **in_processes(number))
+        assert_same_record(ours.trainer.history, theirs.trainer.history)
+        assert_same_model(ours.model, theirs.model)
+        assert ours.rows.keys() == theirs.rows.keys()
+        for name, rows in ours.rows.items():
+            assert torch.equal(rows, theirs.rows[name]), name
+        assert (theirs.trainer.history.executor == "eager") == (number is None)
+        found.append(theirs)
+    return found
 
 
 def run_of(row: Row, task: Task, variant: Variant, num_nodes: int) -> dict[str, Any]:
@@ -291,39 +285,15 @@ def run_of(row: Row, task: Task, variant: Variant, num_nodes: int) -> dict[str, 
 # Equal bits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "number", "row", "task", "variant"),
-    [pytest.param(*cell, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, cell in CELLS.items()],
-)
+@pytest.mark.usefixtures("processes_stay")
+@pytest.mark.parametrize(("num_nodes", "numbers", "row", "task", "variant"), CELLS)
 def test_every_strategy_has_the_same_bits_in_processes(
-    num_nodes: int,
-    number: int | None,
-    row: Row,
-    task: Task,
-    variant: Variant,
-    ranks_of: Callable[[int], Ranks],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int, numbers: list[int | None], row: Row, task: Task, variant: Variant, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number or num_nodes).train)
-    processes = check_equal(tmp_path, number, **run_of(row, task, variant, num_nodes)).trainer
-    assert (processes.history.executor == "eager") == (number is None)
+    processes, *_ = check_equal(tmp_path, *numbers, **run_of(row, task, variant, num_nodes))
     # One node meets no peer, and sends itself nothing there; in other collectives its own payload is recorded.
-    silent = {"no modules", "alone"} | (
-        {"Gossip", "Gossip, one peer", "NoLoCo", "Gradient tracking"} if num_nodes == 1 else set()
-    )
-    assert bool(processes.ledger) == (row.name not in silent)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_nodes", "number"), [(5, 2), (5, 3), (3, 3)])
-def test_ranges_may_differ_in_size(
-    num_nodes: int, number: int, ranks_of: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number).train)
-    for name in ("DiLoCo", "SPARTA, delayed, 4 bits", "AllReduce"):
-        (tmp_path / name).mkdir()
-        check_equal(tmp_path / name, number, **run_of(BY_NAME[name], TASKS[1], DESIGN[num_nodes], num_nodes))
+    silent = {"no modules", "alone", *(["Gossip"] if num_nodes == 1 else [])}
+    assert bool(processes.trainer.ledger) == (row.name not in silent)
 
 
 @pytest.mark.slow
@@ -332,9 +302,9 @@ def test_processes_that_are_started_have_the_same_bits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsim.process.launch.START_METHOD", method)
-    run = run_of(BY_NAME["per-node code"], TASKS[1], Variant(*5 * [True]), 3)
-    events = check_equal(tmp_path, None, **run).trainer.ledger
-    assert {e.collective for e in events} == {"all_reduce", "all_gather", "broadcast", "send"}
+    run = run_of(BY_NAME["per-node code"], TASKS[1], Variant(*5 * [True]), 2)
+    (processes,) = check_equal(tmp_path, None, **run)
+    assert {e.collective for e in processes.trainer.ledger} == {"all_reduce", "all_gather", "broadcast", "send"}
 
 
 @pytest.mark.slow
@@ -363,55 +333,34 @@ def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss
     run: dict[str, Any] = {"model": Bag(), "data": Sentences(), "val": Sentences(), "num_nodes": 2, "max_steps": 6}
     run["loss_fn"] = lambda outputs, y: nn.functional.cross_entropy(outputs, y)
     run["dataloader_kwargs"] = {"collate_fn": collate, "num_workers": 1, "drop_last": True}
-    processes = check_equal(tmp_path, None, strategy=BY_NAME["FedAvg"].make(), **run)
+    (processes,) = check_equal(tmp_path, None, strategy=BY_NAME["FedAvg"].make(), **run)
     assert processes.rows["seen"].tolist() == [36, 36]
 
 
 # Close ---------------------------------------------------------------------------------------------------------------
 
 # These only average. Strategies that decide by a value (signs, top-k, rounding to a few bits) may decide otherwise
-# where the value differs by rounding, and then diverge.
-AVERAGING = [
-    "alone",
-    "AllReduce",
-    "FedAvg",
-    "FedAvg in islands",
-    "FedAvg by examples",
-    "DiLoCo",
-    "SPARTA",
-    "SPARTA, random",
-    "SPARTA, sent mask",
-    "SPARTA, partitions",
-    "SPARTA + DiLoCo",
-    "modules in order",
-    "sparse, islands, outer",
-    "random-k",
-    "per-node code",
-]
-QUICKLY_CLOSE = ["K3-cnn-DiLoCo", "K5 in 2-mlp-AllReduce"]  # of the latter, nodes of a process share one row
+# where the value differs by rounding, and then diverge. Ranges: nodes of a process share one row in AllReduce.
+QUICKLY_CLOSE = [(3, None, "DiLoCo", TASKS[1]), (5, 2, "AllReduce", TASKS[0])]
 CLOSE = [
-    pytest.param(num_nodes, number, row, task, id=name, marks=() if name in QUICKLY_CLOSE else pytest.mark.slow)
-    for i, row in enumerate(AVERAGING)
-    for j, (task, num_nodes, number) in enumerate([*((task, 3, None) for task in TASKS), (TASKS[0], 5, 2)])
-    for name in [f"K{num_nodes}{f' in {number}' if number else ''}-{task.name}-{row}"]
-    if (i + j) % 3 == 0 or name in QUICKLY_CLOSE
+    *((3, None, "alone", TASKS[2]), (5, 2, "FedAvg", TASKS[1]), (3, None, "FedAvg in islands", TASKS[0])),
+    *((3, None, "SPARTA + DiLoCo", TASKS[0]), (5, 2, "per-node code", TASKS[0]), (3, None, "AllReduce", TASKS[2])),
+    *((5, 2, "SPARTA, sent mask", TASKS[0]), (3, None, "random-k", TASKS[1])),
 ]
 
 
-@pytest.mark.parametrize(("num_nodes", "number", "row", "task"), CLOSE)
+@pytest.mark.usefixtures("processes_stay")
+@pytest.mark.parametrize(
+    ("num_nodes", "number", "name", "task"),
+    [*QUICKLY_CLOSE, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CLOSE)],
+    ids=lambda value: value.name if isinstance(value, Task) else str(value),
+)
 def test_without_the_flag_the_difference_is_rounding(
-    num_nodes: int,
-    number: int | None,
-    row: str,
-    task: Task,
-    ranks_of: Callable[[int], Ranks],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int, number: int | None, name: str, task: Task, tmp_path: Path
 ) -> None:
     """The bound in the documentation of vsim.process: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(number or num_nodes).train)
     for i, spec in enumerate([OptimSpec("sgd", momentum=0.9), OptimSpec("adamw", eps=1e-3), OptimSpec("adamw")]):
-        strategy = BY_NAME[row].make(optim_spec=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
+        strategy = BY_NAME[name].make(optim_spec=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
         run = partial(fit, model=task.model(), data=task.data(), strategy=strategy, num_nodes=num_nodes, max_steps=30)
         simulated, processes = run(tmp_path / f"here {i}"), run(tmp_path / f"there {i}", **in_processes(number))
         ours, theirs = simulated.trainer.history, processes.trainer.history
@@ -421,5 +370,5 @@ def test_without_the_flag_the_difference_is_rounding(
         # With AdamW's own eps of 1e-8 a gradient that is only rounding (a bias before BatchNorm has one) becomes a
         # whole step, in either direction: it moves weights that the loss does not depend on.
         if spec.kwargs:
-            for name, rows in simulated.rows.items():
-                torch.testing.assert_close(processes.rows[name], rows, rtol=0, atol=1e-5, msg=name)
+            for key, rows in simulated.rows.items():
+                torch.testing.assert_close(processes.rows[key], rows, rtol=0, atol=1e-5, msg=key)

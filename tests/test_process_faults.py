@@ -1,7 +1,4 @@
-"""What goes wrong in a process reaches the caller with its rank and cause, soon; nothing is left, and the run resumes.
-
-All of it with a process for every node, and with processes that hold several nodes each.
-"""
+"""What goes wrong in a process reaches the caller with its rank and cause, soon; nothing is left; the run resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ import time
 import types
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,8 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 from errors import refused, warned
-from resumed import assert_same_comparison, assert_same_run
+from resumed import assert_same_comparison, assert_same_run, in_processes
 from separate import small_mlp, vectors
-from test_process_exactness import in_processes
 from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 
@@ -44,12 +41,9 @@ from vsim.training.interrupt import Interrupted
 
 NO_HANG_SECONDS = 15.0
 STEPS, DONE, RANK = 6, 3, 1  # steps of a run, and before a fault; the process where it happens
-# Options of a run → what messages call the process.
-BACKENDS: dict[str, tuple[dict[str, Any], str]] = {
-    "nodes": ({"num_nodes": 2, "backend": "process", "threads_per_process": 1}, "node 1"),
-    "ranges": ({"num_nodes": 4, **in_processes(2)}, "rank 1 (nodes 2 to 3)"),
-}
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
+NODES: dict[str, Any] = {"num_nodes": 2, **in_processes(None)}
+RANGES: dict[str, Any] = {"num_nodes": 4, **in_processes(2)}
+OF_RANGES = "rank 1 (nodes 2 to 3)"
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
 
@@ -82,12 +76,6 @@ def fork_server() -> int:
     return next(pid for pid in helpers() if b"forkserver" in command_of(pid))
 
 
-@pytest.fixture
-def mark() -> str:
-    """Of what a script of a test starts."""
-    return uuid.uuid4().hex
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes, files and threads that a test starts are gone when it ends."""
@@ -117,36 +105,30 @@ class Stubborn(Exception):
         raise TypeError("never")
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def act() -> None:
+def raising(error: BaseException) -> Callable[..., None]:
+    def act(*_: object) -> None:
         raise error
 
     return act
 
 
 def _fill_the_disk() -> None:
-    safetensors.numpy.save_file = lambda *_: raising(OSError(errno.ENOSPC, "No space left on device"))()
+    safetensors.numpy.save_file = raising(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def _kill_later() -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     time.sleep(60)
 
 
-def killing(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def _signal(name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[name])
 
 
 ACTS: dict[str, Callable[[], Any]] = {
-    "SIGKILL": killing(signal.SIGKILL),  # as the kernel does without memory
-    "SIGSEGV": killing(signal.SIGSEGV),
-    "SIGTERM": killing(signal.SIGTERM),
-    "SIGSTOP": killing(signal.SIGSTOP),
-    "abort": os.abort,
-    "_exit": lambda: os._exit(3),
+    **{name: partial(_signal, name) for name in ("SIGKILL", "SIGTERM", "SIGSTOP")},
     "_exit 0": lambda: os._exit(0),
     "exit": lambda: sys.exit(0),
-    "MemoryError": lambda: torch.empty(2**60),
     "no memory": raising(MemoryError("none is left")),
     "exception": raising(OutOfLuck("no more", RANK)),
     "stubborn": raising(Stubborn("as ever")),
@@ -157,14 +139,10 @@ ACTS: dict[str, Callable[[], Any]] = {
 }
 # The error, and what it or the failure behind it names.
 FOUND: dict[str, tuple[type[BaseException], tuple[str, ...]]] = {
-    "SIGKILL": (NodeFailure, ("process", "signal 9 (SIGKILL)", "lack of memory", "after step 3")),
-    "SIGSEGV": (NodeFailure, ("process", "signal 11 (SIGSEGV)", "after step 3")),
+    "SIGKILL": (NodeFailure, ("process", "signal 9 (SIGKILL)", "lack of memory", "after step 3")),  # as the kernel does
     "SIGTERM": (NodeFailure, ("process", "signal 15 (SIGTERM)", "after step 3")),
-    "abort": (NodeFailure, ("process", "signal 6 (SIGABRT)", "after step 3")),
-    "_exit": (NodeFailure, ("process", "exited with 3", "after step 3")),
     "_exit 0": (NodeFailure, ("process", "exited with 0", "after step 3")),
     "exit": (NodeFailure, ("failed after step 3", "SystemExit")),
-    "MemoryError": (RuntimeError, ("failed after step 3",)),
     "no memory": (MemoryError, ("failed after step 3",)),
     "exception": (OutOfLuck, ("failed after step 3", "in act", "test_process_faults.py")),
     "stubborn": (NodeFailure, ("failed after step 3", "Stubborn: as ever")),
@@ -176,19 +154,31 @@ class Now:
     done = 0  # steps of this process
 
 
-def fault(place: str) -> None:
+def reached(place: str) -> None:
     """Act here, if this is the place, the process, and the step."""
-    there, _, act = os.environ.get("FAULT", "").partition(":")
-    rank, done = (int(os.environ.get(name, usual)) for name, usual in (("FAULT_RANK", RANK), ("FAULT_AFTER", DONE)))
-    if there == place and dist.is_initialized() and (dist.get_rank(), Now.done) == (rank, done):
+    there, act, rank, done = os.environ.get("FAULT", ":::").split(":")
+    if there == place and dist.is_initialized() and (dist.get_rank(), Now.done) == (int(rank), int(done)):
         ACTS[act]()
+
+
+Fault = Callable[..., None]
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Fault:
+    """Call it with the place and act of a fault, or with nothing for none."""
+
+    def of(place: str = "", act: str = "", rank: int = RANK, after: int = DONE) -> None:
+        monkeypatch.setenv("FAULT", f"{place}:{act}:{rank}:{after}")
+
+    return of
 
 
 class Counts(Callback):
     """Counts the steps of this process."""
 
     def on_step(self, run: Any) -> None:
-        fault("callback")
+        reached("callback")
         Now.done = run.done
 
 
@@ -197,7 +187,7 @@ class Model(MLP):
         super().__init__(12, (16,), 5, dropout=0.2, seed=1)
 
     def logits(self, x: Tensor) -> Tensor:
-        fault("model" if self.training else "validation")
+        reached("model" if self.training else "validation")
         return super().logits(x)
 
 
@@ -209,13 +199,13 @@ class Data(Dataset[Any]):
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        fault("data" if get_worker_info() is None else "worker")
+        reached("data" if get_worker_info() is None else "worker")
         return self.data[index]
 
 
 class Own(DiLoCoStrategy):
     def sync(self) -> None:
-        fault("strategy")
+        reached("strategy")
         super().sync()
 
 
@@ -240,9 +230,9 @@ def compared(**options: Any) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def straight() -> Callable[[str], Trainer]:
-    """The runs without a fault, in the simulator."""
-    runs = {name: fit(num_nodes=options["num_nodes"]) for name, (options, _) in BACKENDS.items()}
+def straight() -> Callable[[int], Trainer]:
+    """From K to the run without a fault, in the simulator."""
+    runs = {num_nodes: fit(num_nodes=num_nodes) for num_nodes in (2, 4)}
     return runs.__getitem__
 
 
@@ -264,77 +254,73 @@ def names(text: str, *parts: str) -> bool:
 
 # Faults of one process ------------------------------------------------------------------------------------------------
 
-PLACES = [(place, act) for place in ("model", "data", "callback", "validation") for act in ("exception", "SIGKILL")]
+QUICK = [(NODES, "strategy", "exception"), (NODES, "strategy", "SIGKILL")]
+PLACES = [("model", "SIGKILL"), ("data", "exception"), ("callback", "exception"), ("validation", "SIGKILL")]
 FAULTS = [
-    *(("nodes", "strategy", act) for act in FOUND),
-    *(("ranges", place, act) for place, act in [*PLACES, *(("strategy", act) for act in FOUND)]),
+    *QUICK,
+    *(
+        pytest.param(RANGES, place, act, marks=pytest.mark.slow, id=f"ranges, {place}, {act}")
+        for place, act in [*PLACES, *(("strategy", act) for act in FOUND)]
+    ),
 ]
-QUICK = [("nodes", "strategy", "exception"), ("nodes", "strategy", "SIGKILL")]
 
 
-@pytest.mark.parametrize(
-    ("backend", "place", "act"), [pytest.param(*f, marks=() if f in QUICK else pytest.mark.slow) for f in FAULTS]
-)
+@pytest.mark.parametrize(("options", "place", "act"), FAULTS)
 def test_a_fault_of_one_process(
-    backend: str, place: str, act: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], place: str, act: str, straight: Any, fault: Fault, tmp_path: Path
 ) -> None:
     """It names rank and nodes, and the run resumes from its checkpoint in any number of processes."""
-    monkeypatch.setenv("FAULT", f"{place}:{act}")
-    (options, who), trainer = BACKENDS[backend], trainer_of()
+    fault(place, act)
     saved: dict[str, Any] = {"save_dir": tmp_path / "run", "checkpoint_interval": 2}
-    kind, parts = FOUND[act]
+    (kind, parts), trainer = FOUND[act], trainer_of()
     steps: list[float] = []  # when each was done: processes start slowly on a busy machine
     with pytest.raises(kind) as caught:
         fit(trainer=trainer, train_loss_hook=lambda *_: steps.append(time.monotonic()), **saved, **options)
     assert time.monotonic() - steps[-1] < NO_HANG_SECONDS
     failure = failure_of(caught)
+    who = "node 1" if options is NODES else OF_RANGES
     assert failure.rank == RANK and names(str(failure), who, *(parts if place == "strategy" else ()))
     if act == "exception":
         assert "no more" in str(caught.value) and (caught.value.node == RANK or place == "data")  # type: ignore[attr-defined]
     assert trainer.history["step"].tolist()[: DONE + 1] == [0, 1, 2, 3] and len(trainer.history) <= DONE + 2
-    monkeypatch.delenv("FAULT")
-    number = {"exception": 1, "SIGKILL": 3}.get(act) if backend == "ranges" else None
-    own = {"num_nodes": options["num_nodes"], **({} if number is None else in_processes(number))}
-    assert_same_run(fit(resume=True, **saved, **own), straight(backend))
+    fault()
+    resumes = in_processes(3 if act == "SIGKILL" else 1) if (place, act) in PLACES else {}
+    resumed = fit(resume=True, num_nodes=options["num_nodes"], **saved, **resumes)
+    assert_same_run(resumed, straight(options["num_nodes"]))
 
 
 @pytest.mark.slow
-@both_backends
-def test_a_process_that_stops_is_named_with_collective_and_step(
-    backend: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAULT", "model:SIGSTOP")
+def test_a_process_that_stops_is_named_with_collective_and_step(straight: Any, fault: Fault, tmp_path: Path) -> None:
+    """And after it, a process that fails in a run which resumes."""
+    fault("model", "SIGSTOP")
     saved: dict[str, Any] = {"save_dir": tmp_path / "run", "checkpoint_interval": 2}
-    options, _ = BACKENDS[backend]
     with refused(CollectiveFailure, "'losses'", "step 4", [1]) as caught:
-        fit(**saved, timeout_seconds=2, **options)
+        fit(**saved, timeout_seconds=1, **RANGES)
     assert "failed after step 3" in str(failure_of(caught))
-    monkeypatch.setenv("FAULT", "model:exception")
-    monkeypatch.setenv("FAULT_AFTER", "0")
+    fault("model", "exception", after=0)
     with pytest.raises(OutOfLuck) as raised:
-        fit(resume=True, **saved, **options)
+        fit(resume=True, **saved, **RANGES)
     assert "failed after step 2" in str(failure_of(raised))
-    monkeypatch.delenv("FAULT")
-    assert_same_run(fit(resume=True, num_nodes=options["num_nodes"], **saved), straight(backend))
+    fault()
+    assert_same_run(fit(resume=True, **saved), straight(4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "after", "kind"), [("strategy", DONE, NodeFailure), ("worker", 0, RuntimeError)])
-def test_worker_processes_of_data_end(place: str, after: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_processes_of_data_end(place: str, after: int, kind: Any, fault: Fault) -> None:
     """With a process that is killed while its worker holds its pipes, too; and a worker is killed itself."""
-    monkeypatch.setenv("FAULT", f"{place}:SIGKILL")
-    monkeypatch.setenv("FAULT_AFTER", str(after))
+    fault(place, "SIGKILL", after=after)
     with pytest.raises(kind) as caught:
-        fit(dataloader_kwargs={"num_workers": 1}, **BACKENDS["ranges"][0])
-    assert names(str(failure_of(caught)), "rank 1 (nodes 2 to 3)", "SIGKILL" if after else "DataLoader worker")
+        fit(dataloader_kwargs={"num_workers": 1}, **RANGES)
+    assert names(str(failure_of(caught)), OF_RANGES, "SIGKILL" if after else "DataLoader worker")
 
 
 @pytest.mark.slow
-def test_a_process_is_named_that_ends_while_others_are_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_named_that_ends_while_others_are_in_a_collective(fault: Fault) -> None:
     """Of three; the two others have sent their messages, and wait."""
-    monkeypatch.setenv("FAULT", "strategy:SIGKILL late")
+    fault("strategy", "SIGKILL late")
     with refused(NodeFailure, "rank 1 (node 1)", "signal 9", "after step 3"):
-        fit(**{**BACKENDS["ranges"][0], "num_nodes": 3, **in_processes(3)})
+        fit(num_nodes=3, **in_processes(3))
 
 
 def data_of(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
@@ -344,16 +330,18 @@ def data_of(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
 
 
 @pytest.mark.slow
-def test_the_data_of_one_node_cannot_be_made() -> None:
-    """No step is done: a comparison has no records to keep."""
-    run = defaults(**BACKENDS["ranges"][0])
-    for train in (
-        lambda: Trainer(Model(), data_of).fit(strategy=Own(H=2), **run),
-        lambda: vsim.compare(Model(), data_of, strategies={"DiLoCo": Own(H=2)}, **run),
+def test_before_the_first_step_a_comparison_has_no_records_to_keep(fault: Fault) -> None:
+    """The data of a node cannot be made, for a fit or a comparison; a process ends in the first step."""
+    run, strategies = defaults(**RANGES), {"DiLoCo": Own(H=2)}
+    for act, train in (
+        ("", lambda: Trainer(Model(), data_of).fit(strategy=Own(H=2), **run)),
+        ("", lambda: vsim.compare(Model(), data_of, strategies=strategies, **run)),
+        ("SIGKILL", lambda: compared(**RANGES)),
     ):
-        with pytest.raises(OutOfLuck) as caught:
+        fault("strategy", act, after=0)
+        with pytest.raises(FOUND[act or "exception"][0]) as caught:
             train()
-        assert "rank 1 (nodes 2 to 3) failed after step 0" in str(failure_of(caught))
+        assert names(str(failure_of(caught)), OF_RANGES, "after step 0")
 
 
 class Speechless(Exception):
@@ -378,41 +366,26 @@ def test_a_traceback_is_short_whatever_the_message(error: Exception) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "act"),
-    [("strategy", "exception"), ("model", "SIGKILL"), ("validation", "no memory"), ("callback", "not finite")],
+    ("place", "act", "resumes"), [("strategy", "exception", {}), ("model", "SIGKILL", in_processes(3))], ids=str
 )
 def test_a_fault_in_a_comparison(
-    place: str, act: str, straight_comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, act: str, resumes: Any, straight_comparison: Comparison, fault: Fault, tmp_path: Path
 ) -> None:
     """All runs keep their records; the comparison resumes in another number of processes."""
-    monkeypatch.setenv("FAULT", f"{place}:{act}")
+    fault(place, act)
     saved: dict[str, Any] = {"save_dir": tmp_path / "runs", "checkpoint_interval": 2}
-    (options, who), kind = BACKENDS["ranges"], FOUND[act][0]
-    with warned(who):
-        comparison = compared(**saved, timeout_seconds=20, **options)
-    for name in comparison:
-        (run,) = comparison.runs(name)
-        assert isinstance(run.error, kind) and who in run.failure
+    with warned(OF_RANGES):
+        comparison = compared(**saved, timeout_seconds=20, **RANGES)
+    for run in comparison.values():
+        assert isinstance(run.error, FOUND[act][0]) and OF_RANGES in run.failure
         assert run.model is None and len(run.history) in (DONE + 1, DONE + 2)
-    monkeypatch.delenv("FAULT")
-    number = {"exception": 1, "SIGKILL": 3}.get(act)
-    resumed = compared(resume=True, **saved, **({} if number is None else in_processes(number)))
-    assert_same_comparison(resumed, straight_comparison)
+    fault()
+    assert_same_comparison(compared(resume=True, **saved, **resumes), straight_comparison)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", ["exception", "SIGKILL"])
-def test_a_fault_in_the_first_step_of_a_comparison_is_raised(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", f"strategy:{act}")
-    monkeypatch.setenv("FAULT_AFTER", "0")
-    with pytest.raises(FOUND[act][0]) as caught:
-        compared(**BACKENDS["ranges"][0])
-    assert names(str(failure_of(caught)), "rank 1 (nodes 2 to 3)", "after step 0")
-
-
-@pytest.mark.slow
-def test_runs_with_other_numbers_of_nodes_are_named_by_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "strategy:exception")
+def test_runs_with_other_numbers_of_nodes_are_named_by_rank_alone(fault: Fault) -> None:
+    fault("strategy", "exception")
     options = {name: value for name, value in defaults(**in_processes(2)).items() if name != "num_nodes"}
     with warned("no more", "(rank 1 failed after step 3"):
         vsim.sweep(Model(), Data(), vectors(7, 9), strategy=Own, settings={"num_nodes": [2, 4]}, **options)
@@ -420,20 +393,19 @@ def test_runs_with_other_numbers_of_nodes_are_named_by_rank_alone(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_full_disk_is_a_warning_in_the_process_that_writes(
-    straight: Any, straight_comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    straight: Any, straight_comparison: Comparison, fault: Fault, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("FAULT", "callback:full disk")
-    monkeypatch.setenv("FAULT_RANK", "0")
+    fault("callback", "full disk", rank=0)
     saved: dict[str, Any] = {"save_dir": tmp_path / "run", "checkpoint_interval": 2}
     with warned("could not be saved", "No space left on device") as issued:
-        assert_same_run(fit(**saved, **BACKENDS["ranges"][0]), straight("ranges"))
+        assert_same_run(fit(**saved, **RANGES), straight(4))
     assert len(issued) == 2  # of steps 4 and 6
     assert load_checkpoint(tmp_path / "run").step == 2
     saved = {"save_dir": tmp_path / "runs", "checkpoint_interval": 2}
     with warned("could not be saved", "No space left on device"):
-        assert_same_comparison(compared(**saved, **BACKENDS["ranges"][0]), straight_comparison)
-    monkeypatch.delenv("FAULT")
-    assert_same_comparison(compared(**saved, resume=True, **in_processes(3)), straight_comparison)
+        assert_same_comparison(compared(**saved, **RANGES), straight_comparison)
+    fault()
+    assert_same_comparison(compared(**saved, resume=True), straight_comparison)
 
 
 # What is shipped ------------------------------------------------------------------------------------------------------
@@ -456,7 +428,7 @@ class LockedStrategy(FedAvgStrategy):
 @pytest.mark.parametrize("name", ["model", "train_dataset", "val_dataset", "loss_fn", "strategy", "dataloader_kwargs"])
 def test_what_cannot_be_shipped_is_named(name: str) -> None:
     given: dict[str, Any] = {"model": small_mlp(), "train_dataset": vectors(), "val_dataset": vectors()}
-    options: dict[str, Any] = {"strategy": FedAvgStrategy(), **BACKENDS["nodes"][0]}
+    options: dict[str, Any] = {"strategy": FedAvgStrategy(), **NODES}
     if name in ("strategy", "dataloader_kwargs"):
         options[name] = LockedStrategy() if name == "strategy" else {"collate_fn": Locked()}
     else:
@@ -489,7 +461,7 @@ def _of_state(state: Any) -> Shippable:
 @pytest.mark.parametrize("kind", [Normed, Shippable])
 def test_parametrized_models_are_shipped(kind: type[Normed]) -> None:
     losses = []
-    for options in ({"num_nodes": 2}, BACKENDS["nodes"][0]):
+    for options in ({"num_nodes": 2}, NODES):
         torch.manual_seed(0)
         trainer = fit(FedAvgStrategy(H=2), trainer=Trainer(kind(), vectors()), val_interval=None, **options)
         losses.append(trainer.history.node_losses.tolist())
@@ -497,52 +469,31 @@ def test_parametrized_models_are_shipped(kind: type[Normed]) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_processes_cannot_import_is_told() -> None:
+def test_what_the_processes_cannot_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = types.ModuleType("made_up")
     exec("class Alone(Strategy): pass", vars(made_up) | {"Strategy": Strategy, "__name__": "made_up"}, vars(made_up))
-    sys.modules["made_up"] = made_up
-    try:
-        with refused(ModuleNotFoundError, "'made_up'", "importable by its name") as caught:
-            fit(made_up.Alone(), **BACKENDS["nodes"][0])
-    finally:
-        del sys.modules["made_up"]
+    monkeypatch.setitem(sys.modules, "made_up", made_up)
+    with refused(ModuleNotFoundError, "'made_up'", "importable by its name") as caught:
+        fit(made_up.Alone(), **NODES)
     failure_of(caught)
 
 
-def script_says(code: str, **environment: str) -> str:
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    return done.stdout or done.stderr
-
-
 def test_the_way_to_ship_custom_operators_is_told() -> None:
-    code = """
-        import torch
-        from vsim import Trainer
-        from vsim.strategy import FedAvgStrategy
+    @torch.library.custom_op("test_faults::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
 
-        @torch.library.custom_op("test_faults::twice", mutates_args=())
-        def twice(x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+    class Direct(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            return twice(super().forward(batch[0]))
 
-        class Model(torch.nn.Linear):
-            def forward(self, batch):
-                return twice(super().forward(batch[0]))
+    class ByName(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            return torch.ops.test_faults.twice(super().forward(batch[0]))
 
-        class ByName(torch.nn.Linear):
-            def forward(self, batch):
-                return torch.ops.test_faults.twice(super().forward(batch[0]))
-
-        data = torch.utils.data.TensorDataset(torch.zeros(8, 3))
-        for model in Model(3, 2), ByName(3, 2):
-            try:
-                Trainer(model, data).fit(strategy=FedAvgStrategy(), num_nodes=2, max_steps=1, backend="process")
-            except TypeError as error:
-                print(str(error).replace("\\n", " "))
-    """
-    said = script_says(code).splitlines()
-    assert len(said) == 2, said
-    assert all(names(text, "cannot ship model", "in a module that the script imports") for text in said)
+    for model in Direct(12, 2), ByName(12, 2):
+        with refused(TypeError, "cannot ship model", "in a module that the script imports"):
+            fit(trainer=Trainer(model, vectors()), **NODES)
 
 
 @pytest.mark.slow
@@ -565,11 +516,9 @@ def test_hooks_progress_warnings_and_threads(
 
     def act(run: Any) -> None:
         if run.done == 2:
-            rank = dist.get_rank()
-            line = (
-                f"{rank} {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}"
-            )
-            os.write(1, f"{line}\n".encode())  # in one go: the nodes share where it goes
+            rank, threads = dist.get_rank(), torch.get_num_threads()
+            line = f"{rank} {threads} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}\n"
+            os.write(1, line.encode())  # in one go: the nodes share where it goes
             warnings.warn("one warning of all nodes", UserWarning, stacklevel=1)
             atexit.register((tmp_path / f"ended {rank}").touch)
 
@@ -579,7 +528,7 @@ def test_hooks_progress_warnings_and_threads(
         "train_loss_hook": lambda step, loss: seen.append((step, loss)),
         "eval_loss_hook": lambda step, loss: seen.append((step, "eval", loss)),
     }
-    run = {**BACKENDS["nodes"][0], "threads_per_process": 2, "max_steps": 4, "progress": True, "callbacks": [act]}
+    run = {**NODES, "threads_per_process": 2, "max_steps": 4, "progress": True, "callbacks": [act]}
     with pytest.warns(UserWarning, match="one warning") as issued:
         history = fit(**run, **hooks).history
     losses, evals = history["train_loss"], history["global_loss"]
@@ -592,14 +541,14 @@ def test_hooks_progress_warnings_and_threads(
     assert printed.err == "" and len([*tmp_path.glob("ended *")]) == 2  # they have ended by themselves
 
 
-# Ctrl-C ---------------------------------------------------------------------------------------------------------------
+# Ctrl-C; test_interrupt.py has it with a process for every node ------------------------------------------------------
 
 LONG = 25
 
 
 def slowly(run: Any) -> None:
     """Called after every step, so that nodes do not run far ahead of the hooks here."""
-    time.sleep(0.1)
+    time.sleep(0.05)
 
 
 def press_at(pressed_at: int) -> Callable[[int, float], None]:
@@ -615,39 +564,21 @@ def press_at(pressed_at: int) -> Callable[[int, float], None]:
 
 
 @pytest.mark.slow
-@both_backends
-def test_ctrl_c_stops_all_processes_after_a_step(backend: str, tmp_path: Path) -> None:
-    """The run is saved in its folder, or kept in memory."""
-    options, _ = BACKENDS[backend]
-    resumes = in_processes(3) if backend == "ranges" else {}
-    slow = {"callbacks": [Counts(), slowly], "max_steps": LONG, **options}
-    expected = fit(max_steps=LONG, num_nodes=options["num_nodes"])
-    for saved in ({"save_dir": tmp_path / "run"}, {}):
-        trainer = trainer_of()
-        with refused(Interrupted, "after step", str(tmp_path / "run") if saved else "memory"):
-            fit(trainer=trainer, train_loss_hook=press_at(2), **saved, **slow)
-        assert 2 <= trainer.history["step"][-1] < LONG
-        assert not saved or load_checkpoint(tmp_path / "run").step == trainer.history["step"][-1]
-        own = {"max_steps": LONG, "num_nodes": options["num_nodes"], "resume": True, **saved, **resumes}
-        assert_same_run(fit(trainer=trainer, **own), expected)
-
-
-@pytest.mark.slow
 def test_ctrl_c_stops_a_comparison_after_a_step(tmp_path: Path) -> None:
     run: dict[str, Any] = {"max_steps": LONG, "save_dir": tmp_path / "runs"}
     slow = {"callbacks": [Counts(), slowly], "train_loss_hook": press_at(2)}
     with warned("interrupted after step", "resume=True"):
-        comparison = compared(**run, **slow, **BACKENDS["ranges"][0])
-    steps = [run.history["step"][-1] for name in comparison for run in comparison.runs(name)]
+        comparison = compared(**run, **slow, **RANGES)
+    steps = [run.history["step"][-1] for run in comparison.values()]
     assert 2 <= steps[0] == steps[1] < LONG
     assert_same_comparison(compared(resume=True, **run, **in_processes(3)), compared(max_steps=LONG))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [fit, compared])
-def test_a_second_ctrl_c_ends_all_processes_at_once(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "strategy:sleep")
-    again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+def test_a_second_ctrl_c_ends_all_processes_at_once(train: Callable[..., Any], fault: Fault) -> None:
+    fault("strategy", "sleep")
+    again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     press, pressed = press_at(DONE), []
 
     def press_twice(step: int, loss: float) -> None:
@@ -657,45 +588,30 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(train: Callable[..., Any], m
             again.start()
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        train(train_loss_hook=press_twice, **BACKENDS["ranges"][0])
+        train(train_loss_hook=press_twice, **RANGES)
     again.join()
     assert not isinstance(caught.value, Interrupted) and time.monotonic() - pressed[0] < NO_HANG_SECONDS
 
 
 @pytest.mark.slow
 @linux
-def test_a_third_ctrl_c_leaves_no_node_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_ctrl_c_leaves_no_node_behind(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the caller waits for the nodes that the second has ended; the fixture finds none of them."""
 
     def interrupted(self: Any, timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setenv("FAULT", "strategy:exit")
+    fault("strategy", "exit")
     monkeypatch.setattr("multiprocessing.process.BaseProcess.join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fit(**{**BACKENDS["nodes"][0], "num_nodes": 3})
-
-
-@pytest.mark.slow
-@linux
-def test_an_interrupt_of_a_nodes_process_stops_the_run_after_its_step(tmp_path: Path) -> None:
-    before = processes()  # of other tests, which keep theirs
-
-    def interrupt_a_child(step: int, loss: float) -> None:
-        if step == 2:
-            os.kill(next(pid for pid in processes() - before if parent_of(pid) == fork_server()), signal.SIGINT)
-
-    trainer, run = trainer_of(), {"max_steps": 100_000, "train_loss_hook": interrupt_a_child}
-    with refused(Interrupted, "after step", str(tmp_path / "run"), "resume=True"):
-        fit(trainer=trainer, **run, save_dir=tmp_path / "run", **BACKENDS["nodes"][0])
-    assert load_checkpoint(tmp_path / "run").step == trainer.history["step"][-1]
+        fit(num_nodes=3, **in_processes(None))
 
 
 @pytest.mark.slow
 def test_a_caller_that_blocks_signals_hears_of_its_nodes_ends() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     try:
-        assert len(fit(**BACKENDS["nodes"][0]).history) == STEPS + 1
+        assert len(fit(**NODES).history) == STEPS + 1
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -705,84 +621,70 @@ def test_a_caller_that_blocks_signals_hears_of_its_nodes_ends() -> None:
 
 @pytest.mark.slow
 @linux
-@both_backends
-def test_a_fork_server_that_is_killed_ends_the_run(backend: str) -> None:
-    def kill(step: int, loss: float) -> None:
-        if step == 2:
-            os.kill(fork_server(), signal.SIGKILL)
+def test_a_fork_server_that_is_killed_or_stopped_ends_the_run(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, where a node dies and where one is to start; the next run has another server."""
+
+    def sending(number: int) -> Callable[[int, float], None]:
+        return lambda step, loss: os.kill(fork_server(), number) if step == 2 else None
 
     with refused(ForkServerFailure, "interpreter that starts the processes"):
-        fit(max_steps=100_000, train_loss_hook=kill, **BACKENDS[backend][0])
-    assert len(fit(**BACKENDS[backend][0]).history) == STEPS + 1
-
-
-@pytest.mark.slow
-@linux
-def test_a_fork_server_that_is_stopped_does_not_hang_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where a node dies, nor where one is to start; the next run has another server."""
-    options, _ = BACKENDS["nodes"]
-    monkeypatch.setattr("vsim.process.launch._EXIT_SECONDS", 2.0)
-
-    def stop(step: int, loss: float) -> None:
-        if step == 2:
-            os.kill(fork_server(), signal.SIGSTOP)
-
-    monkeypatch.setenv("FAULT", "strategy:SIGKILL")
+        fit(max_steps=100_000, train_loss_hook=sending(signal.SIGKILL), **RANGES)
+    monkeypatch.setattr("vsim.process.launch._EXIT_SECONDS", 1.0)
+    fault("strategy", "SIGKILL")
     with refused(NodeFailure, "node 1", "closed its connection"):
-        fit(train_loss_hook=stop, **options, callbacks=[Counts(), slowly])
-    monkeypatch.delenv("FAULT")
-    fit(**options)
-    monkeypatch.setattr("vsim.process.launch._START_SECONDS", 2.0)
+        fit(train_loss_hook=sending(signal.SIGSTOP), **NODES, callbacks=[Counts(), slowly])
+    fault()
+    fit(**NODES)
     os.kill(fork_server(), signal.SIGSTOP)
-    with refused(ForkServerFailure, "2 seconds"):
-        fit(**options)
-    monkeypatch.setattr("vsim.process.launch._START_SECONDS", 120.0)
-    assert len(fit(**options).history) == STEPS + 1
+    with monkeypatch.context() as patch:
+        patch.setattr("vsim.process.launch._START_SECONDS", 1.0)
+        with refused(ForkServerFailure, "1 seconds"):
+            fit(**NODES)
+    assert len(fit(**NODES).history) == STEPS + 1
+
+
+def said_by(code: str, **environment: str) -> str:
+    """What another interpreter prints."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    return done.stdout or done.stderr
 
 
 @linux
-def test_a_fork_server_starts_no_thread_and_asks_for_no_device() -> None:
-    """Neither threads of OpenMP nor a device would survive a fork."""
+def test_a_fork_server_starts_no_thread_and_asks_for_no_device_and_groups_end() -> None:
+    """Neither threads of OpenMP nor a device would survive a fork. Nothing keeps a group that was destroyed."""
     code = """
-        import functools, os, torch
+        import contextlib, functools, gc, os, weakref
+        from unittest import mock
+        import torch
 
         @functools.cache  # as torch's are, some of whose importers look for __wrapped__
         def never(**_: object) -> bool:
             raise AssertionError("a process asks for a device")
 
-        torch.cuda.is_available = torch.cuda.device_count = torch.backends.mps.is_available = never
-        torch.accelerator.current_accelerator = torch.accelerator.is_available = never
-        import vsim.process.preload
-
-        print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
-    """
-    assert script_says(code, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="4") == "1 False\n"
-
-
-@pytest.mark.slow
-def test_nothing_keeps_a_process_group_that_was_destroyed() -> None:
-    code = """
-        import gc, weakref
-        import torch, torch.distributed as dist
+        with contextlib.ExitStack() as stack:
+            for module in torch.cuda, torch.accelerator, torch.backends.mps:
+                for name in {"is_available", "device_count", "current_accelerator"} & {*dir(module)}:
+                    stack.enter_context(mock.patch.object(module, name, never))
+            import vsim.process.preload
+            print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
         import vsim.process.node
-
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = weakref.ref(dist.group.WORLD)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        group = weakref.ref(torch.distributed.group.WORLD)
         weight = torch.nn.Parameter(torch.ones(3))
         weight.grad = torch.ones(3)
         torch.optim.AdamW([weight]).step()
-        dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
         gc.collect()
         print("gone" if group() is None else "kept")
     """
-    assert script_says(code) == "gone\n"
+    assert said_by(code, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="4") == "1 False\ngone\n"
 
 
 # Scripts --------------------------------------------------------------------------------------------------------------
 
 # Everything is defined in the script, which has no `if __name__ == "__main__"`.
 SCRIPT = """
-    import sys
     import time
     import torch
     import vsim
@@ -811,19 +713,13 @@ SCRIPT = """
     def slowly(run):
         time.sleep(0.05)
 
-    options = dict(
-        max_steps=10_000, batch_size=2, progress=False, backend="process", callbacks=[slowly],
-        train_loss_hook=lambda step, loss: print("step", step, flush=True), dataloader_kwargs={"num_workers": 1},
-    )
-    what = sys.argv[1] if len(sys.argv) > 1 else "nodes"
-    options |= dict(num_nodes=2) if what == "nodes" else dict(num_nodes=4, num_processes=2)
-    data, own = TensorDataset(torch.randn(20, 3)), Own([AveragingCommunicator(every=2)])
+    trainer = vsim.Trainer(Model(), TensorDataset(torch.randn(20, 3)))
     try:
-        if what == "compare":
-            vsim.compare(Model(), data, strategies={"a": own, "b": Own()}, **options)
-        else:
-            trainer = vsim.Trainer(Model(), data)
-            trainer.fit(strategy=own, **options)
+        trainer.fit(
+            strategy=Own([AveragingCommunicator(every=2)]), max_steps=10_000, batch_size=2, progress=False,
+            backend="process", callbacks=[slowly], dataloader_kwargs={"num_workers": 1},
+            train_loss_hook=lambda step, loss: print("step", step, flush=True), NODES
+        )
     except KeyboardInterrupt:
         print("interrupted at", len(trainer.history) - 1)
     except OwnError as error:
@@ -831,25 +727,27 @@ SCRIPT = """
 """
 
 
-def script(act: str = "pass") -> str:
-    return textwrap.dedent(SCRIPT).replace("ACT", act)
+def script(act: str = "pass", nodes: str = "num_nodes=2") -> str:
+    return textwrap.dedent(SCRIPT).replace("ACT", act).replace("NODES", nodes)
 
 
-def started(folder: Path, text: str, mark: str = "", arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Run it as a file, from a folder whose modules are not to be imported."""
+def started(folder: Path, text: str) -> tuple[subprocess.Popen[str], str]:
+    """Run it as a file, from a folder whose modules are not to be imported; return a mark of what it starts, too."""
     (folder / "code").mkdir()
     (folder / "elsewhere").mkdir()
     for module in ("pickle", "types", "contextlib", "socket"):
         (folder / "elsewhere" / f"{module}.py").write_text("raise ImportError('this is not on the path')")
     (folder / "code" / "script.py").write_text(text)
-    return subprocess.Popen(
-        [sys.executable, str(folder / "code" / "script.py"), *arguments],
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "code" / "script.py")],
         cwd=folder / "elsewhere",
         env={**os.environ, "TMPDIR": str(folder), "VSIM_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    return process, mark
 
 
 def read_until(process: subprocess.Popen[str], line: str) -> None:
@@ -868,8 +766,9 @@ def gone_within(seconds: float, mark: str) -> bool:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes_of_a_script(tmp_path: Path, mark: str) -> None:
-    with started(tmp_path, script(), mark) as process:
+def test_ctrl_c_ends_all_processes_of_a_script(tmp_path: Path) -> None:
+    process, mark = started(tmp_path, script())
+    with process:
         read_until(process, "step 3")
         interrupted = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -881,22 +780,28 @@ def test_ctrl_c_ends_all_processes_of_a_script(tmp_path: Path, mark: str) -> Non
     assert gone_within(2, mark)
 
 
+ASLEEP = "__import__('ctypes').PyDLL(None).sleep(60)"  # within C code: it keeps Python's lock
+
+
 @pytest.mark.slow
 @linux
-@pytest.mark.parametrize("what", ["nodes", "ranges", "compare", "within C code", "while they start"])
-def test_the_processes_end_with_a_caller_that_is_killed(what: str, tmp_path: Path, mark: str) -> None:
-    asleep = "__import__('ctypes').PyDLL(None).sleep(60)"  # it keeps Python's lock
-    text = script(asleep if what == "within C code" else "pass")
-    with started(tmp_path, text, mark, [what if what in ("ranges", "compare") else "nodes"]) as process:
-        read_until(process, "started" if what == "while they start" else "step 3")
+@pytest.mark.parametrize(
+    ("text", "until"),
+    [(script(nodes="num_nodes=4, num_processes=2"), "step 3"), (script(ASLEEP), "step 3"), (script(), "started")],
+    ids=["ranges", "within C code", "while they start"],
+)
+def test_the_processes_end_with_a_caller_that_is_killed(text: str, until: str, tmp_path: Path) -> None:
+    process, mark = started(tmp_path, text)
+    with process:
+        read_until(process, until)
         while len(processes("VSIM_TEST_MARK", mark)) < 3:
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
         # The fork server notices once it has imported torch.
-        assert gone_within(60 if what == "while they start" else NO_HANG_SECONDS, mark)
+        assert gone_within(60 if until == "started" else NO_HANG_SECONDS, mark)
         assert process.stderr is not None
-        said = process.stderr.read().strip() if what == "while they start" else ""
+        said = process.stderr.read().strip() if until == "started" else ""
         # A process that was not told yet what to run finds an empty pipe, which Python's fork server prints.
         assert said == "" or (said.startswith("Traceback") and said.endswith("EOFError: Ran out of input"))
     assert list(tmp_path.glob("vsim-*")) == []

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from errors import refused
-from resumed import assert_same_comparison
+from resumed import assert_same_comparison, in_processes
 from separate import TASKS, small_cnn, small_mlp, vectors
-from test_process_exactness import in_processes
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, load_checkpoint
@@ -42,33 +41,26 @@ K = 6
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes_stay")
 @pytest.mark.parametrize(
-    ("strategy", "deterministic"),
-    [
-        (SPARTAStrategy(p_sparta=0.2, async_delay=2, lr=1e-3), True),
-        (FedAvgStrategy(H=2, island_size=2, lr=1e-3), True),
-        (DiLoCoStrategy(H=3, inner_optim="sgd", lr=1e-2), False),
-        (SimpleReduceStrategy(inner_optim="sgd", lr=1e-2), False),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
+    ("strategy", "rtol"),
+    [(SPARTAStrategy(p_sparta=0.2, async_delay=2, lr=1e-3), 0.0), (DiLoCoStrategy("sgd", H=3, lr=1e-2), 1e-3)],
+    ids=["exact", "close"],
 )
-def test_a_run_resumes_in_another_number_of_processes(strategy: Strategy, deterministic: bool, tmp_path: Path) -> None:
-    """Saved by 4, 2 and 1 processes and the simulator in turn, each time for three steps."""
-    run: dict[str, Any] = {"strategy": strategy, "num_nodes": K, "batch_size": 4, "deterministic": deterministic}
+def test_a_run_resumes_in_another_number_of_processes(strategy: Strategy, rtol: float, tmp_path: Path) -> None:
+    """Saved by 3 and 2 processes, the simulator, and 3 processes, each time for three steps."""
+    run: dict[str, Any] = {"strategy": strategy, "num_nodes": K, "batch_size": 4, "deterministic": not rtol}
     run |= {"progress": False, "val_interval": 4}
     whole = Trainer(small_cnn(), TASKS[1].data(), TASKS[1].data(13, seed=9))
     straight = whole.fit(**run, max_steps=12)
-    held = []
-    for steps, number in ((3, 4), (6, 2), (9, None), (12, 3)):
+    for steps, number in ((3, 3), (6, 2), (9, None), (12, 3)):
         trainer = Trainer(small_cnn(), TASKS[1].data(), TASKS[1].data(13, seed=9))
         options = {} if number is None else in_processes(number)
         final = trainer.fit(**run, max_steps=steps, save_dir=tmp_path, resume=steps > 3, **options)
-        held.append(load_checkpoint(tmp_path).held)
-    assert held == [[len(nodes) for nodes in even_ranges(K, number)] for number in (4, 2, 1, 3)]
-    tolerance = {"rtol": 0.0, "atol": 0.0} if deterministic else {"rtol": 1e-3, "atol": 1e-4}
+        assert load_checkpoint(tmp_path).held == [len(nodes) for nodes in even_ranges(K, number or 1)]
     for name, tensor in straight.state_dict().items():
-        torch.testing.assert_close(final.state_dict()[name], tensor, **tolerance)
-    np.testing.assert_allclose(trainer.history.node_losses, whole.history.node_losses, rtol=tolerance["rtol"])
+        torch.testing.assert_close(final.state_dict()[name], tensor, rtol=rtol, atol=rtol / 10)
+    np.testing.assert_allclose(trainer.history.node_losses, whole.history.node_losses, rtol=rtol)
     assert list(trainer.ledger) == list(whole.ledger)
 
 
@@ -112,33 +104,33 @@ def compared(**options: Any) -> Comparison:
         return vsim.compare(small_mlp(), vectors(), vectors(13, 9), **options)
 
 
-def test_a_comparison_in_processes() -> None:
-    ours, theirs = compared(), compared(**in_processes(2))
+class Exits(Callback):
+    """Notes in a file that it was told how the run ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exit(self, failure: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{failure or 'ended'}\n")
+
+
+def test_a_comparison_in_processes(tmp_path: Path) -> None:
+    """Its callbacks are told once how their run ended."""
+    ours, theirs = (
+        compared(callbacks=[Exits(tmp_path / str(len(options)))], **options) for options in ({}, in_processes(2))
+    )
+    for path in tmp_path.iterdir():
+        assert sorted(line.split(":")[0] for line in path.read_text().splitlines()) == ["Diverged"] * 2 + ["ended"] * 4
     assert_same_comparison(ours, theirs)
     assert theirs.runs("diverges")[0].failure.startswith("non-finite loss at step")
     assert list(ours[["DiLoCo"]] | theirs[["AllReduce"]]) == ["DiLoCo", "AllReduce"]
 
 
 @pytest.mark.slow
-def test_a_comparison_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
-    ours = compared()
-    compared(save_dir=tmp_path, max_steps=4, **in_processes(3))
-    theirs = compared(save_dir=tmp_path, resume=True, **in_processes(2))
-    assert_same_comparison(ours, theirs)
-
-
-@pytest.mark.slow
 def test_halving_early_stopping_and_loggers_in_processes(tmp_path: Path) -> None:
-    run: dict[str, Any] = {
-        "strategy": DiLoCoStrategy,
-        "settings": {"H": [1, 2, 4], "lr": [1e-4, 1e-3]},
-        "num_nodes": 4,
-        "max_steps": 12,
-        "val_interval": 3,
-        "batch_size": 4,
-        "progress": False,
-        "deterministic": True,
-    }
+    run: dict[str, Any] = {"strategy": DiLoCoStrategy, "settings": {"H": [1, 2, 4], "lr": [1e-4, 1e-3]}, "num_nodes": 4}
+    run |= {"max_steps": 12, "val_interval": 3, "batch_size": 4, "progress": False, "deterministic": True}
 
     def swept(**options: Any) -> Any:
         return vsim.sweep(small_mlp(), vectors(), vectors(13, 9), **{**run, **options})
@@ -173,41 +165,14 @@ class Noting(Callback):
 
 
 @pytest.mark.slow
-def test_callbacks_and_hooks() -> None:
-    noting, best, heard = Noting(), KeepBest(), list[int]()
+@pytest.mark.usefixtures("processes_stay")
+def test_callbacks() -> None:
+    noting, best = Noting(), KeepBest()
     trainer = Trainer(small_mlp(), vectors(), vectors(13, 9))
-    trainer.fit(
-        strategy=FedAvgStrategy(H=2, lr=1e-3),
-        num_nodes=4,
-        max_steps=6,
-        val_interval=2,
-        batch_size=4,
-        callbacks=[noting, best],
-        train_loss_hook=lambda step, loss: heard.append(step),
-        progress=False,
-        **in_processes(2),
-    )
+    run: dict[str, Any] = {"num_nodes": 4, "max_steps": 6, "val_interval": 2, "batch_size": 4, "progress": False}
+    trainer.fit(strategy=FedAvgStrategy(H=2, lr=1e-3), callbacks=[noting, best], **run, **in_processes(2))
     assert noting.losses == trainer.history["train_loss"][1:].tolist()
-    assert heard == [1, 2, 3, 4, 5, 6] and best.best_step in (0, 2, 4, 6) and best.weights
-
-
-class Exits(Callback):
-    """Notes in a file that it was told how the run ended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_exit(self, failure: str) -> None:
-        with self.path.open("a") as file:
-            file.write(f"{failure or 'ended'}\n")
-
-
-@pytest.mark.slow
-def test_a_callback_is_told_once_how_its_run_ended(tmp_path: Path) -> None:
-    for name, options in (("here", {}), ("processes", in_processes(2))):
-        compared(callbacks=[Exits(tmp_path / name)], **options)
-        told = sorted(line.split(":")[0] for line in (tmp_path / name).read_text().splitlines())
-        assert told == ["Diverged"] * 2 + ["ended"] * 4, name
+    assert best.best_step in (0, 2, 4, 6) and best.weights
 
 
 class Interrupting(Callback):
@@ -269,7 +234,7 @@ def test_auto_takes_a_process_for_each_core_only_for_large_models(monkeypatch: p
 
 
 def test_one_process_by_auto_computes_on_the_device_that_was_given() -> None:
-    trainer, run = Trainer(torch.nn.Linear(2, 2), vectors()), {"num_nodes": 2, "max_steps": 1, **in_processes("auto")}  # type: ignore[arg-type]
+    trainer, run = Trainer(torch.nn.Linear(2, 2), vectors()), {"num_nodes": 2, "max_steps": 1, **in_processes("auto")}
     with refused(ValueError, "cuda:5"):
         trainer.fit(strategy=FedAvgStrategy(), **run, devices=["cuda:5"])
     with refused(ValueError, "cuda:5"):
@@ -277,16 +242,6 @@ def test_one_process_by_auto_computes_on_the_device_that_was_given() -> None:
 
 
 # Three ways ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_simulator_ranges_and_nodes_agree() -> None:
-    strategy = FedAvgStrategy(H=2, inner_optim="adamw", lr=1e-3)
-    report = vsim.verify(
-        small_cnn(), TASKS[1].data(), strategy, 4, 6, num_processes=2, batch_size=4, threads=1, progress=False
-    )
-    assert report.identical and (report.steps, report.num_processes) == (6, 2)
-    assert str(report).endswith(": the simulator, a process for every node, num_processes=2")
 
 
 class Counting(FedAvgStrategy):
@@ -299,10 +254,12 @@ class Counting(FedAvgStrategy):
 
 
 @pytest.mark.slow
-def test_a_difference_of_ranges_is_found() -> None:
-    report = vsim.verify(
-        small_mlp(), vectors(), Counting(H=2), 4, 6, num_processes=2, batch_size=4, threads=1, progress=False
-    )
+def test_simulator_ranges_and_nodes_are_compared() -> None:
+    options: dict[str, Any] = {"num_processes": 2, "batch_size": 4, "threads": 1, "progress": False}
+    report = vsim.verify(small_cnn(), TASKS[1].data(), FedAvgStrategy(H=2, lr=1e-3), 4, 6, **options)
+    assert report.identical and (report.steps, report.num_processes) == (6, 2)
+    assert str(report).endswith(": the simulator, a process for every node, num_processes=2")
+    report = vsim.verify(small_mlp(), vectors(), Counting(H=2), 4, 6, **options)
     first = report.first_difference
     assert first is not None and (first.step, first.what) == (3, "weights") and not first.rounding
     assert {d.node for d in report.differences} == {0, 1, 2, 3}

@@ -69,7 +69,7 @@ def containers(inner: Any) -> Any:
 values = st.recursive(plain | tensors, containers, max_leaves=8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(value=values, stacked=st.booleans(), there=values)
 def test_what_is_written_is_put_back(value: Any, stacked: bool, there: Any) -> None:
     """Whatever is there; in a stacked list with an item for each node, tensors are the items'."""
@@ -81,7 +81,7 @@ def test_what_is_written_is_put_back(value: Any, stacked: bool, there: Any) -> N
         assert same(value, back)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(parts=st.lists(values, min_size=2, max_size=3))
 def test_every_process_has_its_own_again(parts: list[Any]) -> None:
     held = [1] * len(parts)
