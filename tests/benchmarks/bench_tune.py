@@ -4,7 +4,10 @@
 
 Trials of DiLoCo with K = 4 on digits with the MLP, drawn by optuna's RandomSampler with one seed, so that both searches
 have the same trials. One by one: `study.optimize`, whose objective trains by `Trainer.fit`. Seconds are of whole
-searches, with set-up and validation; the median of ratios, round by round. Losses must be equal to rounding.
+searches, with set-up and validation; the median of ratios, round by round.
+
+Losses must be equal to rounding, after ten steps. In longer runs rounding may decide whether a ReLU is on: in the 42nd
+trial, at step 27, one unit of one node is off for an example in one of the two searches, and the runs then part.
 """
 
 from __future__ import annotations
@@ -66,19 +69,20 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": arguments.steps, "progress": False}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, optuna {optuna.__version__}")
-    one_by_one(1, **options), in_batches(2, 2, **options)  # what is loaded once
+    short = {**options, "max_steps": min(10, arguments.steps)}
+    batches = in_batches(arguments.trials, arguments.together, **short)
+    np.testing.assert_allclose(one_by_one(arguments.trials, **short), batches, rtol=1e-4)
     print(f"{'one by one s':>14}{'in batches s':>14}{'times':>8}")
     ratios = []
     for number in range(arguments.rounds):
-        seconds, losses = {}, {}
+        seconds = {}
         for side in ("alone", "batches") if number % 2 else ("batches", "alone"):
             started = time.perf_counter()
             if side == "alone":
-                losses[side] = one_by_one(arguments.trials, **options)
+                one_by_one(arguments.trials, **options)
             else:
-                losses[side] = in_batches(arguments.trials, arguments.together, **options)
+                in_batches(arguments.trials, arguments.together, **options)
             seconds[side] = time.perf_counter() - started
-        np.testing.assert_allclose(losses["alone"], losses["batches"], rtol=1e-3)
         ratios.append(seconds["alone"] / seconds["batches"])
         print(f"{seconds['alone']:14.2f}{seconds['batches']:14.2f}{ratios[-1]:8.2f}", flush=True)
     print(f"median {statistics.median(ratios):.2f}")
