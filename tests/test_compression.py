@@ -422,10 +422,7 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     # Q: twice 20 · 2 and 27 · 2
     (
         PowerSGD(2),
-        [
-            ("all_reduce", "gradients: P and vectors", 4 * (48 + 16 + 31)),
-            ("all_reduce", "gradients: Q", 4 * (80 + 54)),
-        ],
+        [("all_reduce", "gradients: P and vectors", 4 * (48 + 16 + 31)), ("all_reduce", "gradients: Q", 4 * (80 + 54))],
     ),
     # (12, 20) is two tiles of 12 × 10, twice; (20,) two of 10; (8, 27) three of 8 × 9: 9 of each are sent. (2, 2) and
     # (7,) are sent whole: 9 · 9 + 4 + 7 = 92 entries.

@@ -18,13 +18,7 @@ from separate import small_mlp, vectors
 from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
-from vsim.strategy import (
-    CommunicateOptimizeStrategy,
-    CommunicationModule,
-    DPFedAvgStrategy,
-    FedAvgStrategy,
-    OptimSpec,
-)
+from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.resume import captured
 from vsim.training.run import Run

@@ -14,14 +14,7 @@ import vsim
 from vsim import Trainer
 from vsim.cluster.participation import Dropout, Sample, Schedule
 from vsim.network import Compute, Network
-from vsim.strategy import (
-    QSR,
-    DiLoCoStrategy,
-    FedAvgStrategy,
-    HierarchicalStrategy,
-    SimpleReduceStrategy,
-    When,
-)
+from vsim.strategy import QSR, DiLoCoStrategy, FedAvgStrategy, HierarchicalStrategy, SimpleReduceStrategy, When
 
 PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.1}
 SHAPES = Parameters((5, 3), (7,))

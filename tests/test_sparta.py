@@ -264,13 +264,6 @@ def test_values_are_rounded_by_node_and_tensor(bits: int) -> None:
 # small_mlp: tensors of 12·16 = 192, 16, 16·5 = 80 and 5 entries; P = 293.
 
 
-def test_random_masks_send_p_of_all_bytes_on_average() -> None:
-    # Binomial(293, 0.1) · 4 bytes a step: mean 117.2, deviation 4·√26.4 = 20.5; over 100 steps 2.1.
-    _, events = fitted(SPARTAStrategy(p_sparta=0.1), max_steps=100)
-    assert len(events) == 100
-    assert abs(sum(e.payload_bytes for e in events) / 100 - 117.2) < 5 * 2.1
-
-
 def test_a_mask_that_is_sent_costs_a_byte_an_entry() -> None:
     seeded, events = fitted(SPARTAStrategy(p_sparta=0.1))
     broadcast, billed = fitted(SPARTAStrategy(p_sparta=0.1, mask="broadcast"))

@@ -112,7 +112,7 @@ class Row:
         alone: whether one node by itself trains as with the inner optimizer alone.
         equal_after: steps after which all replicas are equal.
         learns_with: arguments with which it trains digits in 100 steps, where those above do not: an outer optimizer
-            that is made for many rounds swings around the minimum, and random-k is slow.
+            that is made for many rounds swings around the minimum.
         draws_by_node: whether every node draws random numbers of its own, so that equal nodes do not stay equal.
         refuses: what it says to an inner optimizer that is not its own, if it takes no other.
     """
@@ -158,13 +158,10 @@ def periodic(name: str, cls: Callable[..., Strategy], changes: Mapping[str, Any]
     return Row(name, cls, **{"arguments": {"H": 3}, "sent": sent, "changes": changes, "equal_after": SYNCS, **more})
 
 
-def compressed(compressor: Any) -> dict[str, Any]:
-    return {"communication_modules": [GradientAverage(compress(compressor))]}
-
-
 def compressing(name: str, compressor: Any, *sent: tuple[str, str, float], **more: Any) -> Row:
     """A row of AllReduce that sends these messages in every step."""
-    arguments = {**compressed(compressor), **more.pop("arguments", {})}
+    modules = {"communication_modules": [GradientAverage(compress(compressor))]}
+    arguments = {**modules, **more.pop("arguments", {})}
     events = in_order(*(every(1, *one) for one in sent))
     return Row(name, CommunicateOptimizeStrategy, arguments, events, equal_after=ALWAYS, **more)
 
@@ -202,7 +199,6 @@ def of_sparta(**given: Any) -> dict[str, Any]:
 FRAGMENTS = [(s, f"outer gradient of fragment {i}", 4.0 * n) for s, i, n in ((1, 0, 1040), (3, 1, 170))]
 FRAGMENTS += [(s + 3, label, payload) for s, label, payload in FRAGMENTS]
 PERSONAL = {"H": 2, "personal": ["layers.0.bias", "layers.3.*"], "average": "median"}
-ISLANDS = AveragingCommunicator(island_size=2, every=2)
 
 TABLE = [
     Row("no modules", Strategy, {}, [], alone=True),
@@ -240,11 +236,7 @@ TABLE = [
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
     periodic(
-        "DiLoCo",
-        DiLoCoStrategy,
-        {**OUTER, "average": mean("examples")},
-        label="outer gradient",
-        learns_with=OF_ROUNDS,
+        "DiLoCo", DiLoCoStrategy, {**OUTER, "average": mean("examples")}, label="outer gradient", learns_with=OF_ROUNDS
     ),
     # topk_entries of P = 1210: round(0.1 · 1210) = 121 pairs of 8 + 4 bytes.
     Row(
@@ -253,7 +245,6 @@ TABLE = [
         {"H": 3, "average": compress(TopK(0.1))},
         every(3, "all_gather", "outer gradient", 121 * 12),
         equal_after=SYNCS,
-        learns_with=OF_ROUNDS,
     ),
     Row(
         "SPARTA",
@@ -305,7 +296,6 @@ TABLE = [
             for step, label, payload in FRAGMENTS
             for what, bytes in ((": norms", 4.0), ("", payload))
         ],
-        learns_with={**OF_ROUNDS, "average": "rda"},
     ),
     Row(
         "Eager DiLoCo",
@@ -321,7 +311,6 @@ TABLE = [
         {"H": 2, "eager": False},
         every(2, "all_reduce", "outer gradient", 4 * P),
         equal_after=[2, 4, 6],
-        learns_with={"H": 5, "outer_optim": OptimSpec("sgd", lr=0.5)},
     ),
     # The norms of four tensors before the weights. Moves of three steps, after moves of one, are anomalous.
     Row(
@@ -445,12 +434,7 @@ TABLE = [
     ),
     # All but the last layer: 1024 + 16 entries.
     periodic(
-        "FedPer",
-        FedPerStrategy,
-        PERSONAL,
-        sent=every(3, "all_reduce", "weights", 4 * 1040),
-        equal_after=(),
-        alone=True,
+        "FedPer", FedPerStrategy, PERSONAL, sent=every(3, "all_reduce", "weights", 4 * 1040), equal_after=(), alone=True
     ),
     periodic(
         "FedRep",
@@ -498,16 +482,15 @@ TABLE = [
         {
             "communication_modules": [
                 SparseCommunicator(ShuffledSequentialIndexSelector(0.25)),
-                ISLANDS,
+                AveragingCommunicator(island_size=2, every=2),
                 DiLoCoCommunicator(H=3),
             ]
         },
         in_order(SPARSE, every(2, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "outer gradient", 4 * P)),
         equal_after=SYNCS,
-        learns_with={"communication_modules": [ISLANDS, DiLoCoCommunicator(**OF_ROUNDS)]},
     ),
     compressing("top-k", TopK(0.1), ("all_gather", "gradients", 121 * 12)),
-    compressing("random-k", RandomK(0.1), ("all_reduce", "gradients", 121 * 4), learns_with=compressed(RandomK(0.5))),
+    compressing("random-k", RandomK(0.1), ("all_reduce", "gradients", 121 * 4)),
     # A bit an entry: 1210 / 8 = 151.25.
     compressing("majority vote", SignVote(), ("all_gather", "gradients", 152), arguments={"optim_spec": "sgd"}),
     # The same, and a scale for each of ceil(1210 / 512) = 3 blocks.
@@ -537,6 +520,9 @@ TABLE = [
 # Of the biases here, whose few entries cost more with their indices than without: tests/test_demo.py has that.
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+EACH = {
+    row.cls: row for row in reversed(TABLE) if row.cls is not CommunicateOptimizeStrategy
+}.values()  # the first of a class
 
 
 def model() -> MLP:
@@ -607,7 +593,7 @@ def test_what_is_sent_and_when_the_replicas_are_equal(row: Row) -> None:
 
 def test_they_learn_digits() -> None:
     train, val = digits()
-    strategies = {row.name: row.make(**row.learns_with) for row in TABLE}
+    strategies = {row.name: row.make(**row.learns_with) for row in EACH}
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": 100, "val_size": 360, "val_interval": None}
     result = vsim.compare(MLP(hidden=(32,), seed=0), train, val, strategies=strategies, progress=False, **options)
     ends = {name: run.history.measured("global_loss", "global_accuracy") for name, run in result.items()}
@@ -783,14 +769,12 @@ def test_the_common_arguments_are_all_here() -> None:
     assert {*COMMON, "attack"} == {"inner_optim", *StrategyOptions.__annotations__}
 
 
-# The common arguments are the base's; the first three take them in different ways.
-EACH = {row.cls: row for row in reversed(TABLE) if row.cls is not CommunicateOptimizeStrategy}.values()
+# The common arguments are the base's; these take them in different ways.
 QUICKLY = ("AllReduce", "DiLoCo", "DeMo")
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=() if row.name in QUICKLY else pytest.mark.slow) for row in EACH],
+    "row", [pytest.param(row, id=row.name, marks=() if row.name in QUICKLY else pytest.mark.slow) for row in EACH]
 )
 def test_every_common_argument_has_an_effect(row: Row) -> None:
     plain = outcome(row.cls(**row.arguments))

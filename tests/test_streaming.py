@@ -1,4 +1,4 @@
-"""Streaming DiLoCo against the update rule written out for every node in NumPy."""
+"""Streaming DiLoCo against its formula, and how a model is cut into fragments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from driven import driven, normal
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from reproductions import formulas
+from reproductions.formulas import Streaming
 from torch import nn
 
 import vsim
@@ -20,8 +21,7 @@ from vsim.models import GPT
 from vsim.strategy import DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy, TopK, compress
 from vsim.strategy.fragments import fragments_of
 
-Array = NDArray[np.float64]
-INNER, OUTER = 0.1, OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
+SGD = OptimSpec("sgd", lr=0.1)
 
 
 class Layered(nn.Module):
@@ -48,39 +48,6 @@ def columns(number: int, pattern: str) -> list[list[int]]:
     return [sorted([*EMBEDDING_AND_HEAD, *parts[0]]), *parts[1:]]
 
 
-def by_hand(
-    gradients: Array, parts: list[list[int]], H: int, delay: int, mixing: float, outer_step: str
-) -> tuple[Array, Array, list[tuple[int, int, float]]]:
-    """The nodes' weights, φ, and (step, due, bytes) of what is sent."""
-    phi = torch.nn.utils.parameters_to_vector(Layered().parameters()).detach().numpy().copy()
-    nodes = np.stack([phi] * gradients.shape[1])
-    buffer, first, sent = np.zeros_like(phi), [True] * len(parts), []
-    coming: list[tuple[int, list[int], Array]] = []
-
-    def step_outer(i: int, mean: Array) -> None:
-        own = parts[i]
-        buffer[own] = mean if first[i] else 0.9 * buffer[own] + mean
-        first[i] = False
-        phi[own] -= 0.5 * (mean + 0.9 * buffer[own])
-
-    for t, gradient in enumerate(gradients, start=1):
-        nodes = nodes - INNER * gradient
-        for i, own in enumerate(parts):
-            begins = (i + 1) * H // len(parts)
-            if t >= begins and (t - begins) % H == 0:
-                sent.append((t, t + delay, 8.0 * len(own)))
-                mean = (phi[own] - nodes[:, own]).mean(0)
-                if outer_step == "send":
-                    step_outer(i, mean)
-                coming.append((t + delay, own, mean))
-        for due, own, mean in list(coming):
-            if due == t:
-                if outer_step == "due":
-                    step_outer(parts.index(own), mean)
-                nodes[:, own] = mixing * nodes[:, own] + (1 - mixing) * phi[own]
-    return nodes, phi, sent
-
-
 @settings(max_examples=30)
 @given(
     number=st.integers(1, 4),
@@ -95,21 +62,26 @@ def test_every_fragment_has_the_update_rule(
     number: int, pattern: str, H: int, delay: int, mixing: float, reading: str, num_nodes: int
 ) -> None:
     gradients = normal(15, num_nodes, 15, dtype=torch.float64)
-    strategy = StreamingDiLoCoStrategy(
-        OptimSpec("sgd", lr=INNER),
-        outer_optim=OUTER,
-        H=H,
-        fragments=number,
-        pattern=pattern,
-        delay=delay,
-        mixing=mixing,
-        outer_step=reading if delay else "due",
-    )
+    outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
+    options: dict[str, Any] = {"H": H, "fragments": number, "delay": delay, "mixing": mixing}
+    outer_step = reading if delay else "due"
+    strategy = StreamingDiLoCoStrategy(SGD, outer_optim=outer, pattern=pattern, outer_step=outer_step, **options)
     run = driven(strategy, Layered(), gradients)
-    nodes, phi, sent = by_hand(gradients.numpy(), columns(number, pattern), H, delay, mixing, reading)
-    np.testing.assert_allclose(run.cluster.weights.numpy(), nodes, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(run.strategy.global_weights().numpy(), phi, rtol=1e-12, atol=1e-12)
-    assert [(e.step, e.due, e.payload_bytes) for e in run.ledger] == sent
+    start = nn.utils.parameters_to_vector(Layered().parameters()).detach().numpy()
+    sent = []
+    for i, own in enumerate(columns(number, pattern)):
+        formula = Streaming(0.1, outer_lr=0.5, fragment=i, **options)
+        state, pending = formula.start(np.tile(start[own], (num_nodes, 1))), False
+        for t, gradient in enumerate(gradients.numpy(), start=1):
+            formula.step(t, state, gradient[:, own])
+            if formula.sent(t, 1):
+                sent.append((t, t + delay, 8.0 * len(own)))
+                pending = t + delay > 15
+        np.testing.assert_allclose(run.cluster.weights[:, own].numpy(), state["θ"], rtol=1e-12, atol=1e-12)
+        if pending and outer_step == "send":  # φ has moved already
+            formulas.outer_step(formula, state, state["Δ"])
+        np.testing.assert_allclose(run.strategy.global_weights()[own].numpy(), state["φ"][0], rtol=1e-12, atol=1e-12)
+    assert [(e.step, e.due, e.payload_bytes) for e in run.ledger] == sorted(sent)
 
 
 def test_one_fragment_is_diloco() -> None:
