@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -278,74 +279,36 @@ def test_a_rule_of_ones_own_gets_weights() -> None:
     torch.testing.assert_close(after, before - 2.75)
 
 
-OUTER = {"outer_optim": OptimSpec("sgd", lr=1.0)}
+UNIT = OptimSpec("sgd", lr=1.0)
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("average", "expected", "norms"),
     [
-        FedAvgStrategy(H=2, average=mean("examples"), **PLAIN),
-        DiLoCoStrategy(H=2, average=mean("examples"), **OUTER, **PLAIN),
-        DiLoCoStrategy(H=2, average=mean("examples") | clip(9.0), **OUTER, **PLAIN),
-        StreamingDiLoCoStrategy(H=2, average=mean("examples"), fragments=1, delay=1, **OUTER, **PLAIN),
+        ("mean", 4 * 2, False),
+        (clip(3.0), (2 + 3 + 3) / 3, False),
+        (clip("median"), (2 + 4 + 4) / 3, True),
+        (rda() | clip("median"), (2 + 4 + 4) / 3, True),
+        (mean("examples"), (2 + 4 + 2 * 18) / 4, False),
+        (mean("examples") | clip(3.0), (2 + 3 + 2 * 3) / 4, False),
+        (clip("median") | compress(TopK(1.0)), (2 + 4 + 4) / 3, True),
     ],
-    ids=["FedAvg", "DiLoCo", "clipped", "streaming"],
+    ids=str,
 )
-def test_weighting_by_examples_by_hand(strategy: Strategy) -> None:
-    # The gradient is w / Σx, the rate 1. Client 0 has 3 examples, in batches with Σx = 10 and 4: what remains of w is
-    # 0.9 · 0.75 = 0.675. Client 1 has 2, in one batch with Σx = 18: 17/18. (3 · 0.675 + 2 · 17/18) / 5 = 0.78278.
-    model = Parameters((3,))
-    model.p0.data = torch.tensor([0.0, 2.0, 4.0])
-    run = started(strategy, model, 2)
-    run.cluster.shard_sizes[:] = torch.tensor([3.0, 2.0])
-    run.step(run.cluster.weights / torch.tensor([[10.0], [18.0]]))
-    after = run.step(run.cluster.weights / torch.tensor([[4.0], [torch.inf]]))
-    if isinstance(strategy, StreamingDiLoCoStrategy):  # what was sent is due a step later
-        torch.testing.assert_close(after, torch.tensor([[0.0, 1.35, 2.7], [0.0, 1.888889, 3.777778]]))
-        after = run.step(torch.zeros(2, 3))
-    torch.testing.assert_close(after, torch.tensor([0.0, 1.565556, 3.131111]).expand(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected", "sent"),
-    [
-        ({}, 4 * 2, ["outer gradient"]),
-        ({"average": clip(3.0)}, (2 + 3 + 3) / 3, ["outer gradient"]),
-        ({"average": clip("median")}, (2 + 4 + 4) / 3, ["outer gradient: norms", "outer gradient"]),
-        (
-            {"average": clip("median") | compress(TopK(1.0))},
-            (2 + 4 + 4) / 3,
-            ["outer gradient: norms", "outer gradient"],
-        ),
-    ],
-)
-def test_outer_gradients_by_hand(options: dict[str, Any], expected: float, sent: list[str]) -> None:
-    # After two steps φ − θ_k = 2 g_k, and the outer step goes that far.
-    strategy = DiLoCoStrategy(H=2, outer_optim=OptimSpec("sgd", lr=1.0), **PLAIN, **options)
-    run = stepped(strategy, 1.0, 2.0, 9.0, steps=2)
-    assert -run.cluster.weights.flatten() == pytest.approx([expected] * 3)
-    assert [e.label for e in run.ledger] == sent
-
-
-@pytest.mark.parametrize(
-    ("options", "expected", "sent"),
-    [
-        ({"average": clip(3.0)}, (2 + 3 + 3) / 3, ["weights"]),
-        ({"average": rda() | clip("median")}, (2 + 4 + 4) / 3, ["weights: norms", "weights"]),
-        ({"average": mean("examples") | clip(3.0)}, (2 + 3 + 2 * 3) / 4, ["weights"]),
-    ],
-)
-def test_fedavg_clips_what_a_node_has_moved_in_a_round(
-    options: dict[str, Any], expected: float, sent: list[str]
-) -> None:
-    # After two steps a node has moved by 2 g_k; and so again in the second round.
-    run = started(FedAvgStrategy(H=2, **PLAIN, **options), Parameters((1,)), 3)
-    run.cluster.shard_sizes = torch.tensor([1.0, 1.0, 2.0])
-    before = run.cluster.weights.clone()
-    for _ in range(4):
-        after = run.step(torch.tensor([[1.0], [2.0], [9.0]]))
-    torch.testing.assert_close(before - after, torch.full((3, 1), 2 * expected))
-    assert [e.label for e in run.ledger] == 2 * sent
+def test_moves_of_rounds_by_hand(average: Any, expected: float, norms: bool) -> None:
+    # After two steps a node has moved by 2 g_k, and so again in the second round. The outer step goes as far.
+    for make, label, factors in (
+        (FedAvgStrategy, "weights", [1, 1, 1, 1]),
+        (partial(DiLoCoStrategy, outer_optim=UNIT), "outer gradient", [1, 1, 1, 1]),
+        (partial(StreamingDiLoCoStrategy, outer_optim=UNIT, fragments=1, delay=1), "outer gradient", [1, 1, 0]),
+    ):
+        run = started(make(H=2, average=average, **PLAIN), Parameters((1,)), 3)
+        run.cluster.shard_sizes = torch.tensor([1.0, 1.0, 2.0])
+        before, rounds = run.cluster.weights.clone(), sum(factors) // 2
+        for factor in factors:
+            after = run.step(factor * torch.tensor([[1.0], [2.0], [9.0]]))
+        torch.testing.assert_close(before - after, torch.full((3, 1), rounds * float(expected)))
+        assert [e.label for e in run.ledger] == rounds * ([f"{label}: norms"] * norms + [label])
 
 
 def test_embeddings_take_the_mean() -> None:

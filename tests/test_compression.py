@@ -385,18 +385,13 @@ def test_random_subset(size: int, count: int) -> None:
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
-# Of P = 727 entries, in 8 blocks of up to 100, 10 bits an index:
+# Of P = 727 entries, in 8 blocks of up to 100, 10 bits an index; the table of strategies has others:
 PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
-    # 73 entries of 8 + 4 bytes
-    (TopK(0.1), [("all_gather", "gradients", 876)]),
-    # 73 · 4 = 292 bytes, 730 bits = 91.25 bytes
+    # 73 entries: 292 bytes, 730 bits = 91.25 bytes
     (TopK(0.1, "packed"), [("all_gather", "gradients", 292 + 92)]),
-    (RandomK(0.1), [("all_reduce", "gradients", 292)]),
     (RandomK(0.0001), [("all_reduce", "gradients", 4)]),
     # 727 bits = 90.875 bytes
-    (SignVote(), [("all_gather", "gradients", 91)]),
     (ScaledSign(100), [("all_gather", "gradients", 91 + 8 * 4)]),
-    (UniformQuantizer(8, 100), [("all_gather", "gradients", 727 + 8 * 4)]),
     # 363.5 bytes
     (UniformQuantizer(4, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
     # blocks of 1: a scale for each
@@ -404,10 +399,8 @@ PAYLOADS: list[tuple[Compressor, list[tuple[str, str, float]]]] = [
     # −7 … 7 are 15 values: 4 bits. −1, 0, 1: 2 bits, 181.75 bytes.
     (QSGD(7, 100), [("all_gather", "gradients", 364 + 8 * 4)]),
     (QSGD(1, 100), [("all_gather", "gradients", 182 + 8 * 4)]),
-    # 2 bits an entry, 181.75 bytes, and 4 values for each of 8 blocks; 16 values for one block of 256 · 16
+    # 2 bits an entry, 181.75 bytes, and 4 values for each of 8 blocks
     (StatisticalQuantizer(2, 100), [("all_gather", "gradients", 182 + 8 * 4 * 4)]),
-    (StatisticalQuantizer(4), [("all_gather", "gradients", 364 + 16 * 4)]),
-    (FP4(100), [("all_gather", "gradients", 364 + 8 * 4)]),
     # Of 3 nodes each reduces a chunk of 243 entries, in 3 blocks: 243 codes and 12 bytes, and all three to start with.
     (
         UniformQuantizer(8, 100, two_stage=True),
