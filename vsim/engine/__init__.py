@@ -1,4 +1,4 @@
-"""Losses and gradients of all nodes: vectorized, compiled (both proved for the model first), or node by node."""
+"""Executors, which compute the losses and gradients of all nodes: vectorized, compiled, or node by node."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ EXECUTORS = ("auto", "vmap", "loop")
 
 
 def executor_of(name: str) -> Callable[..., Executor]:
-    """Return a function that makes executors for `fit(executor=name)`; these executors share their proofs."""
+    """Return a factory of executors for `fit(executor=name)`; all executors from one factory share their proofs."""
     return LoopExecutor if name == "loop" else partial(AutoExecutor, asked=name, decided={})
 
 

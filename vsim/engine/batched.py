@@ -35,8 +35,8 @@ class NodesDifferError(VmapError):
 def favors_loops(device: torch.device) -> bool:
     """Return whether a device works best on a few nodes at once: a CPU, because of its caches.
 
-    On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node. A step therefore makes
-    the same number of launches for any number of nodes.
+    On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node, so that a step should
+    launch the same number of kernels for any number of nodes.
     """
     return device.type in ("cpu", "meta")
 
@@ -60,8 +60,8 @@ def node_by_node(
     Differentiable. In-place writes into a slice are kept.
 
     Args:
-        args, kwargs: the arguments; tensors that differ between nodes are wrapped in `Stacked`. An object that is
-            given twice reaches the function as the same slice twice.
+        args, kwargs: the arguments; tensors that differ between nodes are wrapped in `Stacked`. Two arguments that are
+            one `Stacked` object become one slice object.
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
@@ -135,9 +135,9 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Scaled dot-product attention of (K, B, …, T, d), with the nodes merged into the batch.
+    """Scaled dot-product attention of query, key and value (K, B, …, T, d), with the nodes merged into the batch.
 
-    mask: (K, …) broadcast against (K, B, …, T, T), or None.
+    mask: (K, …), broadcast to (K, B, …, T, T), or None.
     """
     nodes, batch = query.shape[:2]
     if mask is not None:
@@ -150,10 +150,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
 def dropout(
     x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator], inplace: bool = False
 ) -> Tensor:
-    """x (K, …) · mask / (1 − p); every node's generator draws its mask as an eager call would.
+    """Dropout of x (K, …) with probability p; every node's generator draws its mask as an eager call would.
 
-    On an accelerator, each node's draw is a launch: a node's numbers depend only on its generator, not on the nodes
-    that are computed with it.
+    Masks are drawn by one call per node, even on an accelerator, so that a node's numbers depend only on its generator.
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
@@ -173,7 +172,7 @@ def _dropped(ones: Tensor, p: float, stream: torch.Generator) -> Tensor:
 
 
 class _Gelu(torch.autograd.Function):
-    """x (K, …), approximate: see F.gelu → the shape of x. One call a node keeps activations in a CPU's caches."""
+    """GELU of x (K, …), by one call per node, which keeps activations in a CPU's caches; `approximate`: see F.gelu."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -197,7 +196,7 @@ class _Gelu(torch.autograd.Function):
 def _check_indices(indices: Tensor, rows: int) -> None:
     """Raise an IndexError on the CPU for an index outside 0 … rows − 1; see `vsim.engine.indices` for other devices.
 
-    The check is an operation: Python reads no number, and a graph contains the check, too.
+    The check is a tensor operation, so that a compiled graph contains it, and Python reads no number.
     """
     if indices.device.type != "cpu":
         return
@@ -208,7 +207,7 @@ def _check_indices(indices: Tensor, rows: int) -> None:
 
 
 class _Embedding(torch.autograd.Function):
-    """indices (K, …) into table (K, V, d) → (K, …, d); the row `padding_idx` of every table gets no gradient."""
+    """Lookup of indices (K, …) in table (K, V, d) → (K, …, d); row `padding_idx` of every table gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
@@ -233,7 +232,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x (K, …, *shape), weight and bias (K, *shape) → the shape of x."""
+    """Layer normalization of x (K, …, *shape) over `shape`, with weight and bias (K, *shape)."""
     y = F.layer_norm(x, shape, eps=eps)
     # The kernel takes one weight for all examples: multiply by each node's weight afterwards.
     weight, bias = (t if t is None else t.view(len(t), *[1] * (x.dim() - t.dim()), *shape) for t in (weight, bias))
@@ -244,17 +243,17 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """logits (K, N, C), targets (K, N) of class numbers → (K,), every node's mean over its N examples."""
+    """Cross-entropy of logits (K, N, C) and class numbers (K, N) → (K,), every node's mean over its N examples."""
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none")
-    precise = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 counts up to 256
+    precise = torch.promote_types(logits.dtype, torch.float32)  # bfloat16 counts exactly only up to 256
     counts = (targets != ignore_index).sum(1, dtype=precise)
     return (each.view(targets.shape).sum(1, dtype=precise) / counts).to(logits.dtype)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """x (K, B, C, *size), weight (K, out, in, *kernel), bias (K, out) → (K, B, out, *size).
+    """Convolution of x (K, B, C, *size) with weight (K, out, in, *kernel) and bias (K, out) → (K, B, out, *size).
 
-    One call, with the nodes as groups of channels, (B, K · C, *size).
+    One grouped convolution of (B, K · C, *size) computes all nodes.
 
     geometry: stride, padding, dilation as lists, transposed, output_padding, groups; see aten's convolution.
     """
@@ -277,8 +276,8 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function that treats each example of (N, …) separately to all nodes' examples (K, B, …) in one call.
 
-    Takes the examples in memory order (`convolution` leaves the nodes inside the batch), so that nothing is copied. The
-    result has the same order.
+    To avoid a copy, takes examples in the order of memory: in the output of `convolution`, the node dimension varies
+    faster than the batch dimension. The result has the same memory order.
     """
     inside = x.stride(0) < x.stride(1)
     nodes_and_examples = x.transpose(0, 1) if inside else x
@@ -296,7 +295,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """x (K, B, C, …), all other tensors (K, C) → the shape of x; the running statistics are updated in place."""
+    """Batch norm of x (K, B, C, …); all other tensors are (K, C), and running statistics are updated in place."""
     mean, var = (None if t is None else t.view(-1) for t in (running_mean, running_var))  # views, to update in place
     weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
     return _nodes(F.batch_norm(_channels(x), mean, var, weight, bias, training, momentum, eps), len(x))
@@ -306,7 +305,7 @@ embedding: Callable[..., Tensor] = _Embedding.apply
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """x (K, …), approximate: see F.gelu → the shape of x."""
+    """GELU of x (K, …); `approximate`: see F.gelu."""
     out: Tensor = _Gelu.apply(x, approximate) if favors_loops(x.device) else F.gelu(x, approximate=approximate)
     return out
 
@@ -318,10 +317,10 @@ def linear(
     weight_grad: Tensor | None = None,
     bias_grad: Tensor | None = None,
 ) -> Tensor:
-    """x (K, …, in), weight (K, out, in), bias (K, out) → (K, …, out): one product for all nodes.
+    """Linear map of x (K, …, in) by weight (K, out, in) and bias (K, out) → (K, …, out): one product for all nodes.
 
-    weight_grad, bias_grad: optional tensors for the gradients, for instance, rows of the nodes' gradient matrix;
-    autograd's gradients are then these tensors.
+    weight_grad, bias_grad: optional tensors, such as parts of the nodes' gradient matrix, to which the backward pass
+    writes the gradients; autograd then returns these tensors.
     """
     if x.dim() == 2:  # one example a node, without a batch dimension
         return linear(x[:, None], weight, bias, weight_grad, bias_grad)[:, 0]
@@ -330,7 +329,7 @@ def linear(
 
 
 class _Linear(torch.autograd.Function):
-    """x (K, n, in), weight (K, out, in), bias (K, out) → (K, n, out)."""
+    """Linear map of x (K, n, in) by weight (K, out, in) and bias (K, out) → (K, n, out)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *places: Tensor | None) -> Tensor:
@@ -353,7 +352,7 @@ class _Linear(torch.autograd.Function):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a (K, …, n, m), b (K, m, p) or (K, …, m, p) → (K, …, n, p)."""
+    """Matrix product of a (K, …, n, m) and b (K, m, p) or (K, …, m, p) → (K, …, n, p)."""
     if b.dim() == 3 and a.dim() > 3:
         return torch.bmm(a.flatten(1, -2), b).unflatten(1, a.shape[1:-1])
     return torch.matmul(a, b)

@@ -1,4 +1,4 @@
-"""Operands as torch.autocast casts them, for operations that functorch decomposes before autocast sees them."""
+"""Cast operands as torch.autocast does, for operations that functorch decomposes before autocast sees them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.overrides import TorchFunctionMode
 
 
 def is_cast(operand: Any) -> bool:
-    """Return whether autocast would cast an operand of an operation on its lists; float64 is never cast."""
+    """Return whether autocast, if it is on, casts an operand of this dtype and device; it never casts float64."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
     return eligible and operand.device.type != "meta" and torch.is_autocast_enabled(operand.device.type)
 
 
 def cast(operand: Any, dtype: torch.dtype | None = None) -> Any:
-    """Cast an operand to a dtype (default: autocast's); return an operand that autocast leaves alone unchanged."""
+    """Cast an operand to a dtype (default: autocast's) if `is_cast(operand)`; otherwise return it unchanged."""
     if not is_cast(operand):
         return operand
     return operand.to(torch.get_autocast_dtype(operand.device.type) if dtype is None else dtype)
 
 
 # functorch decomposes some operations before autocast sees them: it turns a convolution into an operation that autocast
-# does not know, and a loss in float32 into parts in bfloat16. `Casting` therefore casts their operands as autocast
-# would. (In eager PyTorch, vmap calls these operations node by node.) The lists name the operations that functorch
-# decomposes, by the policies in PyTorch's documentation ("Automatic Mixed Precision package").
+# does not know, and a loss in float32 into parts in bfloat16. In compiled code, `Casting` therefore casts the operands
+# of these operations. (Without compilation, vsim calls them node by node, so that autocast sees them.) The lists below
+# follow the policies in PyTorch's documentation ("Automatic Mixed Precision package").
 _Function = Callable[..., Any]
 
 
@@ -51,7 +51,7 @@ _FLOAT32 = _functions(
     soft_margin_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss cdist trace prod
     """,
 ) | _functions((torch.fft,), "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft")
-# On a CPU, norms take an input in bfloat16 and weights in float32, compute in float32, and return the input's dtype.
+# On a CPU, normalizations of a bfloat16 input compute in float32 with float32 weights, and return bfloat16.
 _MIXED = _functions((F,), "layer_norm group_norm batch_norm instance_norm rms_norm")
 # On a CPU, autocast does not cast products of vectors, but functorch turns them into products that autocast casts.
 _OF_VECTORS = _functions((torch, Tensor), "mv dot addmv")
@@ -77,7 +77,7 @@ class Casting(TorchFunctionMode):
 
 
 class Casts(TorchFunctionMode):
-    """Context that notes whether autocast is on for any function call; the model itself may turn it on."""
+    """Context that records in `seen` whether autocast is on for any function call, as the model may turn it on."""
 
     seen = False
 

@@ -21,15 +21,15 @@ from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof
 from vsim.engine.vmap import VmapExecutor, shapes_of
 
-_STEPS_TO_REPLAY = 8  # PyTorch captures in the second and third
+_STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and third step, are certainly replayed
 
 
 @dataclass
 class Decision:
-    """The decision for a model: the executor and the reason, by shapes of a batch the proofs and the failed proofs.
+    """The choice of an executor for a model: its class `kind`, and the reason `why`.
 
-    `again` holds the step at which a proof is repeated, because a device then replays what it captured in the first
-    steps.
+    For each shape of batch: `proofs` holds the proof, `left` the error of a failed proof, and `again` the step at which
+    the proof is repeated on replayed CUDA graphs.
     """
 
     kind: Callable[..., Executor] | None = None
@@ -40,19 +40,19 @@ class Decision:
 
 
 class AutoExecutor(Executor):
-    """`VmapExecutor`, or `CompiledExecutor` with compile=True, if proved for the model. Four cases take the loop:
+    """Computes by `VmapExecutor` (with compile=True, by `CompiledExecutor`), and by the loop in four cases:
 
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
-    4. the proof fails: a warning says why. A model that cannot be compiled is vmapped, with a warning. If the proof
-       fails only for later batches of other shapes, the loop takes only batches of these shapes.
+    4. the proof fails, with a warning. If it fails only for later batches of other shapes, the loop takes only these.
 
-    The choice depends only on the model, shapes and settings, so that a resumed run chooses the same executor.
+    A model that cannot be compiled is vmapped, with a warning. The choice depends only on the model, shapes and
+    settings, so that a resumed run chooses the same executor.
 
     Args:
-        asked: the executor that was asked for; with "vmap", a failed proof is an error.
-        decided: decisions by model, shared by the executors of the same runs.
+        asked: the argument `executor` of `fit`; with "vmap", a failed proof is an error.
+        decided: id of a model → decision, shared by all executors from one `executor_of`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AutoExecutor(Executor):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        if self.chosen.__class__ is not self.decision.kind:  # another executor of the same runs has decided
+        if self.chosen.__class__ is not self.decision.kind:  # another executor has changed the shared decision
             self.chosen = self._made()
         return self.chosen.name
 
@@ -97,7 +97,7 @@ class AutoExecutor(Executor):
             self.prepare(piece, share)
         try:
             return self.chosen.losses_and_grads(batch, minibatch_size)
-        except CompileError as error:  # the model's Python keeps changing
+        except CompileError as error:  # the model has been recompiled too often
             self._choose_simpler(error)
             self._warn(error)
             return self.losses_and_grads(batch, minibatch_size)
@@ -137,7 +137,7 @@ class AutoExecutor(Executor):
         proofs[key] = proof
 
     def _choose_simpler(self, error: Exception) -> None:
-        """Choose the next simpler executor after one that cannot run this model."""
+        """Replace an executor that cannot run this model by the next simpler one."""
         if self.asked != "auto":
             raise error
         several = VmapExecutor.nodes_at_once(self.replicas, self.settings) > 1

@@ -1,4 +1,4 @@
-"""The losses and gradients of all nodes, compiled."""
+"""Compute the losses and gradients of all nodes by one compiled graph."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ from vsim.private_torch import (
 )
 from vsim.trees import mapped, tensors_of
 
-# Upper bound of the bytes that the nodes of one compiled call keep between forward and backward. An additional call
-# costs compiled code little, and activations of fewer nodes stay in the caches: a step of 16 GPTs takes 0.94 of the
-# time that it takes in two pieces, a step of 4 ResNets 0.95.
+# Upper bound of the activations' bytes in one compiled call. Activations of few nodes stay in the caches, and more
+# calls cost little: a step in one call takes 0.94 (16 GPTs) or 0.95 (4 ResNets) of the time of a step in two calls.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit for one process
-_MOST_CHANGES = 8  # a model that changes more often is taken to change at every step
-# CUDA's kernels for attention whose gradient works under vmap. There no tensor has requires_grad, and other kernels
+_MOST_CHANGES = 8  # recompilations after which a model is assumed to change at every step
+# CUDA's attention kernels whose gradient works under vmap. Under vmap, no tensor has requires_grad, and other kernels
 # then save nothing for the backward pass.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 _WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors by CPU capability
 
-# Name and reason of an operation in a compiler's error, whose first line has neither.
+# Finds the failed operation's name and the reason in a compiler's error; its first line has neither.
 _OF_OPERATION = re.compile(
     r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
 )
@@ -60,8 +59,8 @@ _OF_OPERATION = re.compile(
 class _Operands(NamedTuple):
     """The weights and gradients of a piece, by name, as arguments of a graph.
 
-    Each tensor has its own storage. If the graph writes to views of one storage, the compiler merges them into one
-    argument, and computes the size of this argument without the gap at the end of the matrix.
+    Each tensor has its own storage: if a graph writes to views of one storage, the compiler merges the views into one
+    argument, and takes the argument to end before the gap after the matrix's last row.
     """
 
     weights: Views
@@ -81,8 +80,8 @@ class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
 
     On a CPU, the nodes of one call keep at most ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
-    number. On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. Random operations of the model draw
-    from one stream, different numbers for each node. The draws are reproducible, but other executors draw differently.
+    number. On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. The model's random operations draw
+    different numbers for each node from one generator: reproducible, but not the numbers that other executors draw.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
@@ -98,8 +97,8 @@ class CompiledExecutor(VmapExecutor):
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
         self.known: set[Any] = set()  # (nodes, whole, shapes) of the graphs compiled so far
-        self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # on the device, see `_called`
-        self._draws = False  # whether the model draws random numbers: the graph draws other numbers than the loop
+        self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # cache of `_added_of`
+        self._draws = False  # whether the model draws random numbers; the loop draws other numbers
         self.changes = 0  # recompilations because the model's Python changed
         self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
@@ -122,7 +121,7 @@ class CompiledExecutor(VmapExecutor):
             batch: Any,
             added: tuple[Tensor, Tensor] | None,
         ) -> Tensor:
-            """Return losses; write the gradients to `grads`, or with added=(share, adds) write or add share · each."""
+            """Return losses; write gradients to `grads`, or with added=(share, adds) write or add share · gradients."""
             own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
             for name, place in grads.items():
                 if added is None:
@@ -157,7 +156,7 @@ class CompiledExecutor(VmapExecutor):
 
     @property
     def captures(self) -> bool:  # type: ignore[override]
-        """Whether PyTorch captures the graph as a CUDA graph; from the third step on, a replay is a single launch.
+        """Whether PyTorch captures the graph as a CUDA graph, which it replays in one launch from the third step on.
 
         A CUDA graph needs tensors at fixed addresses. Weights, gradients and buffers stay where they are (`_cut`), the
         batch is copied to a fixed address, and losses are copied before the next call overwrites them.
@@ -188,7 +187,7 @@ class CompiledExecutor(VmapExecutor):
         2. steps of the uncompiled function agree with the loop's, in evaluation mode if the model draws.
 
         Args:
-            share: the share of the batch in a step; share=1.0 has a separate graph.
+            share: the batch's share of a step's examples; a whole step, share=1.0, has a separate graph.
         """
         self._look(tree_map(lambda t: t[0], batch))
         started = time.perf_counter()
@@ -210,7 +209,7 @@ class CompiledExecutor(VmapExecutor):
         return made
 
     def _tried(self, batch: Any, share: float) -> Step:
-        """Return a step, and undo it."""
+        """Take a step, restore the state before it, and return the step."""
         with undone(self):
             losses = self._backward(cloned(batch), share, True)
             return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
@@ -287,7 +286,7 @@ class CompiledExecutor(VmapExecutor):
                         f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
-        # Raise torch's limit on graphs: it counts every combination of shapes and model in all runs of the process.
+        # Raise torch's limit on graphs, which counts the graphs of all runs of this process.
         with (
             self._attending(),
             recompile_limit(_MOST_GRAPHS),

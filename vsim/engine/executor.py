@@ -1,4 +1,4 @@
-"""The base of executors, which compute the losses and gradients of all nodes, in training and in evaluation."""
+"""The base class of executors, which compute the nodes' losses and gradients in training and evaluation."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class Executor(ABC):
     """Computes the loss and gradient of every node on its own batch.
 
     Args:
-        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. A row of
-            weights that nodes share is used by every node; a row of gradients that nodes share gets their mean.
+        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. If nodes share
+            one row of gradients, the mean of their gradients is written to this row.
         objective: the user's model (`replicas.module`) and loss.
-        generators: one for each node, for randomness inside its model.
+        generators: one for each node, for the random numbers of its model.
         settings: how to compute.
 
     Attributes:
         name: the executor's name in the history.
         reason: why this executor was chosen, if there was a choice.
-        preparing: text for a progress bar, if the next step first does other long work.
-        captures: whether the device captures the first steps and replays them later.
+        preparing: text for a progress bar if the next step begins with long preparations, such as compilation.
+        captures: whether the first steps are captured as CUDA graphs, and later steps replay the graphs.
         has_given_threads: whether the user chose the number of threads.
         casts: whether autocast is on, by the settings or by the model itself; the proof detects the latter.
     """
@@ -140,8 +140,8 @@ class Executor(ABC):
     def _loss(self, objective: Objective, batch: Any) -> Tensor:
         """Return the loss of one node's batch; check that the first loss uses and changes only tensors of the node.
 
-        A node's module is a copy of the user's model. A parameter in a list or a closure is not copied: it belongs to
-        the original or to no model. A function that names the original changes the original.
+        A node's module is a copy of the user's model. Parameters in lists and closures are not copied, so no node
+        trains them. A function that refers to the user's model by a variable changes that model, not the copy.
 
         Raises:
             ValueError: the loss depends on parameters that no node trains, or a function changes the original.
@@ -182,7 +182,7 @@ class Executor(ABC):
         return [*versions(tensors), *sizes]
 
     def _trains(self, parameter: Tensor) -> bool:
-        """Return whether a node trains an nn.Parameter. Default: False, as nodes train plain tensors."""
+        """Return whether a node trains this nn.Parameter. Default: False, because nodes train plain tensors."""
         return False
 
     def _leaf(self, rows: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ class Executor(ABC):
         """Return stacked losses (R,) and counts (R, 2) of weights (R, P) on one shared batch (B, …).
 
         The model draws the same numbers from `stream` for every row. The training state does not change. Counts are the
-        numbers of right and of counted predictions; None if the objective has no accuracy. If a model differentiates in
-        forward, rows are computed one by one.
+        numbers of right and of counted predictions; None if the objective has no accuracy. If the model computes
+        gradients in forward, rows are computed one by one.
 
         Args:
             objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
@@ -248,7 +248,7 @@ class Executor(ABC):
         stream: torch.Generator,
         objective: Objective | None = None,
     ) -> Any:
-        """Return function(model, batch), with the model as in `evaluate` and shared weights (P,) and buffers."""
+        """Return function(model, batch) for a model in evaluation mode with the weights (P,) and buffers of one row."""
         objective = objective or self.for_evaluation()
 
         def compute(differentiates: bool) -> Any:
@@ -260,12 +260,12 @@ class Executor(ABC):
     def _without_graph(
         self, compute: Callable[[bool], Any], stream: torch.Generator, of: Callable[..., Any] | None = None
     ) -> Any:
-        """Return compute(False) without gradients or, if that fails for want of them, compute(True) with gradients.
+        """Return compute(False) without gradients; if it fails because it needs gradients, compute(True) with them.
 
         Args:
-            stream: the generator that is drawn from.
-            of: the function that is computed; None: the objective. A function that has needed gradients once gets them
-                from then on; after the objective has needed them, every function gets them.
+            stream: the generator from which `compute` draws.
+            of: the user's function that `compute` calls; None: only the objective. Once a function has needed
+                gradients, it always gets them; once the objective has, every function does.
         """
         differentiates = any(one is None or one is of for one in self._differentiates)
         if not differentiates:
@@ -297,7 +297,7 @@ class Executor(ABC):
     def _restored(self, weights: Tensor) -> Iterator[None]:
         """Restore the weights at the end of a block if the model, like nn.Embedding(max_norm=…), writes to them.
 
-        The first evaluation detects whether the model does.
+        The first evaluation detects whether the model writes to them.
         """
         if self._writes_in_evaluation is False:
             at_first = version(weights)
@@ -342,7 +342,7 @@ class Executor(ABC):
         """Place weights (P,) and copies of buffers in a model, which draws from `stream` within the block.
 
         Args:
-            requires_grad: whether the parameters require gradients; some operations, such as recurrent ones, read it.
+            requires_grad: whether parameters require gradients; some operations, such as recurrent ones, depend on it.
         """
         views = self.replicas.views(weights)
         parameters = {name: aligned(w).detach().requires_grad_(requires_grad) for name, w in views.items()}
@@ -399,7 +399,7 @@ def check_examples(batch: Any, dim: int) -> None:
 
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """Restore weights, buffers and random streams at the end of a block that computes losses."""
+    """Restore weights, buffers and random generators at the end of a block that computes losses."""
     replicas = executor.replicas
     default = torch.default_generator, default_generator(replicas.weights.device)
     streams = [(stream, stream.get_state()) for stream in (*executor.generators, *default)]
@@ -414,7 +414,7 @@ def undone(executor: Executor) -> Iterator[None]:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of a loss's graph."""
+    """Return the leaf tensors of the autograd graph of a loss."""
     nodes, found = [loss.grad_fn], []
     seen = set(nodes)
     while nodes:
@@ -444,7 +444,7 @@ def check_depends(losses: Tensor) -> None:
 
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
-    """Write (if first) or add `pieces` to `grads`. A piece may already lie in the memory of its gradient."""
+    """Write (if first) or add `pieces` to `grads`. A written piece may be the same memory as its gradient already."""
     pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # Embedding(sparse=True) has sparse gradients
     if not first:
         torch._foreach_add_(grads, pieces)

@@ -38,17 +38,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a run's step, printed as text, and as HTML in a notebook.
+    """How a run computes its steps; prints as text, and in a notebook as HTML.
 
     Attributes:
         executor: the executor that computes the gradients. reason: why this executor was chosen.
-        operations: the operations of the forward pass, the most frequent first; empty if the executor does not
-            distinguish them (loop, compiled).
-        memory: bytes per node of weights, gradients, optimizer and activations. A row that K nodes share counts 1 / K
-            for each node.
+        operations: the operations of the forward pass, the most frequent first; empty for the executors loop and
+            compiled, which do not count them.
+        memory: bytes per node of weights, gradients, optimizer and activations. If K nodes share a row, each node's
+            part is 1 / K of it.
         num_nodes: K.
-        step_seconds: median over the steps taken. gradient_flops: multiplications and additions to compute the losses
-            and gradients of one step. peak_flops: multiplications and additions per second in a large matrix product.
+        step_seconds: median duration of a step. gradient_flops: multiplications and additions for the losses and
+            gradients of all nodes in a step. peak_flops: multiplications and additions per second in a large product.
     """
 
     executor: str
@@ -90,7 +90,7 @@ class Explanation:
 def explain(
     executor: Executor, steps: Iterator[Any], batch: Any, optimizer: StackedOptimizer, minibatch_size: int | None
 ) -> Explanation:
-    """Take the steps of a run, and explain them.
+    """Take the steps of a run, and explain how they were computed.
 
     Args:
         executor: computes the steps. steps: an iterator that takes one step per item.

@@ -3,12 +3,12 @@
 How a lookup treats an index out of range depends on the device:
 
 - the CPU raises an IndexError;
-- CUDA notices while the host is ahead already, and every later operation of the process fails;
+- CUDA reports the error after the host has issued later operations, and then all operations of the process fail;
 - MPS does not check.
 
 On accelerators, indices and class labels are therefore clamped to their range, and the loss of a node with an index out
-of range becomes NaN, without a read by the host. When the host reads a NaN, `Objective.check_indices` computes the loss
-again on the CPU, which raises the error.
+of range becomes NaN; the host need not wait for the device to check. When a loss is NaN, `Objective.check_indices`
+computes the loss again on the CPU, which raises the error.
 
 On MPS, lookups in large tables may be wrong, too: `tables_at_once` keeps the tables small.
 """
@@ -58,7 +58,7 @@ def tables_at_once(replicas: Replicas) -> int:
 
 
 class InRange(TorchFunctionMode):
-    """Context in which lookups in tables, and losses of class labels, get indices within range."""
+    """Context that clamps the indices of embedding lookups, and the class labels of losses, to their range."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from vsim.trees import mapped
 class LoopExecutor(Executor):
     """Computes one node after another in eager PyTorch: bitwise equal to K separate processes, for any model.
 
-    Every node has its own copy of the model's Python; the copies share frozen tensors.
+    Every node has its own copy of the model's Python objects; the copies share frozen tensors.
     """
 
     name = "loop"
@@ -47,10 +47,10 @@ class LoopExecutor(Executor):
         return self.compute(range(len(self.nodes)), batch, share, first)
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
-        """Compute only the nodes with these numbers, as `_backward` does; `batch` is the stacked batch of all nodes.
+        """Do the work of `_backward` for the nodes with these numbers only; `batch` has rows for all nodes.
 
         Raises:
-            ValueError: the model changes a row of weights that nodes share; and see `Executor._loss`.
+            ValueError: the model changes a row of weights that nodes share; see also `Executor._loss`.
         """
         batch, losses = mapped(rows_apart, batch), []
         shared = _checksum(self.replicas.weights) if self.replicas.shares_weights else None
@@ -99,7 +99,7 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
 
 
 def keep_assigned(leaves: Iterable[Tensor], homes: Iterable[Tensor]) -> None:
-    """Copy weights that the model has assigned by `weight.data = …`, as nn.LSTM does on CUDA, to their places."""
+    """Copy weights that the model has reassigned (`weight.data = …`, as nn.LSTM does on CUDA) back to `homes`."""
     for leaf, home in zip(leaves, homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())

@@ -69,7 +69,7 @@ def devices_of_nodes(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return "cuda" with the number of the current GPU, so that two names of one GPU compare equal."""
+    """Return "cuda" as "cuda:n", n being the current GPU, so that two names of one GPU compare equal."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
@@ -89,11 +89,11 @@ def check_repeats(device: torch.device) -> None:
 
 @contextmanager
 def repeating(device: torch.device) -> Iterator[None]:
-    """Make computations on CUDA bitwise repeatable within a block; a no-op on the CPU, where they always are.
+    """Make computations on CUDA bitwise repeatable within a block; a no-op on the CPU, which always repeats.
 
     Follows PyTorch's notes on reproducibility: use deterministic algorithms, and do not let cuDNN choose kernels by
-    timing them. cuBLAS needs no setting, because PyTorch gives each stream a workspace. TF32 is repeatable, too, and
-    keeps the caller's setting.
+    timing them. cuBLAS needs no setting, because PyTorch gives each stream a workspace. The caller's setting of TF32
+    stays, because TF32 is repeatable.
 
     Raises:
         RuntimeError: an operation has no deterministic form. If the caller has chosen `warn_only`, PyTorch warns.
@@ -157,8 +157,8 @@ def takes_one_thread(executor: Executor) -> bool:
     Returns False in three cases:
 
     - the model has convolutions, whose work is large although they have few weights;
-    - the last bits may depend on the number of threads (`settings.deterministic`);
-    - the number was given, for instance to the processes of a run.
+    - `settings.deterministic` is set, because the last bits may depend on the number of threads;
+    - the number of threads was given, for instance to the processes of a run.
     """
     replicas = executor.replicas
     if executor.settings.deterministic or executor.has_given_threads or replicas.weights.device.type != "cpu":
@@ -179,7 +179,7 @@ _FUNCTIONS = (
 
 @functools.cache
 def settle_vector_functions() -> None:
-    """Call every vector function that torch takes from MKL once, in this thread, before a run calls it first."""
+    """Call every vector function that torch takes from MKL once in this thread, before parallel operations do."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
         for name in _FUNCTIONS:

@@ -26,7 +26,7 @@ from vsim.private_torch import TorchDispatchMode, storage_key
 # Factors from bytes of tensors to bytes with workspaces of kernels and the allocator's fragmentation. On the CPU, the
 # heap of the C library was measured to take 1.25 to 1.6 times the tensors' bytes.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
-# Bytes for the workspaces of an accelerator's libraries: cuBLAS takes up to 32 MB, cuDNN more if that is faster.
+# Bytes for the workspaces of an accelerator's libraries: cuBLAS takes up to 32 MB, cuDNN may take more.
 _WORKSPACES = 2**28
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of optimizers that do not change their state
 # Files with a container's memory limit, in cgroups of version 2 and 1.
@@ -59,9 +59,9 @@ def check_room(number: int, bytes_each: int, device: torch.device, of: str = "no
 
 
 def available_bytes(device: torch.device, share: float | None = None) -> int:
-    """Return the bytes of a device that this process may still take: the free bytes, or up to a share of the total.
+    """Return the bytes that this process may still take: all free bytes or, with `share`, up to this share in total.
 
-    Blocks that PyTorch's allocator has cached are free.
+    Blocks that PyTorch's allocator has cached count as free.
     """
     if share is not None:
         return int(share * total_bytes(device) - occupied_bytes(device))
@@ -73,7 +73,7 @@ def available_bytes(device: torch.device, share: float | None = None) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that this process holds: a GPU allocator's pool, or the resident set."""
+    """Return the bytes that this process holds: on a GPU, the allocator's pool; on the CPU, the resident set."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":
@@ -98,7 +98,7 @@ class Held:
 
 
 def occupied_bytes(device: torch.device) -> int:
-    """Return the bytes in use by tensors; on the CPU, where these are unknown, the resident set."""
+    """Return the bytes that tensors use; on the CPU, where this number is unknown, the resident set."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(torch.mps.current_allocated_memory()) if device.type == "mps" else held_bytes(device)
@@ -141,8 +141,8 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
     Every storage counts once. Parameters, buffers and the batch itself do not count, because they exist anyway.
 
     Args:
-        executor: computes its first node alone, and does not change. With n nodes at once, an executor keeps about n
-            times these bytes.
+        executor: its first node is computed, without changing its state. With n nodes at once, an executor keeps
+            about n times these bytes.
         batch: one node's batch (B, …), on the device of the replicas.
     """
     addresses: set[int] = set()
@@ -165,7 +165,7 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
 
 
 class _Moments(TorchDispatchMode):
-    """Notes, after every operation, the bytes of all live tensors that were made within the block."""
+    """Context that records in `moments`, after every operation, the bytes of all live tensors made in the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,9 +198,9 @@ class _Moments(TorchDispatchMode):
 
 
 def node_bytes(executor: Executor, batch: Any, evaluating: bool = False) -> int:
-    """Return the peak bytes of computing the loss of one node's batch and its gradients, without the replicas.
+    """Return the peak bytes of computing one node's loss and gradients, not counting its weights and buffers.
 
-    The first node computes alone, as in `activation_bytes`.
+    Measures the executor's first node, as `activation_bytes` does.
 
     Args:
         batch: one node's batch (B, …), on the device of the replicas.
@@ -220,18 +220,18 @@ def nodes_that_fit(free_bytes: float, of_node: float, weights: float) -> int:
     """Return the number of nodes that can be computed together in free memory, at least 1.
 
     Args:
-        free_bytes: of the device. of_node: the `node_bytes` of one node.
-        weights: bytes of a node's weights; batched operations such as convolutions may make a dense copy of them.
+        free_bytes: the device's free memory. of_node: the `node_bytes` of one node.
+        weights: bytes of a node's weights, which batched operations such as convolutions may copy.
     """
     room = free_bytes - _WORKSPACES
     return max(1, int(room / (_ALLOWANCE * (of_node + weights))))
 
 
 def step_moments(executor: Executor, batch: Any) -> list[int]:
-    """Compute the gradients of a stacked batch (K, B, …); return the bytes after every operation, without replicas.
+    """Compute the gradients of a stacked batch (K, B, …); return the bytes of new tensors after every operation.
 
-    The executor computes the gradients as in training, and writes them to `replicas.grads`. Buffers and random streams
-    are restored afterwards.
+    The executor computes the gradients as in training, and writes them to `replicas.grads`. Buffers and random
+    generators are restored afterwards.
     """
     executor.prepare(batch)
     batch = tree_map(rows_apart, cloned(batch))  # as in a step
@@ -241,11 +241,11 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
 
 
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
-    """Return f(examples per node) → the peak bytes of computing the gradients, without the replicas.
+    """Return f(examples per node) → the peak bytes of computing the gradients, not counting the replicas.
 
     Runs small probes on the first examples of a stacked batch (K, B, …). The bytes alive after an operation grow
     linearly with the examples, each operation at its own rate, and the peak is the maximum of these lines. Up to the
-    largest probe, f is at least the line between the probes' measured peaks.
+    largest probe, f is at least the linear interpolation of the measured peaks.
     """
     num_examples = next((t.shape[1] for t in tree_leaves(batch) if t.dim() > 1), 1)
     few = min(2, num_examples)  # BatchNorm rejects a single example
@@ -282,8 +282,8 @@ def fitting_minibatch(
     """Return the largest divisor of `batch_size` that fits into the memory budget; 0 if none fits.
 
     Args:
-        executor: computes the gradients. optimizers: need room for their state. batch: a stacked batch (K, B, …).
-        budget_bytes: bytes of the device's memory that the process may hold in total.
+        executor: computes the gradients. optimizers: the optimizers, whose state needs memory, too.
+        batch: a stacked batch (K, B, …). budget_bytes: bytes that the process may hold on the device in total.
     """
     grads = executor.replicas.grads
     needed = step_bytes(executor, batch)

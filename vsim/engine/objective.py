@@ -55,7 +55,7 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's models, of which this model is a copy.
-        callers: the nodes whose rows are computed; None: row k is node k.
+        callers: callers[i] is the node that row i belongs to; None: row k belongs to node k.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Objective(nn.Module):
             yield own.model
 
     def separate(self) -> None:
-        """Give every node a copy of the model's Python state from now on; node 0 uses this objective's."""
+        """From now on, give every node its own copy of the model's Python state; node 0 uses this objective's state."""
         self._at_first = self._at_first or self.copied()
 
     def of_row(self, row: int) -> Objective:
-        """Return the objective that computes a row: this one or, after `separate`, the node's copy."""
+        """Return the objective that computes a row: this objective or, after `separate`, the copy of the row's node."""
         node = row if self.callers is None else self.callers[row]
         if self._at_first is None or node == 0:
             return self
@@ -130,10 +130,10 @@ class Objective(nn.Module):
         return [name for name in found if name.rpartition(".")[0] not in holding]
 
     def check_portable(self) -> None:
-        """Check that rows may be given to other nodes.
+        """Check that a row's state can move to another row.
 
         Raises:
-            CheckpointError: the model changes attributes, which would not move with a row.
+            CheckpointError: the model changes plain attributes, which would not move.
         """
         if unsaved := self.unsaved():
             raise CheckpointError(
@@ -160,7 +160,7 @@ class Objective(nn.Module):
 
     @contextmanager
     def placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compute with the tensors of one node; copy tensors that the model assigns to a buffer into the buffer."""
+        """Put one node's tensors in the model for a block; then copy values assigned to buffers into the buffers."""
         before = self.places.put({**parameters, **buffers})
         try:
             yield
@@ -197,7 +197,7 @@ class Objective(nn.Module):
         return loss if in_range is None else in_range.spoiled(loss), counts
 
     def check_indices(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Compute one node's loss on the CPU, to raise its IndexError, if any; see `vsim.engine.indices`.
+        """Compute one node's loss on the CPU, which raises an IndexError if an index is out of range.
 
         Args:
             parameters, buffers: the node's tensors by name. batch: the node's batch (B, …).
@@ -233,7 +233,7 @@ def _arguments_of(model: nn.Module) -> list[str]:
 
 
 def as_given(batch: Any) -> Any:
-    """Return a batch as models and metrics get it: a list, into which a DataLoader turns tuples, becomes a tuple."""
+    """Return a batch as models and metrics get it: as a tuple if it is a list, because a DataLoader makes lists."""
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -348,9 +348,9 @@ def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) 
 
 
 class Places:
-    """The places of a module's tensors in its tree of modules, in which other tensors can be put.
+    """The places of a model's tensors in its modules' tables, where other tensors can be put in.
 
-    Works as torch.func.functional_call, but searches the tree once instead of at every call.
+    Does the same as torch.func.functional_call, but searches the modules once instead of at every call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -402,10 +402,10 @@ class _Plain(pickle.Pickler):
 
 
 def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str, bytes]:
-    """Return path → pickled value of the modules' attributes besides parameters, buffers, submodules and the like.
+    """Return path → pickled value of the modules' plain attributes: not parameters, buffers, submodules and hooks.
 
-    Buffers that `buffers` does not name, because `forward` created them, count as attributes. Attributes that cannot be
-    pickled are left out.
+    Buffers that are not in `buffers`, because `forward` created them, count as plain attributes. Attributes that cannot
+    be pickled are left out.
     """
     found, known = dict[str, bytes](), dict[int, bytes]()  # modules may share an object, such as a configuration
     for path, value in _attributes(model):
@@ -421,7 +421,7 @@ def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the attributes and buffers of all modules, except parameters, submodules and the like."""
+    """Yield (path, value) of the attributes and buffers of all modules, except parameters, submodules and hooks."""
     for path, module in model.named_modules():
         for name, value in {**vars(module), **tensor_tables(module)[1]}.items():
             is_of_rnn = isinstance(module, nn.RNNBase) and name == "_flat_weights"  # references to its parameters
@@ -461,9 +461,9 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
     """Return the error, with a description of the batch added if the model or its loss raised it.
 
     Args:
-        batch: the batch that was computed, (K, B, …), or (B, …) with nodes=0.
-        nodes: the number of leading node dimensions, in front of one node's batch.
-        when: names the step.
+        batch: the computed batch: (K, B, …) with nodes=1, or (B, …) with nodes=0.
+        nodes: the number of node dimensions of the batch.
+        when: text that names the step.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     while len(frames) > 1 and frames[-1].co_name == "__torch_function__":  # the operation itself has no frame
@@ -508,7 +508,7 @@ def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str])
 
 
 def advice_on(kept: list[str]) -> str:
-    """Return advice about attributes and buffers that hold tensors of an earlier graph."""
+    """Return advice about attributes and buffers that hold tensors of an earlier autograd graph."""
     return (
         f"{', '.join(kept)} keeps a tensor of an earlier call, which cannot be computed with again: make it a buffer "
         "(register_buffer), and detach what is written there"
@@ -527,5 +527,5 @@ def _kind(value: Any) -> str:
 
 
 def attached_in(model: nn.Module) -> list[str]:
-    """Return the paths of modules' attributes and buffers that hold tensors of the graph of an earlier call."""
+    """Return the paths of modules' attributes and buffers that hold tensors of an earlier call's autograd graph."""
     return [path for path, value in _attributes(model) if any(map(_is_attached, tree_leaves(value)))]

@@ -1,4 +1,4 @@
-"""Prove an executor for a model: compute two steps of two nodes by the executor and by the loop, on copies.
+"""Prove an executor for a model: check that it agrees with the loop on two steps of two nodes, computed on copies.
 
 A model must be a function of its parameters, buffers, batch and torch's generators. `prove` runs before the first step
 with each shape of batch. Losses, gradients and buffers must agree up to rounding.
@@ -25,13 +25,12 @@ from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
 
-# Largest allowed differences:
-# - of losses, absolute, or relative to a loss above 1;
-# - of gradients, relative to the norm of the tensor's gradient or, if larger, to _LEAST_SHARE of the norm of all
-#   gradients, because a gradient that cancels out is only rounding;
-# - of buffers, relative to the buffer's norm or, if larger, to the norm of a buffer with 0.01 in every entry, because
-#   the mean of normalized outputs is only rounding.
-# If a rule is wrong, the relative error is about 1. In bfloat16 on a GPU, gradients of an MLP differed by 0.13.
+# Largest allowed relative differences of (losses, gradients, buffers). A difference is divided by
+# - the absolute loss, at least 1;
+# - the norm of the parameter's gradient, at least _LEAST_SHARE of the norm of all gradients;
+# - the norm of the buffer, at least the norm of a buffer with 0.01 in every entry.
+# Without these lower bounds, gradients and means that cancel out, and are only rounding, would fail. A wrong rule
+# causes differences of about 1. In bfloat16 on a GPU, correct gradients of an MLP differed by 0.13.
 _BOUNDS, _BOUNDS_OF_BFLOAT16 = (1e-4, 1e-2, 1e-3), (0.1, 0.3, 0.1)
 _LEAST_SHARE = 0.05
 
@@ -41,7 +40,7 @@ class DifferError(Exception):
 
 
 class Proof(NamedTuple):
-    """The largest differences found by a proof, the nodes of the proof, and the forms of the operations."""
+    """The compared nodes, the largest differences of losses and of gradients, and (operation, form) → calls."""
 
     nodes: Sequence[int]
     losses: float
@@ -55,7 +54,7 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Losses (n,), gradients (n, P) or their mean (1, P), and buffers (n, …) of n nodes after a step; its calls."""
+    """A step of n nodes: losses (n,), gradients (n, P) or their mean (1, P), buffers (n, …), calls of operations."""
 
     losses: Tensor
     grads: Tensor
@@ -71,13 +70,13 @@ class Step(NamedTuple):
 def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evaluating: bool = False) -> Proof:
     """Compare two steps of the first and the last node, computed by an executor and by the loop, on copies.
 
-    In the second step, the nodes exchange their batches, and a separate call computes each node: the result must not
-    depend on how many nodes one run of the model's Python computes.
+    In the second step, the two nodes exchange their batches, and each node is computed by a separate call: the result
+    must not depend on the number of nodes in a call.
 
     Args:
-        uncompiled: makes an executor of this kind.
+        uncompiled: makes an uncompiled executor of the class to prove.
         batch: a stacked batch (K, B, …).
-        evaluating: take the steps in evaluation mode, for a model whose draws differ from the loop's.
+        evaluating: whether to compare in evaluation mode, for models whose random numbers differ from the loop's.
 
     Raises:
         VmapError: the executor cannot compute the model, or disagrees with the loop; the message names the difference.
@@ -85,7 +84,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     """
     whole = executor.replicas
     finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite().expand(whole.num_held)
-    alive = finite.nonzero().flatten().tolist()  # rows of runs that have diverged may still be here
+    alive = finite.nonzero().flatten().tolist()  # a run that has diverged may still have rows here
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
@@ -109,7 +108,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 apart.append(compared(executor, ours, theirs._replace(grads=mean)))
             if why := _kept_in(objective):
                 raise DifferError(why)
-        except Exception as error:  # the steps differ, or the model fails after an earlier call changed its Python
+        except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
             why = _kept_in(objective)
             if isinstance(error, VmapError) and not why:
                 raise
@@ -119,10 +118,10 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
 
 
 def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
-    """Return the largest differences of losses and gradients between a step and the reference.
+    """Return the largest difference of the losses, and of the gradients, between a step and the reference step.
 
     Raises:
-        DifferError: they differ by more than rounding.
+        DifferError: losses, gradients or buffers differ by more than rounding.
     """
     whole = executor.replicas
     precise = whole.weights.dtype in (torch.float32, torch.float64) and not executor.casts
@@ -142,10 +141,10 @@ def _steps(
     batches: Sequence[Any],
     shares: bool,
 ) -> Iterator[Step]:
-    """Take a step on each batch by a new executor on copies of these rows, without changing weights; yield each step.
+    """Yield a step for each batch, computed by a new executor on copies of these rows; weights are not updated.
 
     Args:
-        make: makes an executor. shares: whether the rows share one row of weights and gradients.
+        make: makes an executor. shares: whether the copies share one row of weights and gradients.
     """
     whole = executor.replicas
     num_rows, like = 1 if shares else len(rows), whole.weights

@@ -1,14 +1,14 @@
-"""The forms of operations for K nodes at once, under torch.func.vmap.
+"""Forms of operations that compute K nodes at once under torch.func.vmap.
 
 For most operations, functorch has a rule that puts the node dimension into the operation. Some of functorch's rules are
 slow, and its rules of random operations do not draw from the nodes' generators. Within a `Lowering`, the functions of
 this module that are marked with `rule` replace functorch's rules; the model's code stays unchanged. functorch computes
 all other operations. CONTRIBUTING.md ("Add a lowering") shows an example.
 
-The proof in `vsim.engine.choose` checks that vsim's and functorch's rules are right for the model at hand.
+`vsim.engine.proof` checks for each model that vsim's and functorch's rules are right.
 
-Under autocast, an operation that autocast casts and that has no rule is called once for each node: functorch would
-decompose the operation first, and autocast would cast the parts differently.
+If autocast casts an operation that has no rule in this module, the operation is called once for each node: functorch
+would decompose the operation first, and autocast would cast the parts differently.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Nodes:
         return torch.is_autocast_enabled(self._device_type)
 
     def of(self, t: Any) -> Tensor | None:
-        """Return the stacked tensor (K, …) behind a tensor that is batched over the nodes alone, else None."""
+        """Return the stacked tensor (K, …) behind a vmapped tensor; None unless it is batched over the nodes only."""
         if not isinstance(t, Tensor) or batch_level(t) != self._level:
             return None
         stacked, dim = unwrapped(t), batch_dim(t)
@@ -87,8 +87,8 @@ class Nodes:
     def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
         """Return the arguments with a stacked tensor (K, …) for every tensor, including tensors that nodes share.
 
-        Returns None if a tensor belongs to another transform. Sets `has_spread_own`: whether any tensor differs between
-        the nodes.
+        Returns None if a tensor belongs to another functorch transform. Sets `has_spread_own`: whether any argument
+        has a value for each node.
         """
         found, self.has_spread_own = list(arguments), False
         for place, argument in enumerate(found):
@@ -157,7 +157,7 @@ class Nodes:
         self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None, on_host: bool = False
     ) -> Any:
         """Call `func` once for each node; with `on_host`, copy its tensors to the host first, for all nodes at once."""
-        known: dict[int, Any] = {}  # F.multi_head_attention_forward asks whether query is key
+        known: dict[int, Any] = {}  # id → result, because F.multi_head_attention_forward tests `query is key`
 
         def mark(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -223,7 +223,7 @@ def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
 
 
 def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
-    """Mark f(nodes, operation, *args, **kwargs), which gets the model's vmapped tensors, as a form of operations."""
+    """Mark f(nodes, operation, *args, **kwargs) as the form of operations; f gets vmapped, not stacked, tensors."""
 
     def register(form: Form) -> Form:
         RULES.update(dict.fromkeys(operations, form))
@@ -243,7 +243,7 @@ def _linear(nodes: Nodes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     if x.is_complex():
         return NotImplemented
     x, weight, bias = map(cast, (x, weight, bias))
-    place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # cast tensors have none
+    place_of_weight, place_of_bias = (nodes.places.pop(id(t), None) for t in (weight, bias))  # none for cast tensors
     return batched.linear(x, weight, bias, place_of_weight, place_of_bias)
 
 
@@ -317,7 +317,7 @@ def _dropout(operation: Any, whole_features: bool, without_batch: int | None = N
 
 _dropout(F.dropout, whole_features=False)
 _dropout(F.dropout1d, whole_features=True, without_batch=2)
-_dropout(F.dropout2d, whole_features=True)  # takes (B, C, L), but not a single example
+_dropout(F.dropout2d, whole_features=True)  # also takes inputs (B, C, L), but no single example
 _dropout(F.dropout3d, whole_features=True, without_batch=4)
 
 
@@ -589,8 +589,8 @@ _READS = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __format__ __contains__ item tolist is_nonzero equal allclose"
 )
 # Operations that are called once for each node, for one of four reasons: functorch has no rule; functorch's rule is
-# wrong (fills with the last node's value, or sums a gradient over expanded tensors); the operation draws internally; it
-# computes no gradient of wrapped tensors.
+# wrong (fills with the last node's value, or sums a gradient over expanded tensors); the operation draws internally; or
+# the operation computes no gradient under vmap.
 _WHOLE = _names(
     """
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward

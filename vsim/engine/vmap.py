@@ -28,9 +28,9 @@ from vsim.engine.rules import Lowering
 from vsim.private_torch import has_backward_hooks, remove_batch_dim, unwatched, versions, within_vmap
 from vsim.trees import mapped, tensors_of
 
-# Upper bound of the weights of all nodes in one vmapped call on a CPU. Larger pieces gain nothing, because their
-# arithmetic is in large kernels already, and their temporaries do not fit in the caches. Kernels of accelerators gain
-# from more nodes; their limit is memory.
+# Upper bound of the weights of all nodes in one vmapped call on a CPU. Calls with more nodes gain nothing, because
+# their kernels are large already, and their temporaries do not fit in the caches. On accelerators, kernels gain from
+# more nodes, up to the device's memory.
 WEIGHTS_AT_ONCE = 2**22
 _FEW = 8  # examples whose memory is measured for evaluation
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class _BeforeCall:
-    """The state that a vmapped call may have changed when it fails.
+    """A copy of the state that a vmapped call may change before it fails.
 
     Args:
         batch: the tensors of the call's batch.
@@ -62,7 +62,7 @@ class _BeforeCall:
         self.versions = versions(self.tensors)
 
     def restore(self, error: VmapError) -> None:
-        """Restore the random streams and the buffers.
+        """Restore the nodes' random generators and buffers.
 
         Raises:
             VmapError: the model has changed its weights or its batch in place.
@@ -75,20 +75,20 @@ class _BeforeCall:
 
 
 class VmapExecutor(Executor):
-    """Computes all nodes together: `torch.func.vmap` over a call with a node's tensors.
+    """Computes all nodes together, by `torch.func.vmap` of one node's loss.
 
     Nodes are computed in pieces that fit in the caches of a CPU or in the free memory of an accelerator, which is
     measured at the first batch of each shape.
 
     The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. The
-    loop takes over a call of a step in three cases:
+    loop computes the nodes of a call instead in three cases:
 
     - a value that Python reads differs between nodes;
     - the model handles an error of an operation;
     - the call fails after an earlier call has succeeded.
 
     Attributes:
-        calls: how often the first step called each operation in each way, see `Lowering`.
+        calls: (operation, way) → number of calls in the first step, see `Lowering`.
         not_vmapped: number of calls that the loop has taken over.
     """
 
@@ -114,8 +114,8 @@ class VmapExecutor(Executor):
         """Cut the nodes into these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
-        # If gradients are shared, a shared row of weights is one leaf for all nodes. For gradients per node, the row is
-        # expanded to K rows.
+        # If nodes share gradients, their shared row of weights is one leaf tensor. If each node has gradients, a shared
+        # row of weights is expanded to K rows.
         in_common = None
         if r.shares_grads:
             self._homes = [w.data[0] for w in r.views(r.weights).values()]
@@ -131,7 +131,7 @@ class VmapExecutor(Executor):
 
     @staticmethod
     def nodes_at_once(replicas: Replicas, settings: Settings) -> int:
-        """Return the largest number of nodes in a vmapped call, without regard to free memory.
+        """Return the largest number of nodes in a vmapped call, without considering free memory.
 
         Raises:
             ValueError: the embedding tables are too large for the device.
@@ -152,7 +152,7 @@ class VmapExecutor(Executor):
         """Cut the nodes into pieces for batches shaped like `batch`. Equal shapes get equal pieces."""
         shapes = tuple(t.shape for t in tensors_of(batch))
         if shapes not in self._pieces_of:
-            with unwatched():  # hide the measurement from modes that count the operations of this step
+            with unwatched():  # hide the measurement from modes that count operations
                 at_once = self._at_once_for(tree_map(lambda t: t[0], batch))
             self._pieces_of[shapes] = even_pieces(self.replicas.num_held, at_once)
         if self._pieces_of[shapes] != [piece.rows for piece in self.pieces]:
@@ -267,7 +267,7 @@ class VmapExecutor(Executor):
                 write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
             else:
                 write_gradients(losses, leaves, piece.grads, share, first)
-        except Exception as error:  # such as of a checkpointed part of the model, computed again outside of vmap
+        except Exception as error:  # for instance, a checkpointed part of the model runs again outside of vmap
             raise VmapError(_explain_vmap_failure(error)) from error
 
     def _own_batch(self, batch: Any, piece: Piece) -> Any:
@@ -277,7 +277,7 @@ class VmapExecutor(Executor):
         """Return the losses of the nodes of a piece, with their graph.
 
         Raises:
-            VmapError: modules have hooks on gradients, which would not be called: autograd works outside of vmap.
+            VmapError: modules have hooks on gradients; autograd works outside of vmap and would not call them.
         """
         if has_backward_hooks(self._submodules):
             raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
@@ -348,7 +348,7 @@ class VmapExecutor(Executor):
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
-        if lowering.failed is not None:  # the model handled an error, which may be of some nodes only
+        if lowering.failed is not None:  # the model handled an error, which perhaps only some nodes have
             raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
 
