@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,13 @@ hypothesis.settings.load_profile("vsim")
 def _one_thread() -> None:
     # Small models gain nothing from a second thread, and wait for each other's when tests share the machine.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_of_other_tests() -> Iterator[None]:
+    yield
+    if "matplotlib.pyplot" in sys.modules:  # which warns of more than twenty
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture(scope="session")

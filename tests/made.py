@@ -59,6 +59,11 @@ def of_finals(**finals: Iterable[float]) -> Comparison:
     )
 
 
+def never(*_: Any, **__: Any) -> Any:
+    """Fail where training, or reading, calls this."""
+    raise AssertionError("it must not be called")
+
+
 Refusals = Sequence[tuple[Callable[[], Any], type[Exception], Sequence[object]]]
 
 

@@ -7,14 +7,16 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from errors import refused
-from resumed import PROCESSES, assert_same_run, fit, trainer_of, weights
-from separate import small_mlp, vectors
+from resumed import assert_same_comparison, assert_same_run, fit, weights
+from separate import Scaled, small_mlp, vectors
+from test_ensemble import Killed, killed_at
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -28,20 +30,13 @@ from vsim.training.run import Run
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
 
 
-class Scaled(nn.Module):
-    """A layer and a number, which a callback changes."""
+class Scales(Scaled):
+    """Has a number, which a callback changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(12, 5)
-        self.scale = 1.0
-        stream = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(0.4 * torch.randn(p.shape, generator=stream))
+    scale = 1.0
 
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.scale * self.layer(batch[0]), batch[1])
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.scale * x
 
 
 class Heard(Callback):
@@ -227,22 +222,6 @@ def test_what_is_frozen_from_the_start_stays_in_every_strategy() -> None:
             assert torch.equal(p, start[key]) == (key in FIRST), (name, key)
 
 
-def test_only_the_own_rows_of_a_comparison_are_frozen() -> None:
-    def freeze(run: Run) -> None:
-        if run.strategy.lr == 0.02:
-            frozen_between(3, 7)[0].on_step(run)
-
-    def run(**options: Any) -> vsim.Comparison:
-        strategies = {str(lr): SimpleReduceStrategy(lr=lr) for lr in (0.01, 0.02, 0.03)}
-        return compared(strategies=strategies, max_steps=9, **options)
-
-    together, free = run(callbacks=[freeze]), run()
-    assert_same_runs(together, run(callbacks=[freeze], together=False))
-    for name in free:
-        same = together[name].history["train_loss"][1:] == free[name].history["train_loss"][1:]
-        assert same.tolist() == [True] * 4 + [name != "0.02"] * 5
-
-
 def test_a_run_that_resumes_is_frozen(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_steps": 12,
@@ -264,6 +243,7 @@ def test_a_run_that_resumes_is_frozen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes_stay")
 def test_weights_change_in_processes_as_in_the_simulator() -> None:
     def change(run: Run) -> None:
         frozen_between(2, 5)[0].on_step(run)
@@ -271,18 +251,11 @@ def test_weights_change_in_processes_as_in_the_simulator() -> None:
             run.set_weights({"layers.3.bias": torch.arange(5.0)})
         run.each_model(lambda model: setattr(model, "seen", run.done))
 
-    for way in WAYS.values():
+    options = {"backend": "process", "deterministic": True, "threads_per_process": 1}
+    for way, processes in zip(WAYS.values(), (None, 2, None), strict=True):
         one = on_equal_data(way(ADAMW), change, deterministic=True)
-        for processes in (None, 2):
-            other = on_equal_data(
-                way(ADAMW),
-                change,
-                backend="process",
-                num_processes=processes,
-                deterministic=True,
-                threads_per_process=1,
-            )
-            assert one.history.node_losses.tolist() == other.history.node_losses.tolist()
+        other = on_equal_data(way(ADAMW), change, num_processes=processes, **options)
+        assert one.history.node_losses.tolist() == other.history.node_losses.tolist()
 
 
 def test_buffers_and_tied_weights_are_set() -> None:
@@ -297,44 +270,29 @@ def test_buffers_and_tied_weights_are_set() -> None:
         def forward(self, batch: list[Tensor]) -> Tensor:
             return F.cross_entropy(self.fixed(self.other(self.one(self.norm(batch[0])))), batch[1])
 
-    model, seen = Tied(), []
+    model = Tied()
 
     def change(run: Run) -> None:
         replicas = run.cluster.replicas
         run.set_weights({**model.state_dict(), "norm.running_mean": torch.ones(12), "other.weight": torch.eye(12)})
-        seen.append((replicas.buffers["norm.running_mean"].unique().tolist(), replicas.views(replicas.weights)))
-        assert all(torch.equal(row, torch.eye(12)) for row in seen[-1][1]["one.weight"])
-        with pytest.raises(ValueError, match=r"set_weights: fixed\.bias requires no gradient"):
+        assert all(torch.equal(row, torch.eye(12)) for row in replicas.views(replicas.weights)["one.weight"])
+        with refused(ValueError, "set_weights … fixed.bias requires no gradient"):
             run.set_weights({"fixed.bias": torch.full((5,), 9.0), "norm.running_mean": torch.zeros(12)})
         assert replicas.buffers["norm.running_mean"].unique().tolist() == [1]
         run.freeze(["other", "fixed"])
         assert run.cluster.frozen == {"one.weight": True, "other.bias": True}
-        with pytest.raises(ValueError, match=r"unfreeze: fixed\.weight, fixed\.bias requires no gradient"):
+        with refused(ValueError, "unfreeze … fixed.weight, fixed.bias requires no gradient"):
             run.unfreeze("fixed")
+        run.stop()
 
-    Trainer(model, vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[change])
-    assert [mean for mean, _ in seen] == [[1.0]] * 6
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda run: run.set_weights({"layers.0.wight": torch.ones(16, 12)}), "layers.0.wight … did you mean"),
-        (lambda run: run.set_weights({FIRST[0]: torch.ones(12, 16)}), "layers.0.weight … [16, 12] … [12, 16]"),
-        (lambda run: run.set_weights({FIRST[0]: 3.0}), "layers.0.weight … tensor … 3.0"),
-        (lambda run: run.freeze("layer.0"), "layer.0 … did you mean 'layers.0'"),
-        (lambda run: run.unfreeze([*FIRST, "encoder"]), "encoder"),
-    ],
-)
-def test_wrong_names_and_values_are_refused(call: Any, said: str) -> None:
-    with refused(ValueError, said):
-        Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[call])
+    trainer = Trainer(model, vectors())
+    trainer.fit(strategy=Strategy(), **QUICK, callbacks=[change])
+    assert len(trainer.history) == 2
 
 
 @pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
-@pytest.mark.parametrize("executor", ["vmap", "auto"])
-def test_attributes_change_in_every_copy_of_the_model(executor: str) -> None:
-    class Counting(Scaled):
+def test_attributes_change_in_every_copy_of_the_model() -> None:
+    class Counting(Scales):
         calls = 0
 
         def forward(self, batch: list[Tensor]) -> Tensor:
@@ -350,14 +308,10 @@ def test_attributes_change_in_every_copy_of_the_model(executor: str) -> None:
         if run.done == 3:
             run.each_model(lambda model: setattr(model, "scale", 0.5))
 
-    for model in (Scaled(), Counting()) if executor != "vmap" else (Scaled(),):
+    for model, executor in ((Scales(), "vmap"), (Scales(), "auto"), (Counting(), "auto")):
         halved, plain = losses(model, halve, executor), losses(model, lambda run: None, executor)
         assert np.array_equal(halved[:3], plain[:3]) and np.all(halved[3:] != plain[3:])
         np.testing.assert_allclose(halved, losses(model, halve, "loop"), rtol=1e-5)
-
-
-def replace_layer(model: nn.Module) -> None:
-    model.layers[3] = nn.Linear(16, 5)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +319,7 @@ def replace_layer(model: nn.Module) -> None:
     [
         ("on_start", lambda model: nn.init.ones_(model.layers[0].weight), "layers.0.weight", 0),
         ("on_step", lambda model: setattr(model.layers[0].weight, "data", torch.ones(16, 12)), "layers.0.weight", 1),
-        ("on_step", replace_layer, "layers.3.bias, layers.3.weight", 1),
+        ("on_step", lambda model: setattr(model.layers, "3", nn.Linear(16, 5)), "layers.3.bias, layers.3.weight", 1),
         ("on_step", lambda model: model.layers[3].bias.data.add_(1), "layers.3.bias", 1),  # torch does not count it
         ("on_evaluation", lambda model: model.layers[0].weight.data.zero_(), "layers.0.weight", 0),
         ("on_end", lambda model: model.layers[0].weight.requires_grad_(False), "layers.0.weight", 6),
@@ -379,34 +333,15 @@ def test_a_change_of_the_models_own_parameters_is_an_error(event: str, change: A
     assert len(trainer.history) <= steps + 2  # values are compared at some steps
 
 
-def test_only_the_run_whose_callback_changes_the_model_fails() -> None:
-    def change(run: Run) -> None:
-        if run.done == 5 and run.strategy.lr == 1e-3:
-            nn.init.ones_(run.model.layers[0].weight)
-
-    with pytest.warns(UserWarning, match=r"slow: a callback has changed"):
-        runs = compared(callbacks=[change])
-    assert {name: "run.model" in run.failure for name, run in runs.items()} == {
-        name: name == "slow" for name in STRATEGIES
-    }
-
-
 # Early stopping
-
-
-def stopping_at(step: int) -> Callback:
-    class Stop(Callback):
-        def on_step(self, run: Run) -> None:
-            if run.done == step:
-                run.stop()
-
-    return Stop()
 
 
 def test_a_stopped_run_is_one_of_so_many_steps(tmp_path: Path) -> None:
     options = {"val_interval": 1, "correlation_interval": None}
     short = fit(DiLoCoStrategy(H=2, lr=0.01), max_steps=5, **options)
-    stopped = fit(DiLoCoStrategy(H=2, lr=0.01), callbacks=[stopping_at(5)], save_dir=tmp_path, **options)
+    stopped = fit(
+        DiLoCoStrategy(H=2, lr=0.01), callbacks=[lambda run: run.done == 5 and run.stop()], save_dir=tmp_path, **options
+    )
     assert_same_run(stopped, short)
     assert load_checkpoint(tmp_path).step == 5
 
@@ -423,11 +358,9 @@ def test_early_stopping_counts_measurements_without_improvement() -> None:
     trainer = fit(Strategy(lr=0.01), **options)
     assert len(trainer.history) == 8 and (stopping.best, stopping.best_step, stopping.waited) == (0, 4, 3)
     assert (best.best, best.best_step) == (0, 4)
-    short = fit(Strategy(lr=0.01), max_steps=4, val_interval=1)
-    kept = trainer_of().model
-    kept.load_state_dict(best.weights)
-    final = short.final.state_dict()  # type: ignore[attr-defined]
-    assert all(torch.equal(t, final[name]) for name, t in kept.state_dict().items())
+    final = fit(Strategy(lr=0.01), max_steps=4, val_interval=1).final.state_dict()  # type: ignore[attr-defined]
+    assert final.keys() == best.weights.keys()
+    assert all(torch.equal(t, final[name]) for name, t in best.weights.items())
     fit(Strategy(lr=0.01), **{**options, "metrics": {"v": worse_from(2)}})  # the second finds nothing of the first
     assert (stopping.best_step, best.best_step) == (2, 2)
 
@@ -471,6 +404,7 @@ def test_a_run_that_resumes_stops_where_the_other_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes_stay")
 def test_processes_stop_together_and_give_back_the_state() -> None:
     def run(**options: Any) -> tuple[Trainer, EarlyStopping, KeepBest]:
         stopping, best = EarlyStopping(patience=8), KeepBest("mean_logit")
@@ -487,16 +421,6 @@ def test_processes_stop_together_and_give_back_the_state() -> None:
     assert all(torch.equal(t, theirs[1].weights[name]) for name, t in ours[1].weights.items())
 
 
-@pytest.mark.slow
-def test_one_process_stops_all() -> None:
-    def stop(run: Run) -> None:
-        if run.done == 3 and run.cluster.replicas.first_node == 1:
-            run.stop()
-
-    trainer = fit(Strategy(lr=0.01), callbacks=[stop], **PROCESSES)
-    assert len(trainer.history) == 4
-
-
 # Runs of a comparison
 
 
@@ -507,70 +431,42 @@ STRATEGIES = {
 }
 
 
+OPTIONS: dict[str, Any] = {**QUICK, "max_steps": 12, "val_interval": 1, "deterministic": True}
+
+
 def compared(**options: Any) -> vsim.Comparison:
-    given = {"strategies": STRATEGIES, **QUICK, "max_steps": 12, "val_interval": 1, "deterministic": True, **options}
-    return vsim.compare(small_mlp(0.1), vectors(), vectors(), **given)
+    return vsim.compare(small_mlp(0.1), vectors(), vectors(), strategies=STRATEGIES, **{**OPTIONS, **options})
 
 
-def callbacks() -> list[Callback]:
-    return [EarlyStopping(patience=1, min_delta=0.01), KeepBest()]
+def callbacks() -> list[Any]:
+    def freeze(run: Run) -> None:  # one of the rows that train together
+        if run.strategy.lr == 0.02 and run.done in (3, 7):
+            run.freeze(FIRST) if run.done == 3 else run.unfreeze(FIRST)
 
-
-def assert_same_runs(ours: vsim.Comparison, theirs: vsim.Comparison) -> None:
-    for name in ours:
-        np.testing.assert_array_equal(ours[name].history.node_losses, theirs[name].history.node_losses, name)
-        assert list(ours[name].ledger) == list(theirs[name].ledger)
-        ends = [run.model.state_dict() for run in (ours[name], theirs[name])]  # type: ignore[union-attr]
-        assert all(torch.equal(t, ends[1][key]) for key, t in ends[0].items()), name
+    return [EarlyStopping(patience=1, min_delta=0.01), KeepBest(), freeze]
 
 
 def test_every_member_has_callbacks_of_its_own() -> None:
     given = callbacks()
     together = compared(callbacks=given)
-    assert given[0].waited == 0  # type: ignore[attr-defined]
+    assert given[0].waited == 0
     lengths = {name: len(together[name].history) - 1 for name in together}
     assert lengths["slow"] < 5 and max(lengths.values()) > 8 and all(together[name].ended for name in together)
-    assert_same_runs(together, compared(callbacks=callbacks(), together=False))
+    assert_same_comparison(together, compared(callbacks=callbacks(), together=False))
     for name, strategy in STRATEGIES.items():
         own, trainer = callbacks(), Trainer(small_mlp(0.1), vectors(), vectors())
-        options = {**QUICK, "max_steps": 12, "val_interval": 1, "deterministic": True}
-        trainer.fit(strategy=strategy, **options, callbacks=own)
-        theirs = together[name].callbacks
-        assert vars(own[0]) == vars(theirs[0]) and len(theirs) == 2
-        assert all(torch.equal(t, theirs[1].weights[key]) for key, t in own[1].weights.items())  # type: ignore[attr-defined]
-
-
-class Killed(BaseException):
-    pass
+        trainer.fit(strategy=strategy, **OPTIONS, callbacks=own)
+        theirs: list[Any] = together[name].callbacks
+        assert vars(own[0]) == vars(theirs[0]) and len(theirs) == 3
+        assert all(torch.equal(t, theirs[1].weights[key]) for key, t in own[1].weights.items())
 
 
 def test_a_comparison_resumes_with_a_member_that_had_stopped(tmp_path: Path) -> None:
-    straight = compared(callbacks=callbacks())
-
-    def kill(step: int, loss: float) -> None:
-        if step == 6:
-            raise Killed
-
-    saved = {"save_dir": tmp_path, "checkpoint_interval": 2}
+    straight, saved = compared(callbacks=callbacks()), {"save_dir": tmp_path, "checkpoint_interval": 2}
     with pytest.raises(Killed):
-        compared(callbacks=callbacks(), **saved, train_loss_hook=kill)
-    resumed = compared(callbacks=callbacks(), **saved, resume=True)
-    assert_same_runs(resumed, straight)
-    assert_same_runs(compared(**saved, resume=True, max_steps=12), straight)  # what has stopped stays so
-
-
-@pytest.mark.parametrize(("val", "best"), [(vectors(), 0.3), (vectors(9), 1e-6)], ids=["lower", "higher"])
-def test_halving_counts_a_stopped_run_by_its_loss(val: Any, best: float) -> None:
-    stop = [lambda run: run.stop() if run.strategy.lr == 0.3 and run.done == 2 else None]
-    settings = {"lr": [0.3, 1e-4, 1e-5, 1e-6], "optim_spec": "sgd"}
-    options = {"strategy": Strategy, "settings": settings, "halving": 2, **QUICK, "max_steps": 16, "callbacks": stop}
-    result = vsim.sweep(small_mlp(0.0), vectors(), val, **options)
-    assert result.settings[result.best()]["lr"] == best and result[result.best()].stopped_at is None
-    stopped = next(result[name].history for name in result if result.settings[name]["lr"] == 0.3)
-    assert len(stopped) == 3 and (stopped.last("global_loss") < stopped["global_loss"][0]) == (best == 0.3)
-
-
-# Metrics
+        compared(callbacks=callbacks(), **saved, train_loss_hook=killed_at(6))
+    assert_same_comparison(compared(callbacks=callbacks(), **saved, resume=True), straight)
+    assert_same_comparison(compared(**saved, resume=True), straight)  # what has stopped stays so
 
 
 def test_metrics_are_columns(tmp_path: Path) -> None:
@@ -581,69 +477,60 @@ def test_metrics_are_columns(tmp_path: Path) -> None:
     def of_first(model: nn.Module, batch: Any) -> float:
         return float(batch[0][:, 0].mean())
 
-    val = vectors(7)
-    trainer = Trainer(small_mlp(0.3), vectors(), val)
-    options = {**QUICK, "batch_size": 1, "val_interval": 3, "run_name": "m", "logger": vsim.CSVLogger(tmp_path)}
-    trainer.fit(strategy=SimpleReduceStrategy(lr=0.01), **options, metrics={"spread": spread, "first": of_first})
+    def trained(**options: Any) -> Trainer:
+        trainer = Trainer(small_mlp(0.3), vectors(), vectors(7))
+        own = {**QUICK, "strategy": SimpleReduceStrategy(lr=0.01), "batch_size": 1, "val_interval": 3, **options}
+        trainer.fit(**own)
+        return trainer
+
+    logs = {"run_name": "m", "logger": vsim.CSVLogger(tmp_path)}
+    trainer = trained(**logs, metrics={"spread": spread, "first": of_first})
     history = trainer.history
     steps_, losses, spreads = history.measured("step", "global_loss", "spread")
     assert steps_.tolist() == [0, 3, 6] and np.all(spreads > np.exp(losses))  # a mean of exp in pieces of 4 examples
-    assert history.last("first") == pytest.approx(float(val.tensors[0][:, 0].mean()))
+    assert history.last("first") == pytest.approx(float(vectors(7).tensors[0][:, 0].mean()))
     assert history.to_pandas()["spread"].notna().sum() == 3
     header = (tmp_path / "m" / "validation.csv").read_text().split("\n")[0]
     assert header.endswith(",spread,first")
-    plain = Trainer(small_mlp(0.3), vectors(), val)
-    plain.fit(strategy=SimpleReduceStrategy(lr=0.01), **{**QUICK, "batch_size": 1, "val_interval": 3})
-    assert torch.equal(weights(trainer), weights(plain))
+    assert torch.equal(weights(trainer), weights(trained()))
     history.to_json(tmp_path / "h.json")
     assert vsim.History.from_json(tmp_path / "h.json")["spread"].tolist()[-1] == spreads[-1]
-
-
-def test_metrics_of_a_comparison_and_a_run_that_resumes(tmp_path: Path) -> None:
-    metric = {"norm": lambda model, batch: model.layers[0].weight.norm()}
-    comparison = compared(metrics=metric)
-    assert comparison.to_pandas().groupby("strategy")["norm"].count().tolist() == [13, 13, 13]
     options = {"metrics": {"one": lambda model, batch: 1}, "val_interval": 2, "save_dir": tmp_path}
     fit(Strategy(lr=0.01), max_steps=6, **options)
-    resumed = fit(Strategy(lr=0.01), resume=True, **options)
-    assert int(np.nansum(resumed.history["one"])) == 8
+    assert int(np.nansum(fit(Strategy(lr=0.01), resume=True, **options).history["one"])) == 8
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"callbacks": EarlyStopping()}, TypeError, "callbacks … list"),
         ({"callbacks": [EarlyStopping]}, TypeError, "vsim.Callback … f(run)"),
-        ({"callbacks": [3]}, TypeError, "f(run) … 3"),
         ({"callbacks": [KeepBest("val_loss")]}, ValueError, "KeepBest … val_loss … step"),
         ({"callbacks": [KeepBest("divergence")]}, ValueError, "KeepBest … divergence"),
-        ({"metrics": [print]}, TypeError, "metrics … dict … (model, batch)"),
         ({"metrics": {"lr": print}}, ValueError, "metrics … lr"),
-        ({"metrics": {"v": 3}}, TypeError, "metrics['v'] … (model, batch) … 3"),
         ({"metrics": {"v": lambda m, b: b}}, TypeError, "metrics['v'] … number … tuple"),
         ({"metrics": {"v": lambda m, b: 10**400}}, ValueError, "metrics['v'] … number"),
         ({"metrics": {"v": lambda m, b: b[0]}}, TypeError, "metrics['v'] … number … Tensor"),
+        (lambda run: run.set_weights({"layers.0.wight": torch.ones(16, 12)}), ValueError, "wight … did you mean"),
+        (lambda run: run.set_weights({FIRST[0]: torch.ones(12, 16)}), ValueError, "weight … [16, 12] … [12, 16]"),
+        (lambda run: run.set_weights({FIRST[0]: 3.0}), ValueError, "layers.0.weight … tensor … 3.0"),
+        (lambda run: run.freeze("layer.0"), ValueError, "layer.0 … did you mean 'layers.0'"),
+        (lambda run: run.unfreeze([*FIRST, "encoder"]), ValueError, "encoder"),
     ],
 )
-def test_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_refused(options: Any, error: type[Exception], said: str) -> None:
+    options = {"callbacks": [options]} if callable(options) else options
     with refused(error, said):
         Trainer(small_mlp(0.0), vectors(), vectors(6)).fit(strategy=Strategy(), **QUICK, **options)
 
 
-def test_without_validation_data() -> None:
-    trainer = Trainer(small_mlp(0.0), vectors())
+def test_without_validation_data_and_step_by_step() -> None:
+    trainer, heard = Trainer(small_mlp(0.0), vectors()), Heard()
     with refused(ValueError, "metrics … val_dataset"):
         trainer.fit(strategy=Strategy(), **QUICK, metrics={"v": print})
     with refused(ValueError, "EarlyStopping … global_loss"):
         trainer.fit(strategy=Strategy(), **QUICK, callbacks=[EarlyStopping()])
-    trainer.fit(strategy=Strategy(), **QUICK, callbacks=[EarlyStopping("train_loss", patience=1, min_delta=9)])
-    assert len(trainer.history) == 3
-
-
-def test_steps_taken_by_hand_and_explanations() -> None:
-    heard = Heard()
-    trainer = Trainer(small_mlp(0.0), vectors(), vectors(6))
-    options = {**QUICK, "strategy": Strategy(), "callbacks": [heard, stopping_at(2)]}
+    stopping = EarlyStopping("train_loss", patience=1, min_delta=9)
+    options = {**QUICK, "strategy": Strategy(), "callbacks": [heard, stopping]}
     assert list(trainer.prepare(**options).steps()) == [1, 2] and heard.words[-1] == "end 2"
     heard.words.clear()
     trainer.explain(**options)
@@ -651,19 +538,12 @@ def test_steps_taken_by_hand_and_explanations() -> None:
 
 
 def test_any_object_with_an_event_is_a_callback_and_hears_how_the_run_ended() -> None:
-    class Ends:
-        def __init__(self) -> None:
-            self.heard: list[str] = []
-
-        def on_exit(self, failure: str) -> None:
-            self.heard.append(failure)
-
     def fail(run: Run) -> None:
         raise RuntimeError("no more")
 
-    ends = Ends()
-    options: dict[str, Any] = {"strategy": Strategy(), "num_nodes": 2, "max_steps": 2, "progress": False}
-    Trainer(small_mlp(), vectors()).fit(callbacks=[ends], **options)
+    heard: list[str] = []
+    ends = SimpleNamespace(on_exit=heard.append)
+    Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[ends])
     with pytest.raises(RuntimeError, match="no more"):
-        Trainer(small_mlp(), vectors()).fit(callbacks=[ends, fail], **options)
-    assert ends.heard == ["", "RuntimeError: no more"]
+        Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[ends, fail])
+    assert heard == ["", "RuntimeError: no more"]

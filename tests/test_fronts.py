@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from errors import refused
@@ -25,11 +24,6 @@ NETWORK = "8 Mbit/s, 0 ms"  # a byte takes a microsecond
 NO_TIME = 1e-12  # of compute, in seconds
 
 
-@pytest.fixture(autouse=True)
-def _no_figures_of_other_tests() -> None:
-    plt.close("all")
-
-
 def of(losses: list[float], syncs: int = 2, seed: int = 0, payload: int = 4000) -> vsim.ComparedRun:
     """Two nodes with a loss at every other step, that average `payload` bytes every `syncs` steps."""
     return run(losses, 2, seed=seed, syncs=syncs, payload=payload)
@@ -46,7 +40,7 @@ def diverge(one: vsim.ComparedRun, step: int = 3) -> None:
 LOSSES = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(LOSSES, st.sampled_from([1, 2, 3]), st.sampled_from([400, 4000])), min_size=1, max_size=5))
 def test_front_and_best_of_a_budget_are_those_of_a_search(drawn: list[tuple[list[float], int, int]]) -> None:
     runs = made(**{f"r{i}": [of(one, every, 0, size)] for i, (one, every, size) in enumerate(drawn)})
@@ -157,7 +151,7 @@ def test_a_strategy_with_a_run_that_diverged_is_not_the_best_and_costs_a_pair_al
 SEEDS = st.dictionaries(st.integers(0, 2), st.tuples(LOSSES, st.booleans()), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(SEEDS, st.sampled_from([1, 2, 4])), min_size=1, max_size=4))
 @example(
     [({0: ([5, 1, 1], False)}, 4), ({1: ([1], False), 2: ([1], False)}, 1), ({1: ([1], False), 2: ([5, 1], False)}, 1)]
@@ -226,21 +220,19 @@ def test_mistakes_are_named() -> None:
             (lambda: best({"wire": "2 Gbit/s"}), ValueError, ["within['wire']", "MB", "'2 Gbit/s'"]),
             (lambda: best({"wire": "1.2.3 MB"}), ValueError, ["within['wire']", "kB, MB", "'1.2.3 MB'"]),
             (lambda: best({"cost": "$.40."}), ValueError, ["within['cost']", "'$40'", "'$.40.'"]),
-            (lambda: best({"wire": -1}), ValueError, ["within['wire']", ">= 0", "-1"]),
-            (lambda: best({"step": "many"}), ValueError, ["within['step']", "a number", "'many'"]),
-            (lambda: best("wire"), TypeError, ["within", "dict", "'wire'"]),
-            (lambda: best({}), TypeError, ["within", "dict", "{}"]),
             (lambda: best({"time": "1 h"}), TypeError, ["network is missing"]),
             (lambda: best({"wire": 1}, NETWORK, 1.0), TypeError, ["network and compute", "no effect on wire"]),
             (lambda: best(None, NETWORK, 1.0), TypeError, ["network and compute", "no effect", "time and cost"]),
             (lambda: best({"cost": 1}, NETWORK, 1.0), ValueError, ["cost", "dollars_per_hour"]),
             (lambda: best({"tokens": 0}), ValueError, ["no strategy has a loss", "0 (tokens)"]),
-            (lambda: pareto("bytes"), ValueError, ["cost", "'wire'", "'bytes'"]),
             (lambda: pareto("wire", network=NETWORK), TypeError, ["network and compute", "no effect on wire"]),
         ]
     )
 
 
-def test_amounts_are_read_as_numbers_or_text() -> None:
-    assert amount("wire", "1.5 MB") == 1.5e6 and amount("payload", "20 B") == 20 and amount("wire", 7) == 7
-    assert amount("time", "2 min") == 120 and amount("time", 3) == 3 and amount("cost", "40") == 40
+@pytest.mark.parametrize(
+    ("of", "given", "number"),
+    [("wire", "1.5 MB", 1.5e6), ("payload", "20 B", 20), ("time", "2 min", 120), ("time", 3, 3), ("cost", "40", 40)],
+)
+def test_amounts_are_read_as_numbers_or_text(of: Any, given: Any, number: float) -> None:
+    assert amount(of, given) == number

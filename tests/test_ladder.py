@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -50,25 +49,18 @@ def ladder() -> Ladder:
     return climbed(tokens_per_parameter=0.5)
 
 
-# Training ------------------------------------------------------------------------------------------------------------
-
-
 def test_each_size_is_its_comparison_and_steps_follow_the_tokens(ladder: Ladder) -> None:
     assert list(ladder.comparisons) == SIZES and ladder.unit == "examples"
     for size in SIZES:
-        own = ladder.comparisons[size]
         assert ladder.parameters[size] == 12 * size + size + 5 * size + 5
-        history = own["AllReduce"].history
-        examples = history["examples"]
-        assert (
-            examples[-1] >= 0.5 * ladder.parameters[size] > examples[-2]
-        )  # epochs of 29 examples end in small batches
-    largest = vsim.compare(
-        mlp(16), vectors(), vectors(), strategies=STRATEGIES, seeds=SEEDS, max_steps=len(examples) - 1, **OPTIONS
-    )
+        examples = ladder.comparisons[size]["AllReduce"].history["examples"]  # epochs of 29 end in small batches
+        assert examples[-1] >= 0.5 * ladder.parameters[size] > examples[-2]
+    steps = len(examples) - 1
+    options = {"strategies": STRATEGIES, "seeds": SEEDS, "max_steps": steps, **OPTIONS}
+    largest = vsim.compare(mlp(16), vectors(), vectors(), **options)
     assert_same_comparison(ladder.largest, largest)
     frame = ladder.to_pandas()
-    assert len(frame) == 4 * 4 * 2 and (frame["steps"][frame["size"] == 16] == len(examples) - 1).all()
+    assert len(frame) == 4 * 4 * 2 and (frame["steps"][frame["size"] == 16] == steps).all()
     row = frame[(frame["size"] == 16) & (frame["strategy"] == "FedAvg") & (frame["seed"] == 2)]
     assert row["loss"].item() == largest.runs("FedAvg")[1].history.last("global_loss")
 
@@ -123,27 +115,18 @@ def test_tuned_at_each_size_within_a_budget() -> None:
 
 
 def test_killed_and_resumed(tmp_path: Path, ladder: Ladder) -> None:
-    options: dict[str, Any] = {"tokens_per_parameter": 0.5, "save_dir": tmp_path / "ladder"}
+    options: dict[str, Any] = {"tokens_per_parameter": 0.5, "save_dir": tmp_path / "ladder", "checkpoint_interval": 2}
     last = int(ladder.largest["AllReduce"].history.last("step"))
     with pytest.raises(Killed):
-        climbed(**options, checkpoint_interval=2, train_loss_hook=killed_at(last - 1))
+        climbed(**options, train_loss_hook=killed_at(last - 1))
     assert list(vsim.load_ladder(tmp_path / "ladder").comparisons) == SIZES[:3]
-    resumed = climbed(**options, checkpoint_interval=2, resume=True)
+    resumed = climbed(**options, resume=True)
     for size in SIZES:
         assert_same_comparison(resumed.comparisons[size], ladder.comparisons[size])
     assert repr(vsim.load_ladder(tmp_path / "ladder")) == repr(ladder) == repr(resumed)
-    again = climbed(**options, checkpoint_interval=2, resume=True)
-    assert repr(again) == repr(ladder)
-
-
-def test_sizes_that_have_ended_are_not_trained_again(tmp_path: Path) -> None:
     steps: list[int] = []
-    options: dict[str, Any] = {"sizes": [2, 3], "max_steps": 3, "save_dir": tmp_path / "here"}
-    climbed(**options, train_loss_hook=lambda step, loss: steps.append(step))
-    assert steps
-    again = len(steps)
-    climbed(**options, train_loss_hook=lambda step, loss: steps.append(step), resume=True)
-    assert len(steps) == again
+    again = climbed(**options, train_loss_hook=lambda step, loss: steps.append(step), resume=True)
+    assert repr(again) == repr(ladder) and not steps  # sizes that have ended are not trained again
     with pytest.raises(vsim.CheckpointError, match="holds"):
         climbed(**options)
 
@@ -164,9 +147,6 @@ def test_an_interrupt_keeps_the_sizes_that_have_ended(tmp_path: Path) -> None:
         climbed(lambda width: model(4) if calls.count(4) < 9 else mlp(width), sizes=[2, 4], max_steps=3)
 
 
-# What it says --------------------------------------------------------------------------------------------------------
-
-
 def test_table_figure_and_file(ladder: Ladder, tmp_path: Path) -> None:
     table = ladder.table()
     frame = ladder.to_pandas()
@@ -179,16 +159,14 @@ def test_table_figure_and_file(ladder: Ladder, tmp_path: Path) -> None:
     assert sorted(lines) == sorted(STRATEGIES) and (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     np.testing.assert_allclose(lines["FedAvg"].get_ydata()[-1], means["FedAvg"])
     assert len(ax.collections) == 4  # bands
-    plt.close("all")
     assert "<table" in ladder._repr_html_() and "image/png" in ladder._repr_html_()
-    ladder.save(tmp_path / "ladder.json")
-    read = vsim.load_ladder(tmp_path / "ladder.json")
-    assert repr(read) == repr(ladder) and read.to_pandas().equals(frame)
-    assert repr(read.order(1e4)) == repr(ladder.order(1e4)) == repr(order(frame, 1e4))
-    ladder.save(tmp_path / "brief.json", whole=False)
-    brief = vsim.load_ladder(tmp_path / "brief.json")
-    assert repr(brief) == repr(ladder) and repr(brief.order(1e4)) == repr(ladder.order(1e4))
-    assert (tmp_path / "brief.json").stat().st_size < (tmp_path / "ladder.json").stat().st_size
+    paths = {whole: tmp_path / f"{whole}.json" for whole in (True, False)}
+    for whole, path in paths.items():
+        ladder.save(path, whole=whole)
+        read = vsim.load_ladder(path)
+        assert repr(read) == repr(ladder) and read.to_pandas().equals(frame)
+        assert repr(read.order(1e4)) == repr(ladder.order(1e4)) == repr(order(frame, 1e4))
+    assert paths[False].stat().st_size < paths[True].stat().st_size
     for broken in ({}, {"sizes": [1], "parameters": [2], "comparisons": [{}]}, {"sizes": [1], "parameters": [2]}):
         (tmp_path / "broken.json").write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=r"broken\.json"):
@@ -240,7 +218,6 @@ def test_the_map_is_that_of_each_network(ladder: Ladder) -> None:
     assert () in regions and len(regions) > 2  # none fits somewhere
     ax = decision.plot()
     assert ax.get_title(loc="left") == "ahead within 4 s (time)"
-    plt.close("all")
 
 
 def test_the_page_has_all_sizes_and_the_decision(ladder: Ladder, tmp_path: Path) -> None:
@@ -257,26 +234,23 @@ def test_the_page_has_all_sizes_and_the_decision(ladder: Ladder, tmp_path: Path)
 
 
 def test_text_and_notebook(ladder: Ladder) -> None:
-    decision = ladder.decide(**TARGET, compute=0.1, within={"time": "8 s"})
+    def decide(**within: str) -> Decision:
+        return ladder.decide(**TARGET, compute=0.1, within=within)
+
+    decision = decide(time="8 s")
     text = repr(decision)
     assert text.startswith("extrapolated: ") and decision.order.factor > 100
     assert "not decided for 1M parameters within 8 s (time)" in text and len(decision.assumptions) == 3
     assert "4 nodes, where the losses are of 2 nodes" in text and "next: to tell " in text and "does not fit" in text
     page = decision._repr_html_()
     assert page.startswith("<p><b>extrapolated") and "image/png" in page and page.count("<table") == 2
-    only = ladder.decide(**TARGET, compute=0.1, within={"time": "4 s"})
-    assert repr(only).startswith("extrapolated: SPARTA for 1M parameters, the only one within 4 s (time)")
-    none = ladder.decide(**TARGET, compute=0.1, within={"time": "1 s"})
-    assert (
-        none.first == ""
-        and not none.decided
-        and "none for 1M parameters" in repr(none)
-        and "raise the budget" in repr(none)
-    )
+    assert repr(decide(time="4 s")).startswith("extrapolated: SPARTA for 1M parameters, the only one within 4 s (time)")
+    none = decide(time="1 s")
+    assert none.first == "" and not none.decided
+    assert "none for 1M parameters" in repr(none) and "raise the budget" in repr(none)
     assert none.plot().get_title(loc="left").startswith("none ahead")
     tokens = ladder.decide(**{**TARGET, "max_steps": None}, tokens_per_step=5e4, compute=0.1, within={"time": "1 h"})
     assert "500k examples, 0.5 a parameter, in 10 steps of 50,000 of all nodes" in repr(tokens)
-    plt.close("all")
 
 
 def synthetic(ladder: Ladder, gap: float, noise: float = 0.001) -> Decision:
@@ -321,20 +295,14 @@ def test_a_strategy_without_a_price_is_named(ladder: Ladder, monkeypatch: pytest
     assert decision.costs["FedAvg"] == decision.costs["AllReduce"]
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
         ({"sizes": [4]}, ValueError, r"sizes .*\[4\]"),
         ({"sizes": [4, 4]}, ValueError, r"sizes .*\[4, 4\]"),
-        ({"sizes": ["4", 5]}, TypeError, "sizes .*'4'"),
         ({"max_steps": 3, "tokens_per_parameter": 2}, TypeError, "tokens_per_parameter and max_steps"),
         ({"budget": {"examples": 9}, "tokens_per_parameter": 2}, TypeError, "tokens_per_parameter and budget"),
         ({"num_epochs": 2}, TypeError, "tokens_per_parameter and num_epochs"),
-        ({"tokens_per_parameter": 0}, ValueError, "tokens_per_parameter .*0"),
-        ({"model": mlp(2)}, TypeError, "model"),
         ({"model": lambda width: width}, TypeError, r"model\(2\) .*int"),
         ({"model": lambda width: mlp(2)}, ValueError, "parameters.*41"),
         ({"extend": None}, TypeError, "extend"),
@@ -349,15 +317,10 @@ def test_what_is_refused_before_training(given: dict[str, Any], kind: type[Excep
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"within": {}}, TypeError, "within"),
         ({"within": {"steps": 3}}, ValueError, "within.*time.*steps"),
         ({"within": {"cost": 3}}, ValueError, "cost.*dollars_per_hour"),
-        ({"parameters": 0}, ValueError, "parameters .*0"),
         ({"tokens_per_step": 100}, TypeError, "tokens_per_step.*max_steps"),
         ({"strategies": {"fedavg": None}}, ValueError, "strategies.*FedAvg.*fedavg"),
-        ({"max_steps": 0}, ValueError, "max_steps.*0"),
-        ({"network": None}, TypeError, "network"),
-        ({"compute": None}, TypeError, "compute"),
         ({"compute": Compute([0.1, 0.2])}, ValueError, "2 nodes.*4"),
     ],
 )

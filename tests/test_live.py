@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import run
+from made import run, texts
+from matplotlib.image import imread
 from rich.console import Console
 
 from vsim import History
-from vsim.records import progress as live_module
+from vsim.records import progress
 from vsim.records.progress import LiveRace, LiveTable
 
 CELL = """
@@ -61,29 +62,22 @@ def test_in_a_kernel_one_output_is_updated_in_place(tmp_path: Path, monkeypatch:
     assert 2 <= heard.count("update_display_data") <= 10  # three seconds, at most two a second, and the last
 
 
-class Handle:
-    def __init__(self) -> None:
-        self.pictures: list[bytes] = []
-
-    def update(self, picture: Any) -> None:
-        self.pictures.append(picture.data)
-
-
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Handle:
-    """A notebook in which everything that is displayed goes to one handle."""
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The pictures of a notebook in which everything is displayed by one handle."""
     import IPython.display
 
-    handle = Handle()
+    pictures: list[bytes] = []
+    handle = SimpleNamespace(update=lambda picture: pictures.append(picture.data))
 
-    def display(picture: Any, display_id: bool) -> Handle:
+    def display(picture: Any, display_id: bool) -> SimpleNamespace:
         assert display_id
         handle.update(picture)
         return handle
 
     monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setattr(live_module, "_in_notebook", lambda: True)
-    return handle
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    return pictures
 
 
 def grown(history: History, steps: int) -> History:
@@ -93,44 +87,38 @@ def grown(history: History, steps: int) -> History:
     return history
 
 
-def test_drawing_costs_a_small_share_of_the_time(shown: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds", [0.1, 0.0])
+def test_drawing_costs_a_small_share_of_the_time(
+    seconds: float, shown: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In twenty seconds of training; and however fast, not more than twice a second."""
     now = [0.0]
-    monkeypatch.setattr(live_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     plot = LiveRace({"": [grown(History(), 1)]})
-    draw = plot._png
 
-    def slow() -> bytes:
-        now[0] += 0.1
-        return draw()
+    def draw() -> bytes:
+        now[0] += seconds
+        return b""
 
-    monkeypatch.setattr(plot, "_png", slow)
-    for _ in range(2000):  # twenty seconds of training
+    monkeypatch.setattr(plot, "_png", draw)
+    for _ in range(2000):
         now[0] += 0.01
         plot.update(100)
-    assert len(shown.pictures) > 1 and 0.1 * len(shown.pictures) <= 0.04 * now[0] + 0.1
-    monkeypatch.setattr(plot, "_png", draw)  # however fast, not more than two a second
-    before, started = len(shown.pictures), now[0]
-    for _ in range(1000):
-        now[0] += 0.01
-        plot.update(100)
-    assert len(shown.pictures) - before <= 2 * (now[0] - started) + 1
+    assert 1 < len(shown) <= 2 * now[0] + 1 and seconds * len(shown) <= 0.04 * now[0] + 0.1
 
 
-def test_the_last_picture_has_everything(shown: Handle) -> None:
-    from matplotlib.image import imread
-
+def test_the_last_picture_has_everything(shown: list[bytes]) -> None:
     history = grown(History(), 1)
     plot = LiveRace({"DiLoCo × 4": [history]}, "DiLoCo × 4")
     plot.update(1000)
     grown(history, 1000)
     plot.update(1000)  # too early
-    assert len(shown.pictures) == 1
+    assert len(shown) == 1
     plot.close()
-    assert len(shown.pictures) == 2
     training, validation = (plot._lines["DiLoCo × 4", "wire", y] for y in ("train_loss", "global_loss"))
     assert len(training.get_xdata()) == 400 and len(validation.get_xdata()) == 101
     assert validation.get_xdata()[-1] == pytest.approx(100)  # MB
-    first, last = (imread(io.BytesIO(picture)) for picture in shown.pictures)
+    first, last = (imread(io.BytesIO(picture)) for picture in shown)
     assert first.shape == last.shape and not np.array_equal(first, last)
 
 
@@ -139,27 +127,26 @@ def losses(*values: float) -> History:
     return run(list(values), payload=1e5).history
 
 
-def test_a_race_draws_all_and_names_those_in_front(shown: Handle) -> None:
+def test_a_race_draws_all_and_names_those_in_front(shown: list[bytes]) -> None:
     runs = {f"run {i}": [losses(2, 1.5, 1 + i / 100)] for i in range(60)}
     race = LiveRace(runs, "sweep")
     race.update(10)
     assert len(race._lines) == 60 * 2 * 2  # training and validation, against steps and bytes
-    named = [text.get_text() for text in race.figure.legends[0].get_texts()]
-    assert named == [f"run {i}: {1 + i / 100:#.4g}" for i in range(8)]
+    assert texts(race.figure.legends[0]) == [f"run {i}: {1 + i / 100:#.4g}" for i in range(8)]
     assert race.figure.get_suptitle() == "sweep: all 60 at step 2 of 10; the 8 in front are named below"
     for name, (history,) in runs.items():
         if name != "run 0":
             loss = 0.5 if name == "run 59" else 0.9
             history.append({"step": 3, "train_loss": loss, "global_loss": loss, "wire_bytes": 3e5})
     race.close()
-    named = [text.get_text() for text in race.figure.legends[0].get_texts()]
+    named = texts(race.figure.legends[0])
     assert named[0] == "run 59: 0.5000" and not any("run 0" in name for name in named)
     assert race.figure.get_suptitle().startswith("sweep: 59 of 60 at step 3 of 10")
     boxes = [race.figure.legends[0].get_window_extent(), *(ax.get_tightbbox() for ax in race._axes)]
     assert not any(boxes[0].overlaps(box) for box in boxes[1:])
 
 
-def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: Handle) -> None:
+def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: list[bytes]) -> None:
     runs: dict[str, list[History]] = {"a": [losses(3, 2, 1), losses(3, 4, 2)]}
     race = LiveRace(runs)
     race.update(4)
@@ -171,12 +158,12 @@ def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: Handle
     runs["c"] = [losses(3, 1e6)]
     race.close()
     assert race._axes[0].get_ylim()[1] < 4  # the others are not pressed flat
-    assert "c: 1.000e+06, step 1" in [text.get_text() for text in race.figure.legends[0].get_texts()]
+    assert "c: 1.000e+06, step 1" in texts(race.figure.legends[0])
 
 
-def test_a_run_that_never_began_shows_nothing(shown: Handle) -> None:
+def test_a_run_that_never_began_shows_nothing(shown: list[bytes]) -> None:
     LiveRace({"": [History()]}).close()
-    assert shown.pictures == []
+    assert shown == []
 
 
 def test_outside_of_a_notebook_it_is_an_error() -> None:
@@ -184,13 +171,14 @@ def test_outside_of_a_notebook_it_is_an_error() -> None:
         LiveRace({"": [History()]})
 
 
-# In a terminal --------------------------------------------------------------------------------------------------------
+def table_in(file: io.StringIO, title: str = "a race", terminal: bool = True) -> LiveTable:
+    return LiveTable(title, Console(file=file, force_terminal=terminal, width=100))
 
 
 def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsim.records.progress.time.perf_counter", lambda: 1.0)  # a loaded machine may take long
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: 1.0))  # a loaded machine may take long
     terminal = io.StringIO()
-    table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
+    table = table_in(terminal)
     histories = {"a[b]": [losses(3.0, 2.0)], "lost": [losses(3.0, math.nan)], "slow": [losses(2.5)]}
     steps = {"a[b]": 8, "lost": 8, "slow": 12}
     table.update(histories, steps, last=True)
@@ -205,27 +193,17 @@ def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch)
     assert "\x1b[1;32m" in front and "\x1b[1;32m" not in next(line for line in last.splitlines() if "slow" in line)
 
 
-def test_a_table_names_the_runs_that_have_not_begun_and_the_time_left() -> None:
+def test_a_table_names_the_runs_that_have_not_begun_and_fills_no_more_than_a_screen() -> None:
     terminal = io.StringIO()
-    table = LiveTable("a race", Console(file=terminal, force_terminal=True, width=100))
+    table = table_in(terminal)
     table.update({"first": [losses(3.0, 2.0)], "second": []}, {"first": 8, "second": 9}, caption="about 7 s left")
     table.close()
     assert "0 / 9" in terminal.getvalue() and "about 7 s left" in terminal.getvalue()
-
-
-def test_many_runs_fill_no_more_than_a_screen() -> None:
-    terminal = io.StringIO()
-    table = LiveTable("", Console(file=terminal, force_terminal=True, width=100))
     runs = {f"run{i}.": [losses(3.0, 1.0 + i)] for i in range(40)}
-    table.update(runs, dict.fromkeys(runs, 8), last=True)
-    table.close()
-    assert "run19." in terminal.getvalue() and "run20." not in terminal.getvalue()
-    assert "the 20 in front, of 40" in terminal.getvalue()
-
-
-def test_no_table_is_written_into_a_file() -> None:
-    file = io.StringIO()
-    table = LiveTable("a race", Console(file=file))
-    table.update({"a": [losses(3.0, 2.0)]}, {"a": 8}, last=True)
-    table.close()
-    assert file.getvalue() == ""
+    for is_terminal in (True, False):  # none is written into a file
+        file = io.StringIO()
+        table = table_in(file, "", is_terminal)
+        table.update(runs, dict.fromkeys(runs, 8), last=True)
+        table.close()
+        shown = ["run19." in file.getvalue(), "the 20 in front, of 40" in file.getvalue(), file.getvalue() != ""]
+        assert shown == [is_terminal] * 3 and "run20." not in file.getvalue()

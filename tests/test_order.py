@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import check_refusals
 from scipy.stats import linregress
 
 from vsim.records.size_order import CALLED, FEWEST, Order, in_short, order
@@ -54,10 +55,10 @@ def called(found: Order, laws: Sequence[Law]) -> list[bool]:
 
 
 def test_of_the_pairs_that_are_called_enough_are_right() -> None:
-    """300 draws of laws with floors, which no line fits; they cross below, among or beyond the sizes."""
+    """120 draws of laws with floors, which no line fits; they cross below, among or beyond the sizes."""
     stream = np.random.default_rng(0)
     right, pairs, crossed = [], 0, 0
-    for draw in range(300):
+    for draw in range(120):
         laws = crossing(stream, at=10 ** stream.uniform(4, 8))
         target = 1e6 * (3, 10, 100)[draw % 3]
         found = order(losses(laws, 0.005, stream), target)
@@ -66,9 +67,8 @@ def test_of_the_pairs_that_are_called_enough_are_right() -> None:
         crossed += sum(
             (one(SIZES[0]) < other(SIZES[0])) != (one(target) < other(target)) for one in laws for other in laws
         )
-    assert crossed > 300  # laws do cross
-    assert len(right) > 0.15 * pairs and np.mean(right) >= 0.85
-    assert np.mean(right) >= 0.9  # P is at least 90 % for each of them
+    assert crossed > 120  # laws do cross
+    assert len(right) > 0.15 * pairs and np.mean(right) >= 0.9  # P is at least 90 % for each of them
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.02])
@@ -123,17 +123,15 @@ def test_fewer_than_twenty_orders_give_no_percentage() -> None:
 
 def test_sizes_without_all_losses_are_left_out_and_named() -> None:
     frame = losses(apart_by(0.2), 0.001, np.random.default_rng(6))
-    place = frame["parameters"].index(3e5)
-    frame["loss"][place] = math.nan
+    frame["loss"][frame["parameters"].index(3e5)] = math.nan
     found = order(frame, 1e7)
     assert found.left_out == {"strategy 0": [3e5]} and "runs without a loss at 300k" in repr(found)
     assert [at.parameters for at in found.pair("strategy 0", "strategy 2").sizes] == [3e4, 1e5, 1e6]
     assert len(found.pair("strategy 1", "strategy 2").sizes) == 4
-    one_size = {name: own[: len(own)] for name, own in frame.items()}
-    one_size["loss"] = [
-        math.nan if name == "strategy 0" and size > 3e4 else loss
-        for name, size, _, loss in zip(*frame.values(), strict=True)
+    lost = [
+        name == "strategy 0" and size > 3e4 for name, size in zip(frame["strategy"], frame["parameters"], strict=True)
     ]
+    one_size = frame | {"loss": np.where(lost, math.nan, frame["loss"]).tolist()}
     assert math.isnan(order(one_size, 1e7).probability("strategy 0", "strategy 1"))
 
 
@@ -168,23 +166,25 @@ def test_the_line_is_scipys_and_nothing_depends_on_order_or_unit(seed: int, seed
 
 def test_what_is_refused() -> None:
     frame = losses(apart_by(0.1), 0.01, np.random.default_rng(7))
-    with pytest.raises(ValueError, match="'seed'"):
-        order({name: own for name, own in frame.items() if name != "seed"}, 1e6)
-    for changed in ({"loss": [-1.0, *frame["loss"][1:]]}, {"parameters": [0, *frame["parameters"][1:]]}):
-        with pytest.raises(ValueError, match=f"{next(iter(changed))} must be .*0"):
-            order({**frame, **changed}, 1e6)
-    with pytest.raises(ValueError, match=r"two sizes, got 4 and 1"):
-        order(losses(apart_by(0.1), 0.01, np.random.default_rng(7), sizes=[1e5]), 1e6)
-    with pytest.raises(ValueError, match=r"to must be .*0"):
-        order(frame, 0)
+    one_size = losses(apart_by(0.1), 0.01, np.random.default_rng(7), sizes=[1e5])
     found = order(frame, 1e6)
-    with pytest.raises(ValueError, match=r"strategy 0.*'strategy 9'"):
-        found.pair("strategy 0", "strategy 9")
-    with pytest.raises(ValueError, match="twice"):
-        found.probability("strategy 0", "strategy 0")
+    check_refusals(
+        [
+            (lambda: order({name: own for name, own in frame.items() if name != "seed"}, 1e6), ValueError, ["'seed'"]),
+            (lambda: order(frame | {"loss": [-1.0, *frame["loss"][1:]]}, 1e6), ValueError, ["loss must be", "0"]),
+            (
+                lambda: order(frame | {"parameters": [0, *frame["parameters"][1:]]}, 1e6),
+                ValueError,
+                ["parameters must be", "0"],
+            ),
+            (lambda: order(one_size, 1e6), ValueError, ["two sizes, got 4 and 1"]),
+            (lambda: order(frame, 0), ValueError, ["to must be", "0"]),
+            (lambda: found.pair("strategy 0", "strategy 9"), ValueError, ["strategy 0", "'strategy 9'"]),
+            (lambda: found.probability("strategy 0", "strategy 0"), ValueError, ["twice"]),
+        ]
+    )
 
 
 def test_sizes_in_short() -> None:
-    assert [in_short(n) for n in (7, 999, 1000, 36_480, 1.25e5, 9.9996e5, 1.3e9)] == [
-        *("7", "999", "1k", "36.5k", "125k", "1M", "1.3B")
-    ]
+    sizes = {7: "7", 999: "999", 1000: "1k", 36_480: "36.5k", 1.25e5: "125k", 9.9996e5: "1M", 1.3e9: "1.3B"}
+    assert {n: in_short(n) for n in sizes} == sizes

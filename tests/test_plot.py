@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from vsim import History
@@ -14,15 +15,9 @@ from vsim.figures.paper import save
 from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview
 
 
-@pytest.fixture(autouse=True)
-def _without_the_figures_of_other_tests() -> None:
-    plt.close("all")  # matplotlib warns of more than twenty
-
-
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:
     made = History()
-    for i in range(points):
-        payload = first_payload + (last_payload - first_payload) * i / max(1, points - 1)
+    for i, payload in enumerate(np.linspace(first_payload, last_payload, points)):
         made.append({"step": i, "global_loss": 2 / (1 + i), "payload_bytes": payload})
     return made
 
@@ -44,24 +39,14 @@ def test_long_lines_are_marked_at_few_points() -> None:
     assert start < spacing and len(range(start, 1000, spacing)) <= 12
 
 
-@pytest.mark.parametrize(
-    ("last", "labels"),
-    [(8e6, ["1", "2", "5"]), (900e6, ["1", "10", "100", "1000"])],
-    ids=["within a decade", "many decades"],
-)
+@pytest.mark.parametrize(("last", "labels"), [(8e6, ["1", "2", "5"]), (900e6, ["1", "10", "100", "1000"])])
 def test_bytes_have_plain_labels(last: float, labels: list[str]) -> None:
     ax = bands({"a": history(5, 1e6, last)}, "payload")
     ax.figure.canvas.draw()
     low, high = ax.get_xlim()
-    shown = [
-        (at, text.get_text())
-        for ticks, at_ticks in (
-            (ax.get_xticklabels(), ax.get_xticks()),
-            (ax.get_xticklabels(minor=True), ax.xaxis.get_minorticklocs()),
-        )
-        for at, text in zip(at_ticks, ticks, strict=True)
-        if low <= at <= high and text.get_text()
-    ]
+    places = [*ax.get_xticks(), *ax.xaxis.get_minorticklocs()]
+    ticks = zip(places, [*ax.get_xticklabels(), *ax.get_xticklabels(minor=True)], strict=True)
+    shown = [(at, text.get_text()) for at, text in ticks if low <= at <= high and text.get_text()]
     assert [text for _, text in sorted(shown)] == labels
 
 
@@ -83,9 +68,12 @@ def test_save(suffix: str, tmp_path: Path) -> None:
         assert b"<svg" in content and b"<text" not in content and b"date" not in content.lower()
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_and_widths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf, got 'figure.jpg'"):
         save(overview({}), "figure.jpg")
+    for width in (-1, 0, float("nan"), 1e4):
+        with pytest.raises(ValueError, match=r"width must be >= 1 and <= 100, got"):
+            overview({}, width=width)
 
 
 def test_the_callers_style_is_left_alone() -> None:
@@ -96,10 +84,9 @@ def test_the_callers_style_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("silent", [["silent"], [f"a setting that sends nothing, {i}" for i in range(9)]])
-def test_nothing_of_a_figure_overlaps(tmp_path: Path, silent: list[str]) -> None:
+def test_nothing_of_a_figure_overlaps(silent: list[str]) -> None:
     runs = {f"a strategy with a long name, {i}": history(12) for i in range(9)}
     figure = overview(runs | {name: history(3, 0, 0) for name in silent}, "title")
-    save(figure, tmp_path / "f.png")
     figure.draw_without_rendering()
     boxes = [ax.get_tightbbox() for ax in figure.axes] + [figure.legends[0].get_window_extent()]
     inside = figure.bbox
@@ -111,26 +98,22 @@ def test_nothing_of_a_figure_overlaps(tmp_path: Path, silent: list[str]) -> None
 @pytest.mark.parametrize("legend", [5, 7, 13])  # inside, below, and of families
 def test_names_are_drawn_as_they_are(legend: int, tmp_path: Path) -> None:
     """A figure of names that are no mathematics, or hidden from legends, must not fail once the runs are over."""
-    names = [r"$\nope$", "$5 or $6", "_own", "50 % {a}^b", "a_b"]
-    names += [f"{i}" for i in range(legend - len(names))]
+    names = [r"$\nope$", "$5 or $6", "_own", "50 % {a}^b", "a_b", *map(str, range(legend - 5))]
     runs = {name: history(3) for name in names}
-    ax = bands(runs)
-    figure = overview(runs)
+    ax, figure = bands(runs), overview(runs)
     figure.save(tmp_path / "names.pdf")
+    ax.figure.canvas.draw()
     for shown in (ax.get_legend(), figure.legends[0]):
-        ax.figure.canvas.draw()
-        texts = {matplotlib.cbook.is_math_text(text.get_text()): text.get_text() for text in shown.get_texts()}
-        assert set(texts) == {False}
-        drawn = [text.get_text().replace(r"\$", "$").strip() for text in shown.get_texts()]
-        assert set(names) <= set(drawn)
+        drawn = [text.get_text() for text in shown.get_texts()]
+        assert not any(map(matplotlib.cbook.is_math_text, drawn))
+        assert set(names) <= {text.replace(r"\$", "$").strip() for text in drawn}
 
 
 @pytest.mark.parametrize(("count", "width"), [(2, 7.0), (8, 3.3)])
 def test_names_may_be_sentences(count: int, width: float, tmp_path: Path) -> None:
     """They take lines, not the axes' place: matplotlib warns where axes collapse."""
-    runs = {
-        f"{i}: DiLoCo with H = 10, an outer learning rate of 0.7, and {'more ' * 20}": history(3) for i in range(count)
-    }
+    sentence = f"DiLoCo with H = 10, an outer learning rate of 0.7, and {'more ' * 20}"
+    runs = {f"{i}: {sentence}": history(3) for i in range(count)}
     ax, figure = bands(runs), overview(runs, width=width)
     figure.save(tmp_path / "names.png")
     for shown, axes in ((ax.get_legend(), ax), (figure.legends[0], figure.axes[0])):
@@ -141,8 +124,7 @@ def test_names_may_be_sentences(count: int, width: float, tmp_path: Path) -> Non
         assert not legend.overlaps(axes.get_window_extent())
 
 
-@pytest.mark.parametrize("layout", [None, "tight", "constrained"])
-@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize(("count", "layout"), [(3, None), (7, "tight"), (7, "constrained")])
 def test_the_callers_axes_keep_labels_and_legend_in_a_column(count: int, layout: Any) -> None:
     figure, ax = plt.subplots(figsize=(3.25, 2.4), layout=layout)
     bands({f"DiLoCo {i}, a setting {'of many letters ' * 5 * (i == 1)}": history(3) for i in range(count)}, ax=ax)
@@ -152,9 +134,3 @@ def test_the_callers_axes_keep_labels_and_legend_in_a_column(count: int, layout:
         assert min(box.x0, box.y0) > -1 and box.x1 < figure.bbox.x1 + 1 and box.y1 < figure.bbox.y1 + 1
     assert ax.get_window_extent().height > 0.3 * figure.bbox.height
     assert [*figure.get_size_inches()] == [3.25, 2.4]
-
-
-@pytest.mark.parametrize("width", [-1, 0, float("nan"), 1e4])
-def test_a_width_that_no_page_has_is_refused(width: float) -> None:
-    with pytest.raises(ValueError, match=r"width must be >= 1 and <= 100, got"):
-        overview({}, width=width)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -52,13 +50,16 @@ def test_streaming_dilocos_table_4(name: str) -> None:
 @pytest.mark.parametrize(("size", "layers"), [(10, 3), (997, 5), (4, 4)])
 def test_parameters_are_the_layers_of_the_computation(size: int, layers: int) -> None:
     strategy = StreamingDiLoCoStrategy(H=layers)  # a layer a step
-    line = price(
-        strategy, parameters=size, num_nodes=2, max_steps=layers, network=1e9, compute=Compute(1, layers=layers)
-    )
+    options: dict[str, Any] = {"parameters": size, "num_nodes": 2, "max_steps": layers, "network": 1e9}
+    line = price(strategy, **options, compute=Compute(1, layers=layers))
     sizes = [event.payload_bytes / 4 for event in line.ledger]
     assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and len(sizes) == layers
-    with pytest.raises(ValueError, match=f"at least the number of layers, {size + 1}, got {size}"):
-        price(strategy, parameters=size, num_nodes=2, max_steps=1, network=1e9, compute=Compute(1, layers=size + 1))
+    with refused(ValueError, f"at least the number of layers, {size + 1}, got {size}"):
+        price(strategy, **options, compute=Compute(1, layers=size + 1))
+    halves, alone = StreamingDiLoCoStrategy(H=4, fragments=2), {**options, "parameters": 10**6, "max_steps": 8}
+    with refused(ValueError, "1,000,000 parameters are one matrix", "layers="):
+        price(halves, **alone, compute=1)
+    assert price(halves, **alone, compute=1, layers=layers).seconds[-1] > 8
 
 
 @common.every_row
@@ -81,36 +82,13 @@ def test_without_values_the_same_is_sent(row: common.Row) -> None:
         assert line.seconds.tolist() == timeline(run, **ON_A_NETWORK).seconds.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:DCTTopK")
-def test_a_dry_run_takes_one_step_where_all_are_known_to_be_alike() -> None:
-    class LessLater(DeMoStrategy):
-        def gradients(self) -> None:
-            if self.cluster.step != 3:
-                super().gradients()
-
-    options: dict[str, Any] = {"model": common.model(), "num_nodes": 4, "max_steps": 5, **ON_A_NETWORK}
-    quick, whole = (price(made, **options).ledger for made in (DeMoStrategy(), LessLater()))
-    assert DeMoStrategy()._repeats and not LessLater()._repeats and quick.steps == whole.steps
-    assert [event for event in quick if event.step != 3] == list(whole)
-    assert {event.step for event in quick} == set(range(1, 6))
-
-
 def test_a_trillion_parameters_on_ten_thousand_nodes_take_little_memory() -> None:
-    code = """
-import resource, time
-from vsim import price
-from vsim.strategy import DiLoCoStrategy
-
-strategy = DiLoCoStrategy(H=500)  # torch loads what its optimizers need
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-line = price(strategy, parameters=1e12, num_nodes=10_000, max_steps=2000, network="1 Gbit/s", compute=30)
-print(line.seconds[-1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time() - began)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, kilobytes, cpu_seconds = map(float, done.stdout.split())
-    assert seconds == pytest.approx(2000 * 30 + 4 * 2 * 9999 / 10_000 * 32e12 / 1e9)
-    assert kilobytes < 50e3 and cpu_seconds < 10
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options: dict[str, Any] = {"num_nodes": 10_000, "max_steps": 2000, "network": "1 Gbit/s", "compute": 30}
+    line = price(DiLoCoStrategy(H=500), parameters=1e12, **options)
+    assert line.seconds[-1] == pytest.approx(2000 * 30 + 4 * 2 * 9999 / 10_000 * 32e12 / 1e9)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100e3  # kilobytes
 
 
 def gpt2(layers: int, width: int, vocabulary: int, positions: int = 1024) -> nn.Module:
@@ -131,24 +109,17 @@ def gpt2(layers: int, width: int, vocabulary: int, positions: int = 1024) -> nn.
     return made
 
 
-LOCKSTEP = {name: made(**options) for name, (made, options) in STRATEGIES.items() if not made.is_asynchronous}
-
-
-@pytest.mark.parametrize(
-    ("number", "layers", "width"),
-    [(124e6, 12, 768), pytest.param(1.3e9, 24, 2048, marks=pytest.mark.slow), (6.7e9, 32, 4096)],
-)
+@pytest.mark.parametrize(("number", "layers", "width"), [(124e6, 12, 768), (6.7e9, 32, 4096)])
 def test_parameters_are_priced_as_a_real_gpt_of_that_size(number: float, layers: int, width: int) -> None:
-    options: dict[str, Any] = {"num_nodes": 8, "max_steps": 30, "network": "200 Mbit/s, 50 ms"}
+    options: dict[str, Any] = {"num_nodes": 8, "max_steps": 10, "network": "200 Mbit/s, 50 ms"}
     options["compute"] = Compute(0.8, layers=layers)
     model = gpt2(layers, width, 50_304)
-    for name, strategy in LOCKSTEP.items():
-        if number > 2e8 and name not in ("allreduce", "sparta", "streaming", "demo", "sparseloco"):
-            continue  # the smallest is where the embedding matters most
-        real = price(strategy, model=model, **options)
-        stand_in = price(strategy, parameters=number, **options)
+    for name in ("allreduce", "sparta", "streaming", "demo", "sparseloco"):
+        made, given = STRATEGIES[name]
+        strategy = made(**{**given, **({"H": 5} if name in ("streaming", "sparseloco") else {})})
+        real, stand_in = (price(strategy, **size, **options) for size in ({"model": model}, {"parameters": number}))
         assert stand_in.seconds[-1] == pytest.approx(real.seconds[-1], rel=0.05), name
-        assert stand_in.ledger.wire_bytes == pytest.approx(real.ledger.wire_bytes, rel=0.05), name
+        assert 0 < stand_in.ledger.wire_bytes == pytest.approx(real.ledger.wire_bytes, rel=0.05), name
 
 
 @pytest.mark.parametrize("number", [19_999_999, 20_000_000, 30_000_001, 1.3e9, 175e9, 1e12])
@@ -169,26 +140,12 @@ def test_layers_do_not_multiply_the_latency_of_small_messages() -> None:
     assert [Compute(1, layers=24).parts(size) for size in (80e6, 25e6, 1.0, 0.0, 1e12)] == [3, 1, 1, 1, 24]
 
 
-def test_what_needs_layers_says_so() -> None:
-    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 8, "network": "1 Gbit/s", "compute": 1.0}
-    streaming = StreamingDiLoCoStrategy(H=4, fragments=2)
-    with pytest.raises(ValueError, match=r"1,000,000 parameters are one matrix: .*layers="):
-        price(streaming, parameters=1e6, **options)
-    assert price(streaming, parameters=1e6, layers=4, **options).seconds[-1] > 0
-
-
 def test_dollars() -> None:
-    line = price(
-        AloneStrategy(),
-        parameters=10,
-        num_nodes=3,
-        max_steps=3600,
-        network=1e9,
-        compute=Compute(2.0, dollars_per_hour=1.5),
-    )
-    assert line.dollars == pytest.approx(3 * 2 * 1.5)  # nodes, hours
-    assert math.isnan(price(AloneStrategy(), parameters=10, num_nodes=3, max_steps=4, network=1e9, compute=2.0).dollars)
-    assert Compute.from_plain(Compute(2.0, dollars_per_hour=1.5).as_plain()).dollars_per_hour == 1.5
+    options: dict[str, Any] = {"parameters": 10, "num_nodes": 3, "max_steps": 3600, "network": 1e9}
+    compute = Compute(2.0, dollars_per_hour=1.5)
+    assert price(AloneStrategy(), **options, compute=compute).dollars == pytest.approx(3 * 2 * 1.5)  # nodes, hours
+    assert math.isnan(price(AloneStrategy(), **options, compute=2.0).dollars)
+    assert Compute.from_plain(compute.as_plain()).dollars_per_hour == 1.5
 
 
 def test_the_model_is_left_as_it_is_and_may_have_no_values() -> None:
@@ -269,20 +226,10 @@ def test_what_is_sent_together_pays_latency_once(strategy: Strategy, messages: l
 
 def test_what_is_due_later_needs_its_bandwidth() -> None:
     """32 Gbit between two nodes within two steps of 1 s, in every round, the last one, too: 16 Gbit/s."""
-    found = required_bandwidth(
-        Strategy([SentAhead()]),
-        parameters=1e9,
-        num_nodes=2,
-        compute=1.0,
-        utilization=[1],
-        grid=[15e9, 16e9],
-        max_steps=2,
-    )
-    assert found == {1: 16e9}
-    found = required_bandwidth(
-        *(SimpleReduceStrategy(),),
-        **{"parameters": 1e9, "num_nodes": 2, "compute": 1.0, "utilization": [0.5, 0.9], "grid": ["32 Gbit/s", 64e9]},
-    )
+    options: dict[str, Any] = {"parameters": 1e9, "num_nodes": 2, "compute": 1.0}
+    ahead, every = Strategy([SentAhead()]), SimpleReduceStrategy()
+    assert required_bandwidth(ahead, utilization=[1], grid=[15e9, 16e9], max_steps=2, **options) == {1: 16e9}
+    found = required_bandwidth(every, utilization=[0.5, 0.9], grid=["32 Gbit/s", 64e9], **options)
     assert found == {0.5: 32e9, 0.9: math.inf}  # 32 Gbit take 1 s, as long as a step, and 0.5 s: none suffices
 
 
@@ -293,16 +240,8 @@ def test_mistakes_are_named() -> None:
     given: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         ({"parameters": None}, TypeError, ["parameters=", "model="]),
         ({"model": common.model()}, TypeError, ["parameters=", "model="]),
-        ({"parameters": 1.5}, TypeError, ["parameters", "whole number", "1.5"]),
-        ({"parameters": math.inf}, ValueError, ["parameters", "finite", "inf"]),
-        ({"parameters": "10e9"}, TypeError, ["parameters", "a number", "'10e9'"]),
-        ({"parameters": None, "model": 3}, TypeError, ["model", "nn.Module", "3"]),
-        ({"seed": "a"}, TypeError, ["seed", "whole number", "'a'"]),
-        ({"parameters": 0}, ValueError, ["parameters", "from 1 to", "0"]),
         ({"parameters": 1e99}, ValueError, ["parameters", "1e+99"]),
         ({"bytes_per_parameter": 3}, ValueError, ["bytes_per_parameter", "'1', '2', '4', '8'", "'3'"]),
-        ({"network": None}, TypeError, ["network is missing"]),
-        ({"compute": None}, TypeError, ["compute is missing"]),
         ({"network": three}, ValueError, ["network", "3 nodes", "2"]),
         ({"num_node": 3}, TypeError, ["'num_node'", "did you mean 'num_nodes'"]),
         *(({"num_nodes": n}, ValueError, ["num_nodes", "from 1 to 1000000", str(n)]) for n in (10**9, 10**6 + 1)),
@@ -310,16 +249,10 @@ def test_mistakes_are_named() -> None:
     for change, kind, words in given:
         with refused(kind, *words):
             price(strategy, **{**options, **change})
-    with refused(TypeError, "strategy must be a Strategy", "'diloco'"):
-        price("diloco", **options)  # type: ignore[arg-type]
     asked: list[tuple[Strategy, dict[str, Any], list[str]]] = [
         (strategy, {"max_steps": 9}, ["DiLoCoStrategy", "nothing in 9 steps", "max_steps"]),
         (SimpleReduceStrategy(), {"num_nodes": 1, "max_steps": 9}, ["SimpleReduceStrategy", "nothing", "one node"]),
         (strategy, {"num_nodes": 10**9}, ["num_nodes", "1000000000"]),
-        (strategy, {"utilization": [2]}, ["utilization", "> 0 and <= 1"]),
-        (strategy, {"grid": [0]}, ["grid", "> 0"]),
-        (strategy, {"utilization": 0.9}, ["utilization", "a list", "0.9"]),
-        (strategy, {"grid": []}, ["grid", "at least one value"]),
     ]
     for own, change, words in asked:
         with refused((ValueError, TypeError), *words):

@@ -7,11 +7,9 @@ import json
 import math
 import random
 import shutil
-import signal
 import socket
+import socketserver
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +19,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from compared import compared, three_strategies
+from errors import refused
 from made import comparison as made
 from made import run as one_run
 
 import vsim
 from vsim.checkpoint.folder import locked
-from vsim.network.planes import planes
 from vsim.records.cache import Cache
 from vsim.records.loggers import CSVLogger
-from vsim.records.report import data
 from vsim.records.report.page import data_of, report
 from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
@@ -113,52 +110,43 @@ def test_the_loss_before_training_is_no_result(tmp_path: Path) -> None:
     assert "step 5 (no loss yet)" in table and "step 5 (loss of step 3)" in table
 
 
-def test_only_runs_that_changed_are_read_and_priced(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
+def test_only_runs_that_changed_are_read(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
     shutil.copytree(trained[1] / "saved", tmp_path / "saved")
-    ends = sorted((tmp_path / "saved").glob("*/end.json"))
-    cache, priced = Cache(), []
+    end, cache = min((tmp_path / "saved").glob("*/end.json")), Cache()
 
-    def page() -> tuple[dict[str, list[vsim.History]], str]:
-        priced.clear()
+    def page(cache: Cache) -> tuple[list[vsim.History], str]:
         runs = read_comparison(tmp_path / "saved", cache)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(data, "planes", lambda *given: [priced.append(given[0]), planes(*given)][1])
-            shown = data_of({"saved": runs}, "1 Gbit/s", 1, cache)
+        shown = data_of({"saved": runs}, "1 Gbit/s", 1, cache)
         cache.end_round()
-        return {name: [run.history for run in runs.runs(name)] for name in runs}, shown
+        return [run.history for name in runs for run in runs.runs(name)], shown
 
-    before, shown = page()
-    assert len(priced) == 2  # seeds of a strategy sent the same
-    again, as_shown = page()
-    assert (as_shown, priced) == (shown, [])
-    assert all(own is other for name in before for own, other in zip(before[name], again[name], strict=True))
-    content = json.loads(ends[0].read_text())
-    content["history"]["ledger"]["events"] = content["history"]["ledger"]["events"][:-1]
-    ends[0].write_text(json.dumps(content))
-    after, _ = page()
-    assert len(priced) == 1
-    same = [own is other for name in before for own, other in zip(before[name], after[name], strict=True)]
-    assert sorted(same) == [False, True, True, True]
-    assert page()[1] == data_of({"saved": read_comparison(tmp_path / "saved")}, "1 Gbit/s", 1)
+    before, shown = page(cache)
+    again, as_shown = page(cache)
+    assert as_shown == shown and all(own is other for own, other in zip(before, again, strict=True))
+    content = json.loads(end.read_text())
+    content["history"]["ledger"]["events"].pop()
+    end.write_text(json.dumps(content))
+    after, other_page = page(cache)
+    assert sorted(own is other for own, other in zip(before, after, strict=True)) == [False, True, True, True]
+    assert shown != other_page == page(Cache())[1]
 
 
 def test_runs_are_chosen_by_words_of_their_names(
     trained: tuple[vsim.Comparison, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = read_comparisons([trained[1] / "comparison.json", trained[1] / "saved"])
-    names = {only: [list(one) for one in select(read, [only]).values()] for only in ("allreduce", "h=2 DILOCO", "*d*")}
-    assert names == {
-        "allreduce": 2 * [["AllReduce"]],
-        "h=2 DILOCO": 2 * [["DiLoCo, H = 2"]],
-        "*d*": 2 * [list(read["saved"])],
-    }
+    for only, names in {
+        "allreduce": ["AllReduce"],
+        "h=2 DILOCO": ["DiLoCo, H = 2"],
+        "*d*": list(read["saved"]),
+    }.items():
+        assert [list(one) for one in select(read, [only]).values()] == [names, names]
     assert select(read, []) == read
-    with pytest.raises(ValueError, match=r"'H=20'.*there are 'AllReduce', 'DiLoCo, H = 2'"):
+    with refused(ValueError, "'H=20' … 'AllReduce', 'DiLoCo, H = 2'"):
         select(read, ["allreduce", "H=20"])
     assert main(["watch", str(trained[1] / "saved"), "--only", "H=20"]) == 2
     printed = capsys.readouterr()
-    assert printed.out.startswith("http://127.0.0.1:")
-    assert "'DiLoCo, H = 2'" in printed.err
+    assert printed.out.startswith("http://127.0.0.1:") and "'DiLoCo, H = 2'" in printed.err
     assert main(["watch", str(trained[1] / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
 
@@ -173,26 +161,21 @@ def test_a_line_that_is_half_written_is_not_read(trained: tuple[vsim.Comparison,
 
 def test_show_prints_tables(trained: tuple[vsim.Comparison, Path], capsys: pytest.CaptureFixture[str]) -> None:
     comparison, folder = trained
-    assert (
-        main(
-            ["show", str(folder / "comparison.json"), str(folder / "saved"), "--network", "1 Gbit/s", "--compute", "1"]
-        )
-        == 0
-    )
+    places = [str(folder / "comparison.json"), str(folder / "saved")]
+    assert main(["show", *places, "--network", "1 Gbit/s", "--compute", "1"]) == 0
     printed = capsys.readouterr().out
-    table = comparison.table(network="1 Gbit/s", compute=1)
-    assert table in printed and f"losses at step {STEPS}\n" in printed
+    assert comparison.table(network="1 Gbit/s", compute=1) in printed and f"losses at step {STEPS}\n" in printed
     assert printed.count("hours") == 2
-    for wrong in ([], [str(folder / "no")], [str(folder / "saved"), str(folder / "saved")]):
+    for wrong in ([], [str(folder / "no")], 2 * [str(folder / "saved")]):
         assert main(["show", *wrong]) == 2
         assert capsys.readouterr().err.startswith("vsim show: ")
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_damaged_and_forged_files_are_errors_or_pages(tmp_path: Path, count: int) -> None:
-    rng = random.Random(3)
-    three_strategies().to_json(tmp_path / "whole.json")
-    text, path, read = (tmp_path / "whole.json").read_text(), tmp_path / "comparison.json", 0
+    rng, path, read = random.Random(count), tmp_path / "comparison.json", 0
+    three_strategies().to_json(path)
+    text = path.read_text()
     for i in range(count):
         content = json.loads(text)
         if i % 3 == 0:  # bytes
@@ -205,13 +188,11 @@ def test_damaged_and_forged_files_are_errors_or_pages(tmp_path: Path, count: int
                 _replace(content, rng)
             path.write_text(json.dumps(content))
         try:
-            comparison = read_comparisons([path])
-            page = report(comparison, "1 Gbit/s", 1).html
+            page = report(read_comparisons([path]), "1 Gbit/s", 1).html
         except ValueError:
             continue
         read += 1
-        assert page.count("<script") == 2 == page.count("</script>")
-        assert "<img" not in page
+        assert page.count("<script") == 2 == page.count("</script>") and "<img" not in page
     assert read > count / 20
 
 
@@ -230,18 +211,20 @@ def _replace(content: object, rng: random.Random) -> None:
         content = below
 
 
-@pytest.mark.parametrize("name", ["end.json", "step-00000006.safetensors"])
-def test_a_record_that_was_copied_from_another_run_is_recognized(name: str, tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    options: dict[str, Any] = {"save_dir": saved, "seeds": [1, 2]}
+def test_a_record_that_was_copied_from_another_run_is_recognized(tmp_path: Path) -> None:
     strategies: dict[str, vsim.strategy.Strategy] = {"AllReduce": SimpleReduceStrategy(lr=1e-3)}
-    compared(strategies, max_steps=STEPS, **options)
-    shutil.copy(saved / "AllReduce,_seed_1" / name, saved / "AllReduce,_seed_2" / name)
-    with pytest.raises(vsim.CheckpointError, match=r"is of (the run 'AllReduce, seed 1', not|another run: seed)"):
-        compared(strategies, max_steps=STEPS, resume=True, **options)
-    if name == "end.json":
-        with pytest.raises(ValueError, match=r"seed_1 and .*seed_2 hold the record of one run, 'AllReduce, seed 1'"):
-            read_comparison(saved)
+    options: dict[str, Any] = {"strategies": strategies, "max_steps": STEPS, "save_dir": tmp_path, "seeds": [1, 2]}
+    compared(**options)
+    first, second = (tmp_path / f"AllReduce,_seed_{seed}" for seed in (1, 2))
+    for name in ("step-00000006.safetensors", "end.json"):
+        kept = (second / name).read_bytes()
+        shutil.copy(first / name, second / name)
+        with pytest.raises(vsim.CheckpointError, match=r"is of (the run 'AllReduce, seed 1', not|another run: seed)"):
+            compared(**options, resume=True)
+        if name == "end.json":
+            with refused(ValueError, str(first), str(second), "hold the record of one run, 'AllReduce, seed 1'"):
+                read_comparison(tmp_path)
+        (second / name).write_bytes(kept)
 
 
 # Watching -------------------------------------------------------------------------------------------------------------
@@ -273,47 +256,39 @@ def test_only_who_has_the_address_is_answered(trained: tuple[vsim.Comparison, Pa
     with served(trained[1] / "comparison.json") as watch:
         path = urlsplit(watch.url).path
         status, page = asked(watch, path)
-        assert status == 200
-        assert b"connect-src 'self'" in page
-        assert watch.url.startswith("http://127.0.0.1:")
-        assert len(path) > 30
-        for other in (
-            "/",
-            path[:-2] + "/",
-            path + "../",
-            path + "%2e%2e/etc/passwd",
-            path + "/data",
-            "/data",
-            path[:-1],
-        ):
-            status, said = asked(watch, other)
-            assert (status, said) == (404, b"not found\n"), other
+        assert status == 200 and b"connect-src 'self'" in page
+        assert watch.url.startswith("http://127.0.0.1:") and len(path) > 30
+        inside = (path[:-2] + "/", path + "../", path + "%2e%2e/etc/passwd", path + "/data", path[:-1])
+        for other in ("/", "/data", *inside):
+            assert asked(watch, other) == (404, b"not found\n"), other
         for host in ("evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example:80", ""):
             assert asked(watch, path, Host=host) == (403, b"another host\n")
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert asked(watch, path, method)[0] == 501
 
 
+def data_with(watch: Watch, text: str) -> dict[str, object]:
+    """The data that the page gets, once they hold a text."""
+    for _ in range(100):
+        status, answer = asked(watch, urlsplit(watch.url).path + "data")
+        assert status == 200
+        if text in answer.decode():
+            found: dict[str, object] = json.loads(answer)
+            return found
+        threading.Event().wait(0.05)
+    raise AssertionError(f"no {text} in 5 s")
+
+
 def test_data_follow_files_that_grow(trained: tuple[vsim.Comparison, Path], tmp_path: Path) -> None:
-    folder = trained[1]
-    shutil.copy(folder / "comparison.json", tmp_path / "comparison.json")
+    path = tmp_path / "comparison.json"
+    shutil.copy(trained[1] / "comparison.json", path)
     with served(tmp_path) as watch:
-        path = urlsplit(watch.url).path + "data"
-
-        def data(until: str) -> dict[str, object]:
-            for _ in range(100):
-                found: dict[str, object] = json.loads(asked(watch, path)[1])
-                if until in json.dumps(found):
-                    return found
-                threading.Event().wait(0.05)
-            raise AssertionError(f"no {until} in 5 s")
-
-        first = data("AllReduce")
-        assert data("AllReduce") == first
-        (tmp_path / "comparison.json").write_text("{")
-        assert "comparison.json" in str(data("error")["error"])
-        three_strategies().to_json(tmp_path / "comparison.json")
-        assert data("alone")["digest"] != first["digest"]
+        first = data_with(watch, "AllReduce")
+        assert data_with(watch, "AllReduce") == first
+        path.write_text("{")
+        assert "comparison.json" in str(data_with(watch, '"error"')["error"])
+        three_strategies().to_json(path)
+        assert data_with(watch, "alone")["digest"] != first["digest"]
 
 
 @pytest.mark.parametrize("kind", ["forged", "device", "not shown"])
@@ -325,8 +300,7 @@ def test_a_bad_file_is_a_line_and_cuts_no_connection(
     shutil.copy(trained[1] / "comparison.json", path)
     with served(path) as watch:
         where = urlsplit(watch.url)
-        while b"AllReduce" not in asked(watch, where.path + "data")[1]:
-            pass
+        data_with(watch, "AllReduce")
         if kind == "forged":
             content = json.loads(path.read_text())
             content["runs"][0]["history"]["population"] = 10**15
@@ -337,13 +311,7 @@ def test_a_bad_file_is_a_line_and_cuts_no_connection(
         else:
             monkeypatch.setattr("vsim.watch.data_of", lambda *_: {}["of no kind that is expected"])
             path.write_text(path.read_text() + " ")
-        for _ in range(100):
-            status, answer = asked(watch, where.path + "data")
-            assert status == 200
-            if said := str(json.loads(answer).get("error", "")):
-                break
-            threading.Event().wait(0.05)
-        assert "comparison.json" in said
+        assert "comparison.json" in str(data_with(watch, '"error"')["error"])
         with socket.create_connection((where.hostname, where.port)) as browser:  # which goes before it is answered
             browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             browser.sendall(f"GET {where.path}data HTTP/1.1\r\nHost: {where.netloc}\r\n".encode())
@@ -351,11 +319,13 @@ def test_a_bad_file_is_a_line_and_cuts_no_connection(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_ctrl_c_ends_it(trained: tuple[vsim.Comparison, Path]) -> None:
-    command = [sys.executable, "-m", "vsim", "watch", str(trained[1] / "saved")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("http://127.0.0.1:")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+def test_ctrl_c_ends_it(
+    trained: tuple[vsim.Comparison, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(self: socketserver.BaseServer, poll_interval: float = 0.5) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", press)
+    assert main(["watch", str(trained[1] / "saved")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("http://127.0.0.1:") and printed.err == ""

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from made import never
 from test_tune import TRAIN, VAL, Quadratic
 
 import vsim
@@ -54,7 +55,7 @@ def assert_equally_told(one: Any, other: Any) -> None:
         assert own[3] == theirs[3] or own[3] == pytest.approx(theirs[3], rel=1e-5)
 
 
-@pytest.mark.parametrize("together", [1, 3, 12])
+@pytest.mark.parametrize("together", [1, 3])
 def test_trials_are_those_of_optuna_one_by_one(together: int) -> None:
     def objective(trial: Any) -> list[float]:
         run = vsim.compare(Quadratic(), TRAIN, VAL, strategies={"one": space(trial)}, **options)["one"]
@@ -99,15 +100,6 @@ def test_equal_seeds_ask_for_equal_trials_and_draw_from_no_global_generator() ->
     assert len({*rates[0], *rates[1]}) == 14
 
 
-def test_the_mean_over_the_seeds_counts() -> None:
-    search = tune(trials=2, seeds=[3, 7])
-    for trial in search.study.trials:
-        runs = search.runs(f"trial {trial.number}")
-        assert [run.seed for run in runs] == [3, 7]
-        assert trial.value == pytest.approx(np.mean([run.history.last("global_loss") for run in runs]))
-    assert search.best() == f"trial {search.study.best_trial.number}"
-
-
 class Odd(optuna.pruners.BasePruner):  # type: ignore[misc]
     """Prunes trials of odd numbers after step 4."""
 
@@ -125,17 +117,19 @@ def test_pruned_trials_leave_the_matrix() -> None:
     for trial in search.study.trials:
         runs = search.runs(f"trial {trial.number}")
         is_odd = trial.number % 2 == 1
-        assert [run.stopped_at for run in runs] == [4 if is_odd else None] * 2
+        assert [(run.seed, run.stopped_at) for run in runs] == [(seed, 4 if is_odd else None) for seed in (1, 2)]
         assert trial.state == (PRUNED if is_odd else COMPLETE)
         rungs = [2, 4] if is_odd else [2, 4, 6]
         at = {step: np.mean([run.history.at_step(step, "global_loss") for run in runs]) for step in rungs}
         assert trial.intermediate_values == pytest.approx(at)
+        if not is_odd:  # the mean over the seeds counts
+            assert trial.value == pytest.approx(np.mean([run.history.last("global_loss") for run in runs]))
+    assert search.best() == f"trial {search.study.best_trial.number}"
     assert [rows.count(step) for step in range(1, 8)] == [10] * 4 + [6] * 3
     assert search.rows()[-1]["note"] == "stopped after step 4"
 
 
-@pytest.mark.parametrize("together", [2, 6])
-def test_how_a_trial_ended_is_told(together: int) -> None:
+def test_how_a_trial_ended_is_told() -> None:
     def some_end_otherwise(trial: Any) -> Strategy:
         lr = trial.suggest_categorical("lr", [0.1, 0.2, 0.3, 1e30])
         if lr == 0.3:
@@ -157,7 +151,7 @@ def test_how_a_trial_ended_is_told(together: int) -> None:
     with pytest.warns(UserWarning, match="a disk is full|non-finite"):
         search = tune(
             trials=4,
-            together=together,
+            together=2,
             space=some_end_otherwise,
             storage=storage,
             study_name="own",
@@ -213,35 +207,29 @@ def killed_at(place: str, count: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return {"space": killing_space} if place == "space" else {"callbacks": [kill]} if place == "step" else {}
 
 
-@pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("place", ["space", "step", "tell"])
-def test_a_search_that_is_killed_continues(
-    place: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = tune(objectives=["loss", "wire"])
+def test_a_search_that_is_killed_continues(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = optuna.storages.InMemoryStorage()
-    options: dict[str, Any] = {"objectives": ["loss", "wire"], "storage": storage}
-    if saves:
-        options |= {"save_dir": tmp_path, "checkpoint_interval": 2}
+    options: dict[str, Any] = {"objectives": ["loss", "wire"], "storage": storage, "checkpoint_interval": 2}
     for count in (2, 5):
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            tune(**options, **killed_at(place, count, patch))
-    if saves:
-        search = tune(**options)
-        assert [*search] == [*whole] and search.table(columns=["validation loss"]) == whole.table(
-            columns=["validation loss"]
-        )
-    elif place != "step":
-        with pytest.warns(UserWarning, match="trials of the study are not in the result.*save_dir="):
-            search = tune(**options)
-    else:
-        search = tune(**options)
-    assert_equally_told(search.study, whole.study)
-    if saves:
-        assert_equally_told(tune(**options).study, whole.study)
-    else:
-        with pytest.raises(ValueError, match="has all its trials, and their records were not saved"):
-            tune(**options)
+            tune(**options, **killed_at(place, count, patch), save_dir=tmp_path)
+    whole, search = tune(objectives=["loss", "wire"]), tune(**options, save_dir=tmp_path)
+    assert [*search] == [*whole]
+    columns = ["validation loss"]
+    assert search.table(columns=columns) == whole.table(columns=columns)
+    for one in (search, tune(**options, save_dir=tmp_path)):
+        assert_equally_told(one.study, whole.study)
+
+
+def test_a_study_without_records_continues_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        tune(storage=storage, **killed_at("tell", 5, patch))
+    with pytest.warns(UserWarning, match="trials of the study are not in the result.*save_dir="):
+        assert_equally_told(tune(storage=storage).study, tune().study)
+    with pytest.raises(ValueError, match="has all its trials, and their records were not saved"):
+        tune(storage=storage)
 
 
 def test_a_search_that_prunes_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +265,8 @@ t.tune(space=space, callbacks=[count], save_dir=path, checkpoint_interval=2)
 
 
 @pytest.mark.slow
-def test_five_kills_lose_no_trial(tmp_path: Path) -> None:
-    for kill_at in (2, 8, 13, 20, 23, -1):
+def test_kills_lose_no_trial(tmp_path: Path) -> None:
+    for kill_at in (8, 20, -1):
         command = [sys.executable, "-c", SCRIPT, str(kill_at), str(tmp_path / "search")]
         path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -318,11 +306,8 @@ def test_a_study_that_another_process_searches_is_left_alone(tmp_path: Path) -> 
 def test_the_study_of_another_problem_is_refused_before_training(tmp_path: Path) -> None:
     tune(save_dir=tmp_path)
 
-    def refuse(run: Any) -> None:
-        raise AssertionError("a step was taken")
-
     with pytest.raises(ValueError, match=r"do not fit together: .*batch_size"):
-        tune(save_dir=tmp_path, trials=9, batch_size=4, callbacks=[refuse])
+        tune(save_dir=tmp_path, trials=9, batch_size=4, callbacks=[never])
     with pytest.raises(ValueError, match=r"is of loss, and objectives=\['loss', 'wire'\]"):
         tune(save_dir=tmp_path, trials=9, objectives=["loss", "wire"])
     storage = optuna.storages.InMemoryStorage()
@@ -345,11 +330,7 @@ def test_files_hold_the_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"space": 3}, TypeError, "space"),
-        ({"trials": 0}, ValueError, r"trials must be .*1, got 0"),
-        ({"together": True}, TypeError, "together"),
         ({"objectives": ["wire"]}, ValueError, r'"loss" one of them, got \[\'wire\'\]'),
-        ({"objectives": ["loss", "loss"]}, ValueError, "objectives must be different"),
         ({"objectives": ["loss", "bytes"]}, ValueError, "every one of objectives must be one of .*'wire'.*'bytes'"),
         ({"objectives": ["loss", "time"]}, TypeError, "network"),
         ({"objectives": ["loss", "cost"], "network": 1e6, "compute": 1.0}, ValueError, "dollars_per_hour"),
@@ -358,20 +339,15 @@ def test_files_hold_the_search(tmp_path: Path) -> None:
         ({"pruner": Odd(), "max_steps": None, "num_epochs": 1}, ValueError, "pruner= .*max_steps"),
         ({"pruner": Odd(), "val_interval": 2, "backend": "process"}, ValueError, "pruner= .*process"),
         ({"study_name": "mine"}, ValueError, "study_name='mine' has no effect"),
-        ({"sampler": "tpe"}, TypeError, "sampler must be .*BaseSampler, got .*tpe"),
         ({"storage": "study.db"}, ValueError, "storage='study.db' cannot be opened"),
         ({"strategies": {}}, TypeError, "strategies"),
         ({"resume": True}, TypeError, "resume"),
         ({"max_steps": {"DiLoCo": 3}}, ValueError, "max_steps"),
-        ({"seeds": [1, 1]}, ValueError, "seeds"),
     ],
 )
 def test_mistakes_are_named_before_training(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    def refuse(run: Any) -> None:
-        raise AssertionError("a step was taken")
-
     with pytest.raises(error, match=message):
-        tune(**options, callbacks=[refuse])
+        tune(**options, callbacks=[never])
 
 
 @pytest.mark.slow
@@ -380,16 +356,14 @@ def test_it_trains_in_processes() -> None:
     assert_equally_told(tune(trials=2, **processes).study, tune(trials=2).study)
 
 
-def test_it_does_not_search_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=r"under torchrun .*num_processes="):
-        tune(trials=2, backend="process")
-
-
-def test_it_needs_validation_data_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs a validation dataset"):
         vsim.tune(Quadratic(), TRAIN, None, **OPTIONS)
+    with monkeypatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "1")
+        with pytest.raises(ValueError, match=r"under torchrun .*num_processes="):
+            tune(trials=2, backend="process")
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r'vsim\.tune needs optuna: pip install "vsim\[tune\]"'):
         tune()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -209,7 +208,6 @@ def test_the_picture_shows_every_second() -> None:
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["computes", "waits", "its line: x"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
     assert bars(line.plot(steps=(2, 2), nodes=[1]))["#999999"] == [(3, 5)]
-    plt.close("all")
 
 
 def test_the_wait_for_a_deadline_is_not_drawn_as_compute() -> None:
@@ -217,7 +215,6 @@ def test_the_wait_for_a_deadline_is_not_drawn_as_compute() -> None:
     ledger.attend(Segment(1, 2, (0, 1), (), 5.0, ()))
     line = timeline(ledger, 8e6, 1.0)
     assert line.seconds[-1] == 5 and bars(line.plot(steps=(1, 2)))["#999999"] == [(0, 1), (1, 2)] * 2
-    plt.close("all")
 
 
 def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> None:
@@ -226,7 +223,6 @@ def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> Non
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"node {k}" for k in range(4)]
     assert ax.get_xlim()[0] == pytest.approx(97) and ax.get_ylabel() == "4 of 9 nodes"
     assert "step 98" in [text.get_text() for text in ax.texts]
-    plt.close("all")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim.grid import points
 from vsim.records.swept import Sweep
-from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy
 from vsim.strategy.configured import arguments_of
 from vsim_cli import main
 
@@ -83,35 +83,17 @@ def test_the_table_and_files_have_the_settings(tuned: vsim.Comparison, tmp_path:
     assert tuned.table().splitlines()[0].split()[:2] == ["strategy", "lr"]
     tuned.to_json(tmp_path / "tuned.json")
     read = vsim.Comparison.from_json(tmp_path / "tuned.json")
-    assert read.table() == tuned.table()
-    assert {name: sweep.table() for name, sweep in read.tuned.items()} == {
-        name: sweep.table() for name, sweep in tuned.tuned.items()
-    }
+    assert read.table() == tuned.table() and list(read.tuned) == list(tuned.tuned)
+    assert all(sweep.table() == tuned.tuned[name].table() for name, sweep in read.tuned.items())
     assert tuned[["DiLoCo"]].tuned is tuned.tuned
 
 
-def test_a_setting_is_for_the_strategies_that_take_it() -> None:
+def test_a_setting_is_for_the_strategies_that_take_it(tmp_path: Path) -> None:
+    strategies = {**STRATEGIES, "DiLoCo": DiLoCoStrategy(H=2, inner_optim="sgd", lr=0.2)}
     with pytest.warns(UserWarning, match=r"DiLoCo: the best outer_lr is .*, the (smallest|largest) that was tried"):
-        comparison = compare(
-            strategies={**STRATEGIES, "DiLoCo": DiLoCoStrategy(H=2, inner_optim="sgd", lr=0.2)},
-            tune={"outer_lr": [0.1, 0.7]},
-        )
+        comparison = compare(strategies=strategies, tune={"outer_lr": [0.1, 0.7]})
     assert list(comparison.tuned) == ["DiLoCo"]
     assert [row["outer_lr"] for row in comparison.rows()] == ["–", "0.7"]
-    assert comparison.table().count("–") >= 1
-
-
-def test_a_best_value_at_the_edge_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"AllReduce: the best lr is 0\.05, the largest that was tried; a larger one"):
-        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [0.01, 0.05]})
-    with pytest.warns(UserWarning, match=r"AllReduce: the best lr is 0\.5, the smallest that was tried; a smaller"):
-        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": [0.5, 1.9]})
-
-
-def test_notes_say_who_was_tuned_and_how_often(tmp_path: Path) -> None:
-    strategies = {**STRATEGIES, "DiLoCo": DiLoCoStrategy(H=2, inner_optim="sgd", lr=0.2)}
-    with pytest.warns(UserWarning, match="that was tried"):
-        comparison = compare(strategies=strategies, tune={"outer_lr": [0.2, 0.4]}, max_steps=2)
     note = "tuned: DiLoCo (2 settings); not tuned: AllReduce"
     assert note in comparison.table().splitlines() and note not in comparison.table(columns=["wire MB/node"])
     assert note in comparison.figure().get_suptitle().replace("\n", " ")
@@ -120,7 +102,19 @@ def test_notes_say_who_was_tuned_and_how_often(tmp_path: Path) -> None:
     for one in (comparison, vsim.Comparison.from_json(tmp_path / "tuned.json")):
         about = one.describe()
         assert about["tuned"] == {"DiLoCo": f"{comparison.tuned['DiLoCo'].best()} of 2 settings"}
-        assert "tune={'outer_lr': [0.2, 0.4]}" in about["calls"][0]
+        assert "tune={'outer_lr': [0.1, 0.7]}" in about["calls"][0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([0.01, 0.05], r"0\.05, the largest that was tried; a larger one"),
+        ([0.5, 1.9], r"0\.5, the smallest that was tried; a smaller"),
+    ],
+)
+def test_a_best_value_at_the_edge_is_named(rates: list[float], said: str) -> None:
+    with pytest.warns(UserWarning, match=rf"AllReduce: the best lr is {said}"):
+        compare(strategies={"AllReduce": STRATEGIES["AllReduce"]}, tune={"lr": rates})
 
 
 @pytest.mark.parametrize(
@@ -175,34 +169,20 @@ def test_tuning_does_not_see_the_test_data() -> None:
     assert not any("test loss" in row for sweep in comparison.tuned.values() for row in sweep.rows())
 
 
-@pytest.mark.parametrize("together", [True, False])  # False: most runs have not begun
-def test_an_interrupt_while_tuning_is_one(together: bool) -> None:
-    def interrupt(run: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"), pytest.raises(KeyboardInterrupt, match="while tuning"):
-        compare(tune={"lr": LRS[:3]}, callbacks=[interrupt], together=together)
-
-
 @pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["compare", "--data", "digits", "--model", "mlp", "--steps", "4", "--quiet", "--out", str(tmp_path)]
-    few += ["--strategies", "allreduce", "diloco", "--val-size", "16", "--nodes", "2"]
-    assert main([*few, "--tune", "lr=1e-3,2e-2", "outer_lr=0.4,0.7"]) == 0
+    few += ["--strategies", "allreduce", "diloco", "--val-size", "16", "--nodes", "2", "--tune"]
+    assert main([*few, "lr=1e-3,2e-2", "outer_lr=0.4,0.7"]) == 0
     assert capsys.readouterr().out.split()[:3] == ["strategy", "lr", "outer_lr"]
     read = vsim.Comparison.from_json(tmp_path / "comparison.json")
     assert [len(sweep) for sweep in read.tuned.values()] == [2, 4]
-    assert main([*few, "--tune", "lr=1e-3,2e-2", "--lr", "1e-3"]) == 2
-    assert "--lr and --tune lr" in capsys.readouterr().err
-    assert main([*few, "--tune", "lr"]) == 2
-    assert "--tune 'lr': expected name=value" in capsys.readouterr().err
-
-
-class NeedsH(Strategy):
-    def __init__(self, H: int, **options: Any) -> None:
-        super().__init__(**options)
-        if H < 1:
-            raise ValueError(f"H must be at least 1, got {H}")
+    for wrong, said in (
+        (["lr=1e-3,2e-2", "--lr", "1e-3"], "--lr and --tune lr"),
+        (["lr"], "--tune 'lr': expected name=value"),
+    ):
+        assert main([*few, *wrong]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -212,15 +192,10 @@ def test_mistakes_are_named_before_training(monkeypatch: pytest.MonkeyPatch) -> 
         compare(strategies=one, tune={"lr": [1e30, 1e31]}, max_steps=8)
     monkeypatch.setattr(Quadratic, "forward", None)  # nothing trains
     cases: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-        ({"tune": {}}, TypeError, ["tune", "a dict", "{}"]),
-        ({"tune": ["lr"]}, TypeError, ["tune", "a dict", "['lr']"]),
-        ({"tune": {"lr": 0.1}}, ValueError, ["tune['lr']", "at least two values", "0.1"]),
         ({"tune": {"lr": [0.1]}}, ValueError, ["tune['lr']", "at least two values", "[0.1]"]),
-        ({"tune": {"lr": "12"}}, ValueError, ["tune['lr']", "at least two values", "'12'"]),
         ({"tune": {"lr": [0.1, 0.1]}}, ValueError, ["lr has 0.1 twice"]),
         ({"tune": {"outer_rl": [0.1, 0.2]}}, ValueError, ["outer_rl", "outer_lr"]),
         ({"tune": {"lr": [0.1, -1.0]}}, ValueError, ["lr=-1", "lr must be"]),
-        ({"tune": {"H": [1, 0]}, "strategies": {"own": NeedsH(2)}}, ValueError, ["H=0", "H must be at least 1"]),
     ]
     for options, kind, words in cases:
         with refused(kind, *words):

@@ -6,13 +6,14 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
 from compared import compared, three_strategies
+from made import never, run
 
 from vsim.checkpoint.files import Checkpoint
 from vsim.figures.paper import save
@@ -27,11 +28,7 @@ LIMIT = 64  # bytes; every file has more
 
 
 def history() -> History:
-    made = History("made", 2)
-    for step in range(40):
-        row = {"step": step, "examples": step, "global_loss": 3.0 - step, "wire_bytes": 0.0, "payload_bytes": 0.0}
-        made.append(row | ({"train_loss": 1.0} if step else {}), [1.0, 1.0] if step else None)
-    return made
+    return run([3.0 - step for step in range(40)]).history
 
 
 def figure(suffix: str) -> Callable[[Path], None]:
@@ -91,23 +88,14 @@ def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_write_that_is_broken_off_leaves_the_old_file(error: type[BaseException], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("old")
-
-    def write() -> None:
-        with replacing(tmp_path / "file") as part:
-            part.write_text("half")
-            raise error
-
-    with pytest.raises(error):
-        write()
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("file", "old")]
-
-
-@pytest.mark.parametrize("content", [{"a": float("nan")}, {"a": object()}])
-def test_content_that_is_no_json_leaves_the_old_file(content: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("old")
-    with pytest.raises((ValueError, TypeError)):
-        write_json(tmp_path / "a.json", {"begins": 1, **content})
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with suppress(error), replacing(path) as part:
+        part.write_text("half")
+        raise error
+    for content in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            write_json(path, {"begins": 1, **content})
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.json", "old")]
 
 
@@ -165,12 +153,17 @@ def test_writers_of_one_file_at_the_same_time_leave_one_whole_file(tmp_path: Pat
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.json", "first")]
 
 
-# Outputs that are inputs ----------------------------------------------------------------------------------------------
-
-
 @posix
-@pytest.mark.parametrize("spelling", ["{out}/comparison.json", "{out}/../out/comparison.json", "{soft}", "{hard}"])
-@pytest.mark.parametrize("read", ["{out}/comparison.json", "{out}", "{folder}"])
+@pytest.mark.parametrize(
+    ("read", "spelling"),
+    [
+        ("{out}/comparison.json", "{out}/comparison.json"),
+        ("{out}/comparison.json", "{out}/../out/comparison.json"),
+        ("{out}", "{soft}"),
+        ("{folder}", "{hard}"),
+        ("{folder}", "{out}/comparison.json"),
+    ],
+)
 def test_a_page_does_not_replace_what_it_shows(
     read: str, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +176,7 @@ def test_a_page_does_not_replace_what_it_shows(
     before = (out / "comparison.json").read_bytes()
     read, page = (text.format(out=out, soft=soft, hard=hard, folder=folder) for text in (read, spelling))
     with monkeypatch.context() as patch:
-        patch.setattr("vsim.cli.read_comparisons", lambda *_: pytest.fail("it reads"))
+        patch.setattr("vsim.cli.read_comparisons", never)
         assert main(["report", read, "--out", page]) == 2
         error = capsys.readouterr().err
         assert "--out" in error and page in error and error.count("\n") == 1
@@ -193,26 +186,26 @@ def test_a_page_does_not_replace_what_it_shows(
     assert (out / "report.html").read_text("utf-8").startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("name", ["FedAvg/end.json", "FedAvg/step-00000002.safetensors", "race.json"])
-def test_a_page_does_not_replace_what_runs_save(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_does_not_replace_what_runs_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compared({"FedAvg": FedAvgStrategy(H=2)}, max_steps=2, save_dir=tmp_path)
-    before = (tmp_path / name).read_bytes()
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / name)]) == 2
-    assert "--out" in capsys.readouterr().err and (tmp_path / name).read_bytes() == before
+    for name in ("FedAvg/end.json", "FedAvg/step-00000002.safetensors", "race.json"):
+        before = (tmp_path / name).read_bytes()
+        assert main(["report", str(tmp_path), "--out", str(tmp_path / name)]) == 2
+        assert "--out" in capsys.readouterr().err and (tmp_path / name).read_bytes() == before
 
 
 @posix
 @pytest.mark.parametrize(
-    ("command", "name", "option"),
+    ("command", "name", "option", "link"),
     [
-        (["compare"], "comparison.csv", "--text"),
-        (["compare"], "comparison.png", "--extend"),
-        (["compare"], "winners.png", "--participation"),
-        (["sweep", "--set", "H=2"], "heatmap.png", "--text"),
-        (["sweep", "--set", "H=2"], "sweep.png", "--extend"),
+        (["compare"], "comparison.csv", "--text", None),
+        (["compare"], "comparison.csv", "--text", os.symlink),
+        (["compare"], "comparison.png", "--extend", os.link),
+        (["compare"], "winners.png", "--participation", None),
+        (["sweep", "--set", "H=2"], "heatmap.png", "--text", os.link),
+        (["sweep", "--set", "H=2"], "sweep.png", "--extend", os.symlink),
     ],
 )
-@pytest.mark.parametrize("link", [None, os.symlink, os.link])
 def test_results_do_not_replace_what_is_read(
     command: list[str],
     name: str,
@@ -223,10 +216,9 @@ def test_results_do_not_replace_what_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for train in ("compare_strategies", "sweep_settings"):
-        monkeypatch.setattr(f"vsim.cli.{train}", lambda *_, **__: pytest.fail("it trains"))
+        monkeypatch.setattr(f"vsim.cli.{train}", never)
     path = tmp_path / name if link is None else tmp_path / "given"
-    content = "step,node,event\n1,1,leave\n" * 100 if option == "--participation" else "text " * 500
-    path.write_text(content.replace("\nstep,node,event", ""))
+    path.write_text("step,node,event\n" + "1,1,leave\n" * 100 if option == "--participation" else "text " * 500)
     before = path.read_bytes()
     if link is not None:
         link(path, tmp_path / name)
