@@ -443,7 +443,8 @@ def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], ND
     frame = ax.get_window_extent()
     labels: list[tuple[float, float, Any]] = []  # (height of its region, of the text, the text), as shares of the axes
     for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
-        i, j = np.unravel_index(int(depth.argmax()), depth.shape)
+        deepest = np.argwhere(depth == depth.max())
+        i, j = deepest[deepest[:, 1].argmax()]  # the nearest to the text, so that the line crosses least of the map
         lines = [" or ".join(names)] if len(names) <= 2 else _short(names)
         said = literal("\n".join(textwrap.fill(line, 16, break_long_words=False) for line in lines))
         where: Any = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "top"}
