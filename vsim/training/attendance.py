@@ -68,7 +68,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             if not run.starts and run.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
-            if run.starts:  # setup ran for all nodes, so that all hold the same state: none has to send it
+            if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
                 with run.collectives.unbilled():
                     run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
             else:
@@ -93,7 +93,7 @@ def _plan(run: Run) -> Plan:
 
 
 def _changes(run: Run, step: int) -> bool:
-    """Return whether the run needs other rows than in the segment before."""
+    """Return whether the segment from `step` on needs other rows than the segment before."""
     now = _plan(run).segment(step).nodes
     if run.clients is None:
         return now != run.cluster.active
@@ -112,7 +112,7 @@ def rows_at_first(run: Run, step: int) -> list[int]:
 def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
     """Return the row from which each of this process's nodes in `step` continues, and the content of row −1.
 
-    A joining node continues from its peer's row. If another process holds that row, its content is sent, as row −1.
+    A joining node continues from its peer's row. If another process holds this row, it sends the content: row −1.
     """
     plan, collectives = _plan(run), run.collectives
     own = collectives.machines[collectives.rank]
@@ -174,8 +174,8 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
 def _kept_view(run: Run) -> str:
     """Return the name of an attribute in which a strategy keeps a view of its weights or gradients; "" for none.
 
-    When rows move, such a view would show other nodes. A collection named in `derived` is allowed, because it is made
-    again when rows move.
+    When rows move, such a view would show other nodes. An attribute named in `derived` may hold a collection of views,
+    because the strategy makes it again when rows move.
     """
     matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
     for part, owner in owners(run.strategy).items():
@@ -197,7 +197,7 @@ def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) ->
     """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: key → random states from which data are drawn; runs with equal keys have equal batches.
+        fetching: key → random states that the data draw from; runs with equal keys have equal batches. Filled here.
     """
     spec, batches, when = run.spec, run.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None
@@ -219,7 +219,7 @@ def _join(run: Run, step: int) -> None:
     joining = plan.joining(step)
     if not joining:
         return
-    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: the nodes have the copy already
+    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: `arrange` has copied the state
     stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
     _seed(run, joining, step)
 
@@ -230,7 +230,7 @@ def _bytes_of_a_node(run: Run) -> int:
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
 
-    def size(t: Tensor) -> int:  # a tensor as wide as the matrix includes its gap, which no node sends
+    def size(t: Tensor) -> int:  # if rows are as wide as the matrix's, subtract the gap, which no node sends
         return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
 
     # All rows may share one optimizer, or each row may have its own.
@@ -293,7 +293,7 @@ def _begin_round(run: Run, step: int) -> None:
     nodes = segment.nodes
     collectives.attend(nodes, plan.machines(step))
     pulled = _shared_bytes(run) + _statistics_bytes(run)
-    # Only bills, late clients included: the rows already hold the weights.
+    # This only bills the pull, also of late clients: the rows already hold the weights.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
     billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
     forget(strategy.optim)

@@ -98,11 +98,11 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
 
     Every call is checked for replaced parameters, writes that torch counts, and assignments to `requires_grad` and
     `.data`. Torch does not count writes through `.data`, so values are compared as well, after steps 0, 1, 2, 4, 8, …
-    and the last. Not found: changes of buffers, and writes through `.data` that are undone before the next comparison
-    or happen with a process for each node.
+    and the last, except with a process for each node. Changes of buffers are not detected, nor writes through `.data`
+    that are undone before the next comparison.
 
     Args:
-        values: checksums of the parameters of known models; updated here.
+        values: model → checksums of its parameters; updated by this function.
 
     Raises:
         ValueError: a parameter has changed.
@@ -133,7 +133,7 @@ def _marks(model: nn.Module) -> dict[str, Any]:
 
 
 def _values(run: Run) -> dict[str, int]:
-    """Return name → checksum of the parameters of `run.model`; none if they train, as in a process for each node."""
+    """Return name → checksum for parameters of `run.model`; {} with a process for each node, where they are trained."""
     if run.spec.backend == "process" and run.spec.num_processes is None:
         return {}
     named = {n: p for n, p in run.model.named_parameters() if p.is_floating_point() and not p.is_meta}
@@ -170,7 +170,7 @@ class Monitor(Callback):
         min_delta: a change counts as an improvement only if it is larger than this; at least 0.
 
     Attributes:
-        best: the best value so far, NaN before the first. best_step: the step of the best value.
+        best: the best value so far, NaN before the first value. best_step: the step of the best value.
     """
 
     def __init__(self, monitor: str = "global_loss", mode: str = "min", min_delta: float = 0.0) -> None:
@@ -229,7 +229,7 @@ class EarlyStopping(Monitor):
         patience: the run ends after this many consecutive measurements without an improvement.
 
     Attributes:
-        best, best_step: the best value, and its step. waited: measurements since the best value.
+        best, best_step: the best value, and its step. waited: the number of measurements since then.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Relay:
             notify_row(self.here, report)
 
     def end(self, states: Mapping[str, Any]) -> None:
-        """Call `on_end` of the callbacks here, and load `states` into the callbacks that worked there."""
+        """Call `on_end` of the callbacks in `here`, and load `states` into those in `remote`."""
         for callback in self.here:
             notify(callback, "on_end", None)
         for name, callback in savable(self.remote).items():
@@ -332,7 +332,7 @@ class Relay:
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, for callbacks with a state; the name is the class's, with a number if it repeats."""
+    """Return name → callback, for callbacks with a state; the name is the class's, numbered if it occurs again."""
     found: dict[str, Any] = {}
     for one in callbacks:
         if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):

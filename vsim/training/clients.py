@@ -17,7 +17,7 @@ from vsim.strategy.base import Algorithm
 
 
 class Clients:
-    """The lasting state of N clients, of which n have rows in the strategy's tensors in each round.
+    """The state that N clients keep between rounds; in each round, n of them have rows in the strategy's tensors.
 
     A client that has not been drawn yet takes no memory.
 
@@ -27,7 +27,7 @@ class Clients:
         claims: whether this process locks the folder; True in one process of a run.
 
     Raises:
-        TypeError: the strategy keeps state for each node, which the next client in the same row would get.
+        TypeError: the strategy keeps state in its rows that is not kept by client: the next client would inherit it.
         ValueError: another run uses the folder. OSError: the disk is full.
     """
 
@@ -60,7 +60,7 @@ class Clients:
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clients drawn so far, their stacked rows in the same order, and the row of clients not yet drawn.
+        """Return the "drawn" clients, their stacked rows ("kept", in this order), and the "first" row of new clients.
 
         Raises:
             ValueError: another run has used the folder in the meantime.
@@ -73,7 +73,7 @@ class Clients:
         """Restore the state that `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
-        self._first = state["first"]  # in a fork that resumes, this differs from the model's
+        self._first = state["first"]  # in a resumed fork, the new setup has computed another
 
     def _check(self) -> None:
         self._check_whole()
@@ -118,10 +118,10 @@ class Clients:
 
 
 class OwnModels:
-    """The models that the nodes or clients of a run use. Every process of the run has to make this object.
+    """Makes clients' models: the global model with personal values. All processes must create one, to gather rows.
 
     Args:
-        clients: the state of a population's clients; None if every node is a client, and all take part.
+        clients: the state of a population's clients; None if every node is a client.
     """
 
     def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:

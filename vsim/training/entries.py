@@ -55,8 +55,8 @@ class Entry:
         name: the name of the run's strategy or setting, the same for all seeds.
         spec: the run's options.
         history: the run's record. model: the mean of the nodes' final models, once the run is complete.
-        error: the error that ended the run. stopped_at: the step after which a rung stopped the run.
-        finished_at: the step after which a callback stopped the run before the others.
+        error: the error that ended the run. stopped_at: the step after which `Entries.keep` stopped the run.
+        finished_at: the step after which a callback ended the run early.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether the run is complete, failed, or was stopped by a rung; an interrupted run has no outcome."""
+        """Whether the run is complete, has failed, or was stopped by `keep`; an interrupted run has no outcome."""
         return any(one is not None for one in (self.model, self.error, self.stopped_at))
 
     @property
@@ -95,7 +95,7 @@ class Entry:
 
 
 class Processes:
-    """The processes that compute a comparison. This class: a single process."""
+    """The processes that compute a comparison. This base class stands for a single process."""
 
     @property
     def is_first(self) -> bool:
@@ -111,11 +111,11 @@ class Processes:
 
 @dataclass
 class Outcome:
-    """A message from the first process about a run, for everything except its steps.
+    """A message from the first process about the start or end of a run; steps are sent as `StepReport`.
 
     Attributes:
         error, stopped_at, finished_at: see `Entry`.
-        record: the run's history before the processes train it, as plain values, and its last step.
+        record: at the start, the history of a resumed run as plain values, and its last step.
         weights (P,), buffers: the mean model of a complete run. callbacks: the states of its callbacks.
     """
 
@@ -150,18 +150,18 @@ class Entries:
         device: computes the runs.
         together: whether the runs train at the same time, as rows of one matrix; if not, one after the other.
         memory_share: the share of the device's memory that this process may hold; None: half of the free memory.
-        portion: the portion of every run's nodes that the device holds.
-        rungs: steps after which `keep` stops some of the names, see `vsim.sweep` and `vsim.tune`.
-        keep: called with a rung's step and name → mean loss over the seeds (inf after a failure); returns the names
-            that continue.
+        portion: the share of every run's nodes that the device holds.
+        rungs: steps after which `keep` decides which runs continue, see `vsim.sweep` and `vsim.tune`.
+        keep: called at a rung as keep(step, scores), scores being name → mean loss over the seeds (inf after a
+            failure); returns the names whose runs continue.
         progress: True for a bar, "plot" for a figure, "table" for a table in a terminal, or False.
         title: title of the progress display.
         folder: the comparison's folder, with a folder in it for each entry; None: nothing is saved.
-        resume: whether to resume from that folder; "auto": if it holds a comparison.
+        resume: whether to resume from `folder`; "auto": resume if `folder` holds a comparison.
         configs: the configuration of each run, saved in the folder.
         processes: the processes that compute the comparison, and this process's place among them.
         notify: called as notify(number of an entry, its `StepReport` or `Outcome`).
-        interrupt: the request to stop after a step.
+        interrupt: holds the user's request to stop after the current step.
     """
 
     entries: Sequence[Entry]
@@ -189,7 +189,7 @@ class Entries:
 
         Raises:
             Interrupted: on Ctrl-C; the entries hold their steps so far, and ended entries their outcomes.
-            Exception: an entry fails in its first step, when no progress is lost; a non-finite loss raises nothing.
+            Exception: an entry fails in its first step, when no progress is lost. A non-finite loss only ends its run.
         """
         with ExitStack() as holding:
             if self.processes.is_first:
@@ -281,7 +281,7 @@ class Entries:
             reporters = [self._reporter(recorder, entry) for recorder, entry in entries]
             histories = [entry.history for entry in own]
             return prepare(configs, reporters, histories, self.device, self.processes.connect, self.interrupt)
-        alone = configs[0].label if len(configs) == 1 else ""  # named here: with several runs, `prepare` names them
+        alone = configs[0].label if len(configs) == 1 else ""  # with several runs, `prepare` names the run in errors
         with isolated(configs[0].seed, self.device), naming(alone):
             histories = [History(spec.label, spec.num_nodes, spec.population) for spec in configs]
             recorders = [Recorder(history) for history in histories]
@@ -344,7 +344,7 @@ class Entries:
                     )
 
     def _separate(self, entries: Sequence[Entry], untold: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Discard the joint training of `entries`, and replace their callbacks by `untold`, copies from before it.
+        """Discard the joint training of `entries`, and replace their callbacks by `untold`, their earlier copies.
 
         Raises:
             ValueError: halving and pruners need runs that train together.
@@ -370,7 +370,7 @@ class Entries:
         """Keep the models of complete runs, note which runs stopped early, and show the progress of all runs.
 
         Args:
-            last: whether training is over. An error may have kept other processes from this call.
+            last: whether training is over; after an error, other processes may not make this call.
         """
         alone = self.processes.connect is None
         for run, entry in zip(ensemble.runs, running, strict=True):
@@ -397,7 +397,7 @@ class Entries:
         watch.show(min(best, default=None), preparing, last)
 
     def _tell_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
-        """Send an outcome. Without one, send how the run ended, unless that has been sent before."""
+        """Send an outcome; without one, send how the run ended, unless this was sent before."""
         known = _end_of(entry)
         if outcome is not None or known != self._told.get(entry, (None, None, None)):
             self._told[entry] = known
@@ -406,7 +406,7 @@ class Entries:
             self.notify(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs that `keep` does not name, when all unfinished runs have reached a rung; otherwise none."""
+        """Return the runs to stop: at a rung that all unfinished runs have reached, those that `keep` does not name."""
         step = min((run.done for run in ensemble.unfinished), default=0)
         if self.keep is None or step not in self.rungs:
             return []
@@ -439,9 +439,9 @@ class Entries:
     # Saved together --------------------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
-        """Raise a CheckpointError unless the folder is empty, or holds this comparison and it resumes.
+        """Raise a CheckpointError unless the folder is empty, or holds this comparison and `resume` is set.
 
-        race.json describes the comparison. It is written before any checkpoint.
+        The file race.json describes the comparison, and is written before any checkpoint.
         """
         if self.folder is None:
             return
@@ -522,7 +522,7 @@ def copied_callbacks(spec: RunSpec) -> list[Any]:
 
 
 def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
-    """Return a run's options for the processes where the run trains: without loggers and hooks, which work here."""
+    """Return a run's options for the processes that train it: without loggers and hooks, which stay in this process."""
     spec = replace(spec, callbacks=relay.remote, train_loss_hook=None, eval_loss_hook=None)
     return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)
 
@@ -617,7 +617,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def read_end(entry: Entry) -> dict[str, Any] | None:
-    """Return how a run of this length ended; None if it has not ended."""
+    """Return the content of end.json; None if the run has not ended, or has ended at another length than asked for."""
     assert entry.folder is not None
     path = entry.folder / "end.json"
     if not path.exists():
@@ -668,7 +668,7 @@ class _Watch:
         """Update the figure, table or bar, unless the last update was a moment ago.
 
         Args:
-            best: the lowest training loss. preparing: other work before the next step.
+            best: the lowest training loss. preparing: text about long work before the next step.
             last: update regardless of the last update.
         """
         longest = max(self.steps.values())

@@ -50,14 +50,14 @@ class _Rows(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Stacked losses (R,) and accuracies (R,); None: the objective has no accuracy; NaN: no prediction counts."""
+    """Losses (R,) and accuracies (R,): None if the objective has no accuracy, NaN where no prediction counts."""
 
     losses: Tensor
     accuracies: Tensor | None
 
 
 class Evaluator:
-    """Measures the runs of a group without changing their state.
+    """Measures runs that have the same validation examples, without changing the runs' state.
 
     Args:
         executor: computes the losses.
@@ -160,7 +160,7 @@ class Evaluator:
         return total / examples
 
     def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
-        """Measure all rows, equal rows only once, in calls of up to `rows_at_once` rows with equal random draws."""
+        """Measure all rows, and equal rows only once; a call takes up to `rows_at_once` rows with one random seed."""
         distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
         for own in distinct:
@@ -195,7 +195,7 @@ def _measured_together(
     """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-    found: list[Tensor] = []  # per piece (1 | 3, R): losses; if known, right predictions, and counted predictions
+    found: list[Tensor] = []  # per piece: losses, then right and counted predictions if known; (1, R) or (3, R)
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
@@ -328,7 +328,7 @@ def _of_cluster(run: Run, own_python: bool) -> _Rows:
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
-    """Return the distinct rows, one by one, and for each element of `rows` the indices of its distinct rows."""
+    """Return the distinct models, one in each `_Rows`, and for each element of `rows` the indices of its models."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
     # Find candidates by the sum of a row's bits. A floating-point sum would depend on the number of rows on a GPU.
@@ -348,13 +348,13 @@ def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
 
 
 def _equal(one: _Rows, other: _Rows) -> bool:
-    """Return whether two rows have the same weights, buffers and Python."""
+    """Return whether two rows have the same weights, buffers and Python object."""
     tensors = [(one.weights, other.weights), *((b, other.buffers[n]) for n, b in one.buffers.items())]
     return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
 def _told_by_first(run: Run, value: float) -> float:
-    """Return, in all processes of a run, the value of the first node's process."""
+    """Return the value that the first node's process has, in every process of a run."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
         same = torch.full((num_held, 1), value, dtype=torch.float64)

@@ -23,8 +23,8 @@ def fine_tuned(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return weights (P,) and buffers after `client_val_steps` steps on the training data of a client.
 
-    The model is an ordinary copy in eager PyTorch. The strategy's inner optimizer steps it, starting without state. A
-    generator of the client shuffles the batches.
+    An ordinary copy of the model is trained in eager PyTorch, by a new inner optimizer of the strategy. The batches are
+    shuffled by a generator seeded for the client.
     """
     spec, replicas, device = run.spec, run.cluster.replicas, weights.device
     (dataset,) = resolve(spec.train_dataset, spec.population, range(client, client + 1), True, "train_dataset")

@@ -41,14 +41,14 @@ class Ensemble:
     """Runs that are set up to train together, with everything that the training loop needs.
 
     Attributes:
-        runs: all runs, in the given order. stacks: the same runs, grouped by what is computed together.
-        interrupt: the request to stop after a step.
+        runs: all runs, in the given order. stacks: the same runs, in groups that are computed together.
+        interrupt: holds the user's request to stop after the current step.
         tolerant: whether the other runs continue when a run fails; if False, the error is raised.
-        ends_early: whether to raise an error in the first step in any case, because no progress is lost.
+        ends_early: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
         watch: called as f(ensemble) when a step is reported for all runs.
-        stopping: called as f(ensemble) after a step; returns the runs to stop there.
+        stopping: called as f(ensemble) after a step; returns the runs to stop after this step.
         memory: returns the bytes of a device that this process holds.
-        values: checksums of the parameters of models that callbacks get; see `vsim.training.callbacks.watching`.
+        values: model that callbacks get → checksums of its parameters; see `vsim.training.callbacks.watching`.
     """
 
     runs: list[Run]
@@ -94,7 +94,7 @@ class Ensemble:
                 run.left_states = global_states(run.cluster.weights.device)
             if run.clients is not None:
                 run.clients.release()
-            run.cluster.gradient_at = None  # refers to the stack, whose memory would otherwise stay in use with the run
+            run.cluster.gradient_at = None  # a reference to the stack, which would keep the stack's memory in use
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
 
@@ -150,7 +150,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
             attend(ensemble.stacks, ensemble.training, step)
-        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # the rest resumed from a later step
+        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # others resumed from a later step
         stops = False
         for stack in ensemble.stacks:
             if taking.intersection(stack.runs):
@@ -218,7 +218,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         _take_own_steps(ensemble, stack)
     runs = [run for run in runs if run.trains]
     if any(run.is_over or run.is_validated for run in runs):
-        synchronize(device)  # otherwise the time of a validation would include the rest of these steps
+        synchronize(device)  # otherwise the measured time of the validation would include work of this step
     seconds = time.perf_counter() - started
     num_nodes = sum(run.cluster.num_nodes for run in runs)
     for run in runs:
@@ -234,9 +234,9 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
     """
     stops = False
     stepping = [(run, run.taking) for run in stack.runs if run.trains and run.cluster.step == step]
-    # The only read of the device in a step. Reading the losses of several steps at once would let the host run ahead,
-    # but a run with a non-finite loss must end with the weights of its last good step, and callbacks, loggers and
-    # early stopping need each step's losses in that step.
+    # The only copy from the device in a step, for which the host waits. Copying the losses of several steps at once
+    # would let the host run ahead, but a run with a non-finite loss must end with the weights of its last good step,
+    # and callbacks, loggers and early stopping need each step's losses in that step.
     values = losses.tolist() if ensemble.is_alone else []
     others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
     for run, rows in stepping:
@@ -286,7 +286,7 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
 
 
 class _own(AbstractContextManager[None]):
-    """Context for the code of one run: an error in it ends only this run."""
+    """Context for the code of one run: an error in this context ends only this run."""
 
     def __init__(self, ensemble: Ensemble, run: Run) -> None:
         self.ensemble, self.run = ensemble, run
@@ -305,7 +305,7 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run so that other runs continue. Raise the error if they cannot, or if no progress is lost."""
+    """Remove a failed run, and let the other runs continue; raise the error if they cannot, or have lost nothing."""
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, the other processes may not have this error
@@ -401,7 +401,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
 
 
 def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
-    """Report a step, and call the callbacks. With several processes, only the first node's report is complete."""
+    """Report a step, and call the callbacks. With several processes, the first node's process has all losses."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
     run.row, report.segment = report.row, attendance[-1] if attendance else None
@@ -466,7 +466,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
 def _of_ended(
     stack: Stack, runs: Sequence[Run], briefly: bool = False
 ) -> dict[Run, tuple[dict[str, list[float]], dict[str, float]]]:
-    """Return run → the result of `measured_on` on its clients' data, and the history's columns for its test data."""
+    """Return run → (result of `measured_on` for its clients' data, columns of the history for its test data)."""
     started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
@@ -485,7 +485,7 @@ def _of_ended(
 def _of_all_nodes(
     losses: Tensor, batch: Any, stepping: Sequence[tuple[Run, slice]], requested: bool
 ) -> dict[Run, Tensor]:
-    """Return run → a row for each of its nodes in all processes (K, 4), with one message for all runs of a stack.
+    """Return run → (K, 4), a row for each of its nodes in all processes; all runs of a stack share one message.
 
     The columns are the loss, whether the node's process was asked to stop after this step, and the numbers of examples
     and of tokens in the node's batch.

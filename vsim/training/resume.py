@@ -182,7 +182,7 @@ def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
 def _gathered(
     run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
 ) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
-    """Return the first problem, in every process, and the state of all processes, only in the first node's process."""
+    """Return the first problem of any process; without a problem, in the first process, also the joined state."""
     collectives = run.cluster.collectives
     text, contents = packed([stacked, shared])
     gathered = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
@@ -212,7 +212,7 @@ def rows_of(
     """Return the encoded state of these rows of a run.
 
     Args:
-        matrix: whether to include weights and buffers. sent: the state of another process's row, here row −1.
+        matrix: whether to include weights and buffers. sent: the state of a row of another process; its number is −1.
     """
     held, found = [len(run.rows)], {}
     for name, value in _state(run)[0].items():
@@ -392,7 +392,7 @@ def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Return whether an optimizer has all state that its options imply, for every node if the nodes share it."""
+    """Return whether an optimizer has all state that its options need; one optimizer of all nodes, in every row."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

@@ -56,7 +56,7 @@ class Run:
         rows: this process's rows of the stack's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
-        made: name → state that the strategy declared as stacked in its setup, with as many rows.
+        made: name → stacked state from the strategy's setup, with a row for each node of the setup.
         objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
         evaluator: measures the run on the validation data; None without validation data.
@@ -64,14 +64,14 @@ class Run:
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
-        starts: whether the run's first row is still to be reported; False in a resumed run.
+        starts: whether the history's first row is still to be reported; False in a resumed run.
         left_states: the states of the process's random generators after training.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the other runs continue.
         stopped: whether this run was stopped before the other runs.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
-        trial_steps: number of next steps in which to detect draws from the global random generators.
+        trial_steps: the number of coming steps in which draws from the global random generators are detected.
         rungs: steps after which the run is validated, besides the requested steps.
         node_losses: the losses of the nodes (K,) in the current or last step.
         clients: the state of a population's clients; None without a population.
@@ -113,14 +113,14 @@ class Run:
     concluded: bool = False
     trial_steps: int = 2
     rungs: Collection[int] = ()
-    # The current step: losses per node, learning rate, and the number of the ledger's events before the step.
+    # For the current step: losses per node, learning rate, and the number of events in the ledger before the step.
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
     known_events: int = 0
     clients: Clients | None = None
     # Rows, weights and buffers of nodes that rest in this step.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
-    # The global model's weights (P,), measured next.
+    # The global model's weights (P,) while they are measured.
     global_weights: Tensor | None = None
 
     # The clock ------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Run:
         self.max_steps = self.done
 
     def begins_segment(self, step: int) -> bool:
-        """Return whether `step` comes next, and begins a segment of the run's plan, or a fork within a segment."""
+        """Return whether `step` is the next step, and the first of a segment of the plan, or of a new run."""
         if self.plan is None or not self.is_running or self.done != step - 1:
             return False
         return self.starts or self.plan.segment(step).first == step
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def random_states(self) -> dict[str, Any]:
-        """The states of the global random generators: for the run's data or, if the run trains alone, the process's."""
+        """The states of the random generators that the run's data draw from; if the run trains alone, the process's."""
         if self.data_states is not None:
             return self.data_states.states
         return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
@@ -224,7 +224,7 @@ class Run:
         self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
 
     def put_back_resting(self) -> None:
-        """Restore the rows of resting nodes: the step updates every row, including theirs."""
+        """Restore the rows that `keep_resting` saved, because the step has updated every row."""
         if self._kept is None:
             return
         rows, weights, buffers = self._kept
@@ -261,10 +261,10 @@ class Run:
         return self.objective.loss_fn
 
     def each_model(self, f: Callable[[nn.Module], object]) -> None:
-        """Call f(model) for every copy of the model's Python with which this run computes.
+        """Call f(model) for every copy of the model with which this run computes.
 
-        All nodes, and unless `together=False` also other runs of a comparison, may share one copy. `f` may change plain
-        attributes, such as a temperature or a flag, from the next step on. Parameters of the copy belong to no node.
+        All nodes may share one copy, and so may other runs of a comparison unless `together=False`. `f` may change
+        plain attributes, such as a temperature or a flag; parameters of the copies belong to no node.
         """
         for model in self.objective.models():
             f(model)
@@ -444,7 +444,7 @@ class Run:
             losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
 
         Raises:
-            IndexError: on an accelerator, the loss of a node has an index out of range.
+            IndexError: on an accelerator, an index in a node's batch is out of range.
         """
         if math.isfinite(sum(losses.values())):
             return
@@ -485,7 +485,7 @@ class Run:
                 raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
 
     def check_weights(self) -> None:
-        """Raise `Diverged` if weights are not finite. After the last step, no loss shows this."""
+        """Raise `Diverged` if weights are not finite. After the last step, no later loss would reveal this."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return

@@ -62,8 +62,8 @@ WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
     "has to fit on a device whole"
 )
-# Models with at most this number of weights get a row per node even if the nodes are equal, because copying the row is
-# faster than a separate call.
+# Largest number of weights of a model that joins other runs even if its nodes share one row: copying the row for every
+# node is then faster than a separate call.
 _SMALL = 2**16
 
 
@@ -99,8 +99,8 @@ def prepare(
     Args:
         specs, reports, histories: one per run; reports and histories receive the outcomes.
         connect: makes the collectives of a run, which know the nodes of this process; None: this process has all nodes.
-        interrupt: the request to stop that all runs share.
-        batches: makes the batches of a run. executor: computes the gradients; default: the executor that specs name.
+        interrupt: holds the user's request to stop, for all runs.
+        batches: makes the batches of a run. executor: makes executors; default: the executors that the specs name.
 
     Raises:
         CheckpointError: a run does not fit the checkpoint that it starts from.
@@ -108,7 +108,7 @@ def prepare(
     """
     runs = []
     for spec, report, history in zip(specs, reports, histories, strict=True):
-        ledger = history.ledger  # may belong to another run
+        ledger = history.ledger
         collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
         check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
         own = None if len(specs) == 1 else DataStates(spec.seed, device)
@@ -125,7 +125,7 @@ def prepare(
 
 
 def bytes_of_node(spec: RunSpec) -> int:
-    """Return the least bytes of a node: its weights, gradients, buffers and optimizer state."""
+    """Return a lower bound of a node's bytes: its weights, gradients, buffers and optimizer state."""
     row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
     in_one = not spec.deterministic
     optim = spec.strategy.optim_spec
@@ -163,8 +163,8 @@ def assemble(
     """Place runs in matrices on `device`.
 
     Args:
-        executor: called with (replicas, objective, generators, settings).
-        interrupt: the request to stop that all runs share.
+        executor: makes an executor from (replicas, objective, generators, settings).
+        interrupt: holds the user's request to stop, for all runs.
     """
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
@@ -179,7 +179,7 @@ def assemble(
 
 
 def can_join(run: Run) -> bool:
-    """Return whether a run can share a stack: its nodes step in lockstep, and a row per node costs little."""
+    """Return whether a run can share a stack: its nodes step in lockstep, and have, or can cheaply get, a row each."""
     if run.spec.strategy.is_asynchronous:
         return False
     trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
@@ -229,7 +229,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 def _are_alike(first: Run, other: Run) -> bool:
     """Return whether one call can compute the losses and gradients of both runs."""
     one, two = first.spec, other.spec
-    if (first.plan is None) != (other.plan is None):  # with a plan, the steps with smaller batches differ
+    if (first.plan is None) != (other.plan is None):  # a plan changes the steps with smaller batches
         return False
     longest = max(first.steps, other.steps)  # the shorter run leaves its rows when it is over
     return (
@@ -268,7 +268,7 @@ def _stacked(
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
         run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
-    if spec.participation is not None:  # true of all runs of the stack, which start at the same step
+    if spec.participation is not None:  # all runs of the stack then have a plan, and start at the same step
         arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
     engine = stack.executor
     _find_validation_examples(runs, device)

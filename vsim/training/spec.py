@@ -323,9 +323,9 @@ class RunSpec:
 
     @property
     def first_step(self) -> int:
-        """The step whose nodes the run is set up with.
+        """The step whose participating nodes get rows in the setup.
 
-        A resumed run starts with the nodes that it was saved with, even if other nodes take part in the next step.
+        A resumed run is set up with the nodes of its checkpoint, even if other nodes take part in the next step.
         """
         done = 0 if self.start is None else self.start.step
         resumes = done > 0 and self.start is not None and not self.start.forks
@@ -333,7 +333,7 @@ class RunSpec:
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:
-    """Return the size of the pieces over which gradients are accumulated, None for one piece."""
+    """Return the examples per piece over which gradients are accumulated; None for a single piece."""
     if minibatch_size is not None and pieces is not None:
         raise TypeError("minibatch_size and gradient_accumulation say the same thing; give one of them")
     name, value = ("gradient_accumulation", pieces) if minibatch_size is None else ("minibatch_size", minibatch_size)

@@ -27,15 +27,15 @@ _SHARED = (
 
 
 class FewRows:
-    """Computes a part of an executor's rows, on copies: rows whose batches have equal sizes, or rows at other weights.
+    """Computes copies of some of an executor's rows: rows whose batches have one size, or rows at other weights.
 
     Args:
-        whole: the largest number of rows.
-        make: makes an executor for other rows and their random generators.
+        whole: all rows of the stack.
+        make: makes an executor for the copied rows and their random generators.
 
     Attributes:
-        engine: computes all present rows.
-        batch: the last computed stacked batch (n, B, …).
+        engine: the executor of all present rows.
+        batch: the stacked batch (n, B, …) that was computed last.
     """
 
     engine: Executor
@@ -53,7 +53,7 @@ class FewRows:
         return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
 
     def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
-        """Return the losses (R,) of all rows, and write their gradients, part by part."""
+        """Return the losses (R,) of all rows, and write their gradients; compute batches of one size at a time."""
         losses, replicas = torch.empty(0), self.engine.replicas
         if replicas.shares_grads:
             replicas.grads.zero_()
@@ -66,7 +66,7 @@ class FewRows:
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
         """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
 
-        If all nodes share one row of gradients, add these rows' part of the mean to it.
+        If all nodes share one row of gradients, add to it the given rows' contribution to the mean.
 
         Raises:
             ValueError: the model changes weights that nodes share.
@@ -91,7 +91,7 @@ class FewRows:
     def grads_at(self, rows: list[int], weights: Tensor, batch: Any, minibatch_size: int | None) -> Tensor:
         """Return the gradients (n, P) of some rows at other weights (n, P), on their stacked batch (n, B, …).
 
-        The rows themselves and their random streams stay as they are.
+        The rows themselves and their random generators do not change.
         """
         executor = self._placed(rows, weights)
         with undone(executor):
@@ -134,9 +134,9 @@ class Stack:
         taking: the runs with present rows, in the order of their rows.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
-        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the last computed batch.
-        optimizers: the runs' optimizers, stepped in few calls.
-        take_own_step: takes the step of the stack's only run, if the run is asynchronous.
+        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the batch computed last.
+        optimizers: the runs' inner optimizers; optimizers with equal settings share a call.
+        take_own_step: takes a step of the stack's only run, if the run is asynchronous.
         is_small: whether one thread computes the present rows.
     """
 
@@ -151,7 +151,7 @@ class Stack:
     batch: Any = None
     take_own_step: Callable[[], None] | None = None
     is_small: bool = False
-    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # rows outside the matrix, and their runs' rows
+    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # row outside the matrix, slice of its copies
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
 
     def place(self, run: Run, rows: range) -> None:
@@ -167,7 +167,7 @@ class Stack:
         run.strategy.move_rows(earlier)
 
     def compute_first(self, taking: Sequence[Run]) -> None:
-        """From now on, compute the rows of these runs, which come first in the matrix."""
+        """From now on, compute the rows of these runs, which are the first rows of the matrix."""
         self.taking = [run for run in taking if run.nodes]
         key = storage_key(self.whole.weights)
         apart = (run for run in self.taking if storage_key(run.cluster.replicas.weights) != key)
