@@ -86,7 +86,7 @@ STRATEGIES: list[Strategy] = [
     EagerDiLoCoStrategy(H=2, lr=1e-2),
     NoLoCoStrategy(H=2, lr=1e-2),
     GossipStrategy(tracking=True, lr=1e-2),
-    MuLoCoStrategy(H=2, lr=1e-2),
+    MuLoCoStrategy(H=2, lr=1e-2, average="median"),
     ScaffoldStrategy(H=2, lr=1e-2),
     DionStrategy(lr=1e-2),
 ]

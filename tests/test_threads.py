@@ -100,8 +100,7 @@ def test_deterministic_runs_have_the_threads_that_the_real_ones_have() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize(("threads", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
 def test_equal_nodes_stay_equal_under_one_fused_call(threads: int, optimizer: str) -> None:
     """A fused kernel rounds the rest of a chunk, which is no whole vector, in another way: rows are whole vectors."""
     torch.set_num_threads(threads)
@@ -113,7 +112,7 @@ def test_equal_nodes_stay_equal_under_one_fused_call(threads: int, optimizer: st
     built = OptimSpec(optimizer, lr=1e-3, **options).build_over(weights, grads, deterministic=False)
     assert built.param_groups[0]["fused"] and len(built.param_groups[0]["params"]) == 1
     start = weights.clone()
-    for step in range(1000):
+    for step in range(200):
         grads[:] = torch.randn(columns, generator=stream)
         built.step()
         assert torch.equal(weights, weights[:1].expand_as(weights)), f"step {step + 1}"
