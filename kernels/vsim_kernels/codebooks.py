@@ -1,6 +1,6 @@
 """Codes that index a table of values: bins around the mean, and FP4.
 
-In all functions, NaN counts as 0, and an infinity as the largest finite magnitude with its sign, so that tables are
+In all functions, NaN counts as 0, and ±infinity as ± the largest finite magnitude of the row. Tables are therefore
 finite.
 """
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from .precision import working_dtype
 from .quantize import _max_magnitude, _ratio
 
-# Sign and three bits of exponent, no mantissa: ±2^−6 … ±1, with the smallest exponent for 0. Codes 8 … 15 are negative.
+# One sign bit, three exponent bits, no mantissa: codes 0 … 7 are 0 and 2^−6 … 1, codes 8 … 15 are the negative values.
 E3M0 = torch.tensor([0.0, *(2.0**e for e in range(-6, 1)), 0.0, *(-(2.0**e) for e in range(-6, 1))])
-_HALFWAY: list[float] = ((E3M0[:7] + E3M0[1:8]) / 2).tolist()  # from here, the next code is nearer
-_CODES_AT_ONCE = 16  # temporaries have at most 16 times the entries
+_HALFWAY: list[float] = ((E3M0[:7] + E3M0[1:8]) / 2).tolist()  # from this |x| / scale on, the next code is nearer
+_CODES_AT_ONCE = 16  # codes per temporary of `_sums_by_code`, which has 16 times the entries of y
 
 
 def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantize to bins around the mean of a row, six deviations wide in all; decode a bin as the mean of its entries.
+    """Quantize a row to 2^bits bins over six standard deviations around its mean; decode a bin as its entries' mean.
 
         scale = 6 · std(x) / 2^bits,  code = round((x − mean(x)) / scale + 2^bits / 2) in 0 … 2^bits − 1
         table[c] = mean of the entries with code c, 0 without entries
 
-    The mean of a bin is the value of least squared error for its entries, so the error's norm is at most the norm of x.
+    The mean of a bin's entries minimises their squared error, so the norm of the error is at most the norm of x.
 
     Args:
-        x: (…, n), floating; the last dimension is a row, whose std has n − 1 in its denominator.
-        bits: 1 to 8.
+        x: (…, n), floating; the last dimension is a row. The standard deviation of a row divides by n − 1.
+        bits: bits per code, 1 to 8.
 
     Returns:
         codes, the shape of x, uint8; and table (…, 2^bits), float32 (or float64 if x is), for `look_up`.
@@ -47,7 +47,7 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"bits must be between 1 and 8, got {bits}")
     x = x.to(working_dtype(x.dtype))
     largest = _max_magnitude(x, -1)
-    y = _ratio(x, largest).clamp_(-1, 1)  # so that no square or sum vanishes or overflows
+    y = _ratio(x, largest).clamp_(-1, 1)  # scaled to [−1, 1], so that no square or sum underflows or overflows
     centered = y - y.mean(-1, keepdim=True)
     scale = torch.linalg.vector_norm(centered, dim=-1, keepdim=True) * (6 / 2**bits / max(x.shape[-1] - 1, 1) ** 0.5)
     codes = _ratio(centered, scale).add_(2**bits / 2).round_().clamp_(0, 2**bits - 1).long()
@@ -57,10 +57,10 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _sums_by_code(y: Tensor, codes: Tensor, number: int) -> Tensor:
-    """Return the sums (…, number) of the entries of y (…, n) with each code, bitwise equal on every run.
+    """Return (…, number): for each code, the sum of the entries of y (…, n) with that code; bitwise equal on every run.
 
-    A CPU scatters in the order of the entries. Other devices add colliding entries in any order; on these, each code
-    sums a separate row, in which entries with other codes are 0.
+    A CPU scatters in the order of the entries. Other devices would add colliding entries in any order; there, the sum
+    of each code is over a separate copy of the row, in which entries with other codes are 0.
     """
     if _adds_in_order(y):
         return y.new_zeros(*y.shape[:-1], number).scatter_add_(-1, codes, y)

@@ -1,12 +1,12 @@
 """The kernels that `torch.compile` was measured to make faster, and their compiled forms.
 
-Measured on 2 AVX-512 cores with torch 2.13, 1 thread, K = 4 and 460,000 parameters (tests/benchmarks/bench_kernels.py;
-eager time over compiled time, above 1 is faster):
+Eager time / compiled time, measured on 2 AVX-512 cores with torch 2.13, 1 thread, K = 4 and 460,000 parameters
+(tests/benchmarks/bench_kernels.py); above 1, the compiled kernel is faster:
 
     topk_entries       1.9 – 2.0    compiled
     stochastic_codes   1.9 – 2.2    compiled
     dequantize         1.6 – 2.0    compiled
-    majority_vote      1.3          eager: takes half a millisecond
+    majority_vote      1.3          eager: takes only half a millisecond
     dct_tiles          1.1 – 1.8    eager: matrix products in either form
     uniform_quantize   0.9 – 1.2    eager
     quantize           0.7 – 0.9    eager
@@ -14,7 +14,7 @@ eager time over compiled time, above 1 is faster):
     left_factor, right_factor, orthogonalize, low_rank   0.3 – 0.8    eager
     write_entries_     0.1 – 0.3    eager: the compiled scatter copies the whole matrix
 
-The selection of entries is always eager, because its lengths depend on data.
+Kernels in `select` always run eagerly, because the number of chosen entries is random.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPILING_PAYS: frozenset[Callable[..., Any]] = frozenset({topk_entries, stochas
 
 
 def compiled(kernel: Kernel) -> Kernel:
-    """Return the kernel compiled if that pays, else the kernel itself.
+    """Return the compiled form of a kernel in `COMPILING_PAYS`; return other kernels unchanged.
 
     >>> compiled(sum) is sum
     True

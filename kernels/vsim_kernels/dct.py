@@ -26,8 +26,8 @@ def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = 
         C[u, i] = sqrt((2 − [u = 0]) / n) · cos(π (2i + 1) u / 2n)
 
     The matrix is built once per (n, device, dtype), in float64 on the CPU (some devices lack float64), then cast. The
-    result is the cached tensor: don't write to it. `torch.compile` uses the cache, too; without a cached matrix, it
-    traces the construction, and compiles again at the next call.
+    result is the cached tensor: don't write to it. Compiled code uses the cache, too; if a matrix is not cached yet,
+    `torch.compile` traces its construction, and compiles again at the next call.
 
     Args:
         n: size, at least 1.
@@ -75,7 +75,7 @@ def largest_divisor(n: int, at_most: int) -> int:
 
 
 def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
-    """Return the shape (h, w) of the tiles of a parameter of this shape (without node dimension).
+    """Return the shape (h, w) of a parameter's tiles, h, w ≤ chunk; `shape` is without the node dimension.
 
     Raises:
         ValueError: a dimension or chunk is below 1.
@@ -88,7 +88,7 @@ def tile_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape (rows, cols) of a parameter as a matrix (out, rest); a vector or scalar is one row.
+    """Return the shape (out, product of the other dimensions) of a parameter as a matrix; a vector is one row.
 
     >>> matrix_shape((32, 3, 3, 3)), matrix_shape((100,)), matrix_shape(())
     ((32, 27), (1, 100), (1, 1))

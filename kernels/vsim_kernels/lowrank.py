@@ -6,8 +6,6 @@ For matrices M_k (n, m) on K nodes and a *shared* Q (m, r) kept from the round b
     P̂  = orthogonalize(P)      on every node, with equal results
     Q' = mean_k M_kᵀ P̂         `right_factor`, then the caller's all-reduce of m · r numbers
     mean_k M_k ≈ P̂ Q'ᵀ         `low_rank`
-
-The means are collectives of the caller between these functions.
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ def low_rank(p: Tensor, q: Tensor) -> Tensor:
 def orthogonalize(p: Tensor) -> Tensor:
     """Return orthonormal columns; column i is in the span of the first i columns of p.
 
-    Computed by QR with a positive diagonal of R, which equals Gram-Schmidt in exact arithmetic and, unlike
-    Gram-Schmidt, keeps the columns orthogonal under rounding. A column that depends on earlier columns becomes an
-    arbitrary orthonormal column (for P = 0, of the identity), which does not harm the approximation.
+    The method is QR with a positive diagonal of R: in exact arithmetic, Gram-Schmidt; with rounding, more orthogonal
+    than Gram-Schmidt. A column that depends linearly on earlier columns is replaced by an arbitrary orthonormal column
+    (of the identity if P = 0), which does not harm the approximation.
 
     Args:
         p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.

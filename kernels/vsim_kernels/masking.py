@@ -3,8 +3,8 @@
 x is *stacked* (K, N), one row per node; `index` is *shared* (m,) int64 and names distinct columns. x may be a slice of
 rows of a larger matrix; `scatter_` writes through the strides of x, and never reallocates x.
 
-`scatter_` with an expanded index writes row by row. On a CPU, advanced indexing writes column by column, up to three
-times slower, and compiling does not pay, because compiled code copies all of x.
+`scatter_` with an expanded index writes row by row. On a CPU, advanced indexing is up to three times slower, because
+it writes column by column; compiled code is slower, too, because it copies all of x.
 """
 
 from __future__ import annotations

@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def sort_rows(rows: Tensor) -> list[Tensor]:
-    """Return the n values of every entry in ascending order.
+    """Return each entry's values on the n nodes, in ascending order.
 
-    On a CPU, uses Batcher's merge exchange, which compares and exchanges whole rows about n·log²(n)/4 times, at the
-    speed of memory; `torch.sort` would sort the few values of each entry separately. On other devices, where each
-    exchange would be two launches, uses `torch.sort`.
+    On a CPU, uses Batcher's merge exchange, which compares and exchanges whole rows about n·log²(n)/4 times, at memory
+    bandwidth; `torch.sort` would sort the few values of each entry separately. On other devices, where each exchange
+    would be two kernel launches, uses `torch.sort`.
 
     Args:
         rows: *stacked* (n, …).
 
     Returns:
-        n tensors (…), *shared*: the smallest values, …, the largest.
+        n tensors (…), *shared*: the smallest values of all entries first, the largest last.
 
     Source: Knuth, The Art of Computer Programming 3, algorithm 5.2.2M.
     """

@@ -1,4 +1,4 @@
-"""Pack numbers of a few bits into bytes without gaps, as indices and codes are sent."""
+"""Pack whole numbers of a few bits each into bytes without gaps: the form in which indices and codes are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pack_bits(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """Invert `pack_bits`, for parts of `counts` numbers; return *stacked* (K, n_i), int64."""
+    """Invert `pack_bits`: return part i, of `counts[i]` numbers per node, as *stacked* (K, counts[i]), int64."""
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     stream = _bits_of(packed, 8)[:, : sum(sizes)].split(sizes, dim=1)
     return [
@@ -38,13 +38,13 @@ def unpack_bits(packed: Tensor, counts: Sequence[int], widths: Sequence[int]) ->
 
 
 def _bits_of(numbers: Tensor, width: int) -> Tensor:
-    """(K, n) → (K, n · width), uint8."""
+    """Return the lowest `width` bits of each number, lowest first: (K, n) → (K, n · width), uint8."""
     places = torch.arange(width, device=numbers.device)
     return (numbers[..., None] >> places).bitwise_and_(1).to(torch.uint8).flatten(1)
 
 
 def _numbers_of(bits: Tensor, width: int) -> Tensor:
-    """(K, n · width) → (K, n), int64."""
+    """Return the numbers of `width` bits each, the inverse of `_bits_of`: (K, n · width) → (K, n), int64."""
     places = torch.arange(width, device=bits.device)
     return (bits.unflatten(1, (-1, width)) << places).sum(-1)
 

@@ -1,4 +1,4 @@
-"""The precision of the arithmetic, as distinct from that of the stored tensors."""
+"""The dtype in which kernels compute, which may be wider than the dtype of the tensors."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, T
     magnitude = _magnitude(x)
     norm = torch.linalg.vector_norm(magnitude, dim=-1, keepdim=True)
     if x.shape[-1] > 0:
-        # Squares of tiny entries underflow, and squares of huge entries overflow. Any norm ≥ max|x| is unbiased.
+        # Squares of tiny entries underflow, and of huge entries overflow. Codes are unbiased for any norm ≥ max|x|.
         norm = torch.maximum(norm, magnitude.amax(-1, keepdim=True)).clamp_(max=torch.finfo(x.dtype).max)
     scale = norm / levels
     y = _ratio(x, scale).abs_().clamp_(max=levels)
@@ -130,7 +130,7 @@ def _magnitude(x: Tensor) -> Tensor:
 
 
 def _max_magnitude(x: Tensor, dim: int | None) -> Tensor:
-    """Return the largest finite |x|, with the dimension kept; 0 without finite entries."""
+    """Return the largest finite |x|, with the dimension kept; 0 if no entry is finite."""
     dims = _spanned(x, dim)
     if x.numel() == 0:
         return x.sum(dims, keepdim=True)
@@ -148,7 +148,7 @@ def _spanned(x: Tensor, dim: int | None) -> list[int]:
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """Return x / scale, with 0 for NaN; keep infinities. Divide by 1 if the scale is 0: such codes don't matter."""
+    """Return x / scale, with 0 for NaN; keep infinities. Where the scale is 0, codes don't matter: divide by 1."""
     return (x / torch.where(scale > 0, scale, 1.0)).nan_to_num_(0.0, float("inf"), -float("inf"))
 
 

@@ -34,7 +34,7 @@ def bernoulli_indices(
         numel: length of the vector, at least 0.
         p: probability of each entry, in [0, 1].
         generator: a CPU generator, the only source of randomness; the number of its draws is random.
-        device: of the result; default: the CPU. On the meta device, nothing is drawn, and m is the expected number.
+        device: the result's device; default: the CPU. On the meta device, nothing is drawn; m is the expected number.
 
     Returns:
         (m,) int64, ascending and distinct, *shared*; m ~ Binomial(numel, p).
@@ -63,11 +63,11 @@ def bernoulli_indices(
 
 
 def _ones(numel: int, p: float, generator: torch.Generator) -> Tensor:
-    """Return the indices for 0 ≤ p ≤ 1/2, on the CPU."""
+    """Return the result of `bernoulli_indices` for 0 ≤ p ≤ 1/2, on the CPU."""
     if numel == 0 or p == 0.0:
         return torch.empty(0, dtype=torch.int64)
     pieces = []
-    last = -1  # the index of the last one so far; the sequence is memoryless, so that draws may continue behind it
+    last = -1  # index of the last 1 so far; a Bernoulli sequence is memoryless, so draws may continue behind it
     while last < numel - 1:
         expected = (numel - 1 - last) * p
         # Draw four standard deviations more than expected: one in 30,000 calls then needs a second piece.

@@ -10,13 +10,13 @@ from torch import Tensor
 from .dct import largest_divisor
 from .precision import working_dtype
 
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per number → integer dtype
 
 
 def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k entries of largest magnitude in every row, exactly.
 
-    Works in stages if stages are less work. A row is n/b groups of b entries, where b is the largest divisor of n up to
+    For n > 8k, the work is done in stages. A row is n/b groups of b entries, where b is the largest divisor of n up to
     sqrt(n/k). The k largest entries lie in the k groups with the largest maxima, because these k maxima are at least as
     large as any entry of other groups. The stages: compute the groups' maxima; find the k best groups by the same
     procedure; find the k largest of the k · b entries of these groups.
@@ -70,7 +70,7 @@ def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
     Args:
         index: *stacked* (K, s) int64, the entries that each node sent, distinct in a row.
         values: *stacked* (K, s), floating.
-        n: entries.
+        n: the number of entries of the result.
 
     Returns:
         *shared* (n,) in the dtype of values.
@@ -85,8 +85,8 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
 
         out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
 
-    An entry sent with value 0 counts as sent. `scatter_sum` adds the values; one scatter counts the nodes, because
-    whole numbers may be added in any order.
+    An entry sent with value 0 counts as sent. `scatter_sum` adds the values. One scatter counts the senders on every
+    device, because the order in which whole numbers are added does not matter.
 
     Args:
         index, values, n: see `scatter_sum`.

@@ -1,4 +1,4 @@
-"""The cluster that a strategy works on: the nodes held here, their collectives, and their shared decisions."""
+"""The cluster that a strategy works on: the nodes of this process, their collectives, and their shared decisions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Cluster:
     """K nodes in the middle of a run.
 
     Attributes:
-        replicas: the weights, gradients and buffers of the nodes held here.
+        replicas: the weights, gradients and buffers of the nodes held here (by this process: all K in the simulator).
         collectives: the only way for nodes to communicate.
-        generator: for random decisions of all nodes together (masks, islands, cohorts); on the CPU, so that the
-            decisions do not depend on the device.
+        generator: draws the random decisions that all nodes share (masks, islands, cohorts); on the CPU, so that
+            these decisions do not depend on the device.
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
-        seconds: the compute seconds of the nodes, if a schedule of syncs needs them.
+        seconds: a function for the nodes' compute seconds, if a schedule of syncs needs them.
         gradient_at: computes the gradients of the nodes held here at other weights; None if steps are not computed.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def completed(self) -> int:
-        """t, the optimizer steps completed."""
+        """t, the number of completed optimizer steps."""
         position = self.collectives.position
         return position.step - (position.moment != "end")
 
@@ -85,7 +85,7 @@ class Cluster:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """(K,) the numbers of the nodes or clients that take part now, as in the ledger."""
+        """(K,) the ledger's numbers of the nodes or clients that take part now."""
         return tuple(self.collectives.active)
 
     @property
@@ -106,7 +106,7 @@ class Cluster:
 
     @property
     def resting_nodes(self) -> list[int]:
-        """The nodes that rest in this step: clients that have completed their epochs of a round."""
+        """The places in `active` of clients that rest in this step: they have completed their epochs of the round."""
         segment = None if self.plan is None else self.plan.segment(max(1, self.step))
         if segment is None or not segment.steps:
             return []
@@ -114,13 +114,13 @@ class Cluster:
 
     @property
     def resting(self) -> list[int]:
-        """The rows of resting nodes that this process holds."""
+        """The row numbers of the resting nodes that are held here."""
         held = self.replicas.nodes
         return [node - held.start for node in self.resting_nodes if node in held]
 
     @property
     def weights(self) -> Tensor:
-        """Stacked (R, P), a row for each node held here; rows are contiguous, possibly with gaps between them.
+        """The weights, stacked (R, P): a row for each node held here. Rows are contiguous, possibly with gaps between.
 
         If all nodes share one row, the tensor is read-only.
         """
@@ -128,14 +128,14 @@ class Cluster:
 
     @property
     def grads(self) -> Tensor:
-        """Stacked (R, P) gradients."""
+        """The gradients, stacked (R, P)."""
         return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
-        """Return stacked gradients (R, P) at weights `at`, stacked (R, P), as by a second pass of every node.
+        """Return every node's gradient at the weights `at`, both stacked (R, P), as in a second backward pass.
 
-        Weights, gradients, buffers and random streams of the nodes stay unchanged, so that all gradients of a step draw
-        the same numbers. Frozen parameters have a gradient of zero.
+        The nodes' weights, gradients, buffers and random streams stay unchanged, so all passes of a step draw the same
+        random numbers (dropout masks). Frozen parameters have a gradient of zero.
 
         Args:
             batch: stacked batch (R, B, …) of the nodes held here; default: the batch of the current step.
@@ -161,7 +161,7 @@ class Cluster:
         return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,), for evaluation, unbilled; do not round weights equal on all nodes."""
+        """Return the mean replica, shared (P,), unbilled. Weights that are equal on all nodes are not rounded."""
         if self.replicas.shares_weights:
             return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce

@@ -28,9 +28,9 @@ from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_
 Nodes = Sequence[int] | Tensor | None  # numbers of nodes; None: all nodes
 Among = Nodes | Sequence[Sequence[int] | Tensor]
 Pairs = Sequence[tuple[int, int]] | Tensor
-Bytes = float | None  # None: the size of the tensor
+Bytes = float | None  # None: the bytes of a row
 Finish = Callable[[], Tensor]  # waits for the issued messages, and returns the result
-Merge = Callable[[Tensor, Tensor | None], Tensor]  # rows (n, …), weights (n,) that sum to 1, or None → (…)
+Merge = Callable[[Tensor, Tensor | None], Tensor]  # f(rows (n, …), weights (n,) that sum to 1 or None) → (…)
 COLLECTIVES = ("all_reduce", "merge", "all_gather", "all_to_all", "broadcast", "send", "push", "pull")
 _P = ParamSpec("_P")
 
@@ -60,7 +60,7 @@ class Pending:
         """Return the result of the collective.
 
         Raises:
-            RuntimeError: the current step is not the step `due` in the ledger.
+            RuntimeError: the current step is not the step `due`.
         """
         if self._collectives.position.step != self.due:
             raise RuntimeError(
@@ -91,15 +91,15 @@ class Collectives(ABC):
     - `among`: the nodes that take part; default: all. `all_reduce` and `merge` also take a list of several groups, each
       of which reduces separately. With `among`, results are stacked, and a node that does not take part keeps its row.
 
-    Nodes are named by the numbers in `active`; rows and weights are in the order of `active`.
+    Arguments name nodes by their numbers in `active`; rows and weights are in the order of `active`.
 
-    Nodes that take part now have the places 0 … n − 1 in `active`. A process that holds none of them also calls the
-    collectives, with one row that no node receives, to keep its shared state up to date.
+    The n nodes that take part now have the places 0 … n − 1 in `active`. A process that holds none of these nodes also
+    calls the collectives, with one row that no node receives, to keep its shared state up to date.
 
     Args:
         ledger: records the calls.
-        machines: the machines of each process, in the order of the processes. A machine is a node, or computes for the
-            clients of a population. rank: the number of this process.
+        machines: the machines of each process, in the order of the processes. A machine computes for one node, or for
+            one client of a population after another. rank: the number of this process.
 
     Attributes:
         active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n.
@@ -152,8 +152,8 @@ class Collectives(ABC):
             op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
             weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
             summable: whether a sum of messages is no larger than a message, so that `payload_bytes` may be below the
-                bytes of a row without a warning. Gather messages that are not summable, such as codes with a scale for
-                each node.
+                bytes of a row without a warning. Use `all_gather` for messages that are not summable, such as codes
+                with a scale for each node.
 
         Returns:
             Shared (…); with `among`, stacked (R, …), where every row is the result of its own group.
@@ -209,7 +209,7 @@ class Collectives(ABC):
         """Give every node the rows of all nodes: (R, …) → shared (K, …), in the order of the ranks.
 
         With `among` of n nodes, the result is stacked (R, n, …), in the order of `among`. A node that does not take
-        part gets its row n times.
+        part gets its own row n times.
         """
         group = self._one_group(among)
         self._record("all_gather", label, stacked, [group], payload_bytes)
@@ -222,7 +222,7 @@ class Collectives(ABC):
     def all_to_all(
         self, stacked: Tensor, *, among: Nodes = None, label: str = "all_to_all", payload_bytes: Bytes = None
     ) -> Finish:
-        """Send the j-th part of every row to node j of n: (R, n, …) → stacked (R, n, …), in the nodes' order."""
+        """Send part j of every row to node j of n: (R, n, …) → stacked (R, n, …); part i received is from node i."""
         group = self._one_group(among)
         if stacked.shape[1:2] != (len(group),):
             raise ValueError(f"all_to_all takes a part for each of {len(group)} nodes, got {tuple(stacked.shape)}")
@@ -282,7 +282,7 @@ class Collectives(ABC):
     def push(self, stacked: Tensor, *, among: Nodes = None, label: str = "push", payload_bytes: Bytes = None) -> Finish:
         """Send rows to a server, which is not a node: (R, …) → shared (n, …), in the order of `among`.
 
-        The server's state is shared: every process computes the server's work on the rows.
+        Every process repeats the server's computations, so that the server's state is shared.
         """
         group = self._one_group(among)
         self._record("push", label, stacked, [group], payload_bytes)
@@ -301,8 +301,8 @@ class Collectives(ABC):
         """Fetch a value (…) from the server, which transmits the value to every node that pulls.
 
         Returns:
-            Without `stacked`, `shared`. Otherwise stacked (R, …): `shared` on the nodes that pull, and the rows of
-            `stacked` (R, …) on all other nodes.
+            A copy of `shared` if `stacked` is not given. Otherwise stacked (R, …): nodes that pull have the row
+            `shared`, and all other nodes have their rows of `stacked` (R, …).
         """
         group = self._one_group(among)
         self._record("pull", label, shared[None], [group], payload_bytes)
@@ -318,7 +318,7 @@ class Collectives(ABC):
         Args:
             collective: the name of a method of this class; or a function that communicates through this object, such
                 as a compressor's exchange of several messages. Processes wait for a function at once, because its later
-                messages depend on earlier ones. arguments, options: of the method or function.
+                messages depend on earlier ones. arguments, options: the arguments of the method or function.
             delay: steps until the result is taken, at least 0. The ledger records that step as `due`, even if the run
                 ends before it.
         """
@@ -337,7 +337,7 @@ class Collectives(ABC):
 
     @contextmanager
     def unbilled(self) -> Iterator[None]:
-        """Do not record calls in the ledger within a block, because measurements are not part of a run."""
+        """Leave the calls of a block out of the ledger: for measurements, which are not part of a run."""
         before, self._billed = self._billed, False
         try:
             yield
@@ -406,13 +406,13 @@ class Collectives(ABC):
         self.ledger.record(event)
 
     def _named(self, group: Sequence[int]) -> Sequence[int]:
-        """Return the ledger's numbers of nodes at places in `active`."""
+        """Return the ledger's numbers of the nodes at the places `group` in `active`."""
         if isinstance(self.active, range):  # all nodes
             return group if isinstance(group, range) else tuple(group)
         return tuple(self.active[node] for node in group)
 
     def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
-        """Write received values to the rows of receiving nodes that are held here."""
+        """Return a copy of `stacked` with received values in the rows of receiving nodes; `parts`: (nodes, values)."""
 
         def finish() -> Tensor:
             result = stacked.clone()
@@ -464,7 +464,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        """(R, n, …) → (m, n, …): the parts of every row of a group of n for the m of its nodes that are held here."""
+        """(R, n, …) → (m, n, …): for each of the m nodes of a group held here, the parts from all n of the group."""
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
         """(R, …) → (n, …): the rows of n `sources`, received once if any of the `receivers` is held here."""
@@ -474,7 +474,7 @@ class Collectives(ABC):
 def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:
     def finish() -> Tensor:
         dense = rows().contiguous()
-        # Shares that sum to 1 would be 0 as integers.
+        # For rows of integers, keep the shares floating: as integers, shares below 1 would be 0.
         return function(dense, None if shares is None else shares.to(dense.device if is_whole(dense) else dense))
 
     return finish

@@ -18,13 +18,13 @@ from vsim.private_torch import storage_key
 
 Key = TypeVar("Key")
 
-# Key of a matrix's state for parameters that were skipped: name → the parameter's state besides its columns, such as
-# the step count; None if the parameter was never stepped.
+# Key, in the optimizer state of a whole matrix, of a dict for parameters that were ever skipped: name → the parameter's
+# state that has no columns, such as its step count; None if the parameter was never stepped.
 _APART = "apart"
 
 
 def ranges(layout: Sequence[Columns], key: Callable[[str], Key]) -> Iterator[tuple[Key, slice]]:
-    """Yield (key of the name, columns) for parameters; adjacent parameters with equal keys are one range."""
+    """Yield (key, columns) for each range of adjacent parameters whose names have the same key."""
     for value, own in groupby(layout, lambda columns: key(columns.name)):
         first, *others = own
         yield value, slice(first.start, [first, *others][-1].stop)
@@ -43,7 +43,7 @@ def skipping(cluster: Cluster) -> Iterator[None]:
 
     An optimizer with a tensor for each parameter leaves out the frozen tensors. An optimizer over whole rows steps
     ranges of columns instead, each with views of the rows' state. A parameter that was once skipped is a separate range
-    with a separate step count, so that Adam corrects the bias by the steps of this parameter after it is unfrozen.
+    with a separate step count: when it is unfrozen, Adam corrects its bias by the steps of this parameter alone.
     """
     if not cluster.frozen:
         yield
@@ -69,11 +69,11 @@ class _Parts:
                 start = (p.data_ptr() - weights.data_ptr()) // p.element_size() % weights.stride(0)
                 is_whole = p.dim() > 0 and p.stride(-1) == 1 and p.shape[-1] >= weights.shape[1] and start == 0
                 self.names[id(p)] = None if is_whole else names.get(start, "")
-        self.before: list[dict[str, Any]] = []  # entries of the parameter groups
+        self.before: list[dict[str, Any]] = []  # the replaced entries of the parameter groups
         self.split: list[tuple[Tensor, list[tuple[str | None, slice, Tensor]]]] = []
 
     def divide(self, optimizer: Optimizer, *_: Any) -> None:
-        """Replace the optimizer's tensors by ranges of columns, and by tensors that are not frozen."""
+        """Replace the optimizer's whole rows by ranges of columns, and leave out its frozen tensors."""
         self.split, self.before = [], []
         for group in optimizer.param_groups:
             self.before.append({key: group[key] for key in ("params", "fused") if key in group})
@@ -86,11 +86,11 @@ class _Parts:
                 self.split.append((p, self._divided(optimizer, p)))
                 stepped += [part for _, _, part in self.split[-1][1]]
                 if group.get("fused"):
-                    group["fused"] = None  # a fused kernel takes ranges of columns for contiguous
+                    group["fused"] = None  # a fused kernel would read ranges of columns as if contiguous
             group["params"] = stepped
 
     def _divided(self, optimizer: Optimizer, p: Tensor) -> list[tuple[str | None, slice, Tensor]]:
-        """Return (name, columns, part) of the ranges to step; the name is None if no parameter in it was skipped."""
+        """Return (name, columns, part) of the ranges to step; name: None for parameters that were never skipped."""
         whole = optimizer.state.get(p) or {}
         apart: dict[str, Any] = whole.pop(_APART, {})
         numbers = {key: value for key, value in whole.items() if not _is_alike(value, p)}

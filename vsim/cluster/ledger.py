@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Groups = tuple[Sequence[int], ...]
-BYTES_OF_A_STEP = 256  # least memory of the record of a step
+BYTES_OF_A_STEP = 256  # lower bound of the memory for the record of a step
 
 
 @dataclass
@@ -101,7 +101,7 @@ def _wire_bytes(collective: str, sizes: tuple[int, ...], payload_bytes: float) -
     return float(busiest * payload), float(total * payload), float(server * payload)
 
 
-# Derived columns of events, in tables.
+# Properties of `Event` that are columns of `Ledger.to_pandas`.
 _DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
 
 
@@ -112,13 +112,13 @@ class Ledger(Sequence[Event]):
         num_nodes: K, or the number of clients in a population.
         position: the current position of the recorded run.
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
-        steps: recorded steps of the run, including steps without an event.
-        clock: the compute and network on which the run's results depend, as plain data: the compute that decided which
-            nodes were late, or the compute and network of an asynchronous run.
-        seconds: for every step of an asynchronous run, the time at which the step was done, and the compute time per
-            node until then, averaged over the nodes.
+        steps: the number of recorded steps, including steps without an event.
+        clock: the settings of time on which the run's results depend, as plain data: the compute that decided which
+            nodes were late, or the compute and network of an asynchronous run. None if results depend on no time.
+        seconds: for every step of an asynchronous run, the time at which the step was done, and the mean compute time
+            of the nodes until then, in seconds.
         doubted: labels of all-reduces whose payload got a warning in this run.
-        total_wire_bytes: bytes transmitted so far by all nodes. server_wire_bytes: by the server, which is not a node.
+        total_wire_bytes, server_wire_bytes: bytes transmitted so far by all nodes, and by the server (not a node).
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -134,8 +134,8 @@ class Ledger(Sequence[Event]):
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self.doubted: set[str] = set()
         self._events: list[Event] = []
-        # Payload and wire bytes that all nodes have in common, each node's additional bytes, and the maximum of the
-        # latter. Most events concern all nodes alike, and must not cost a sum over all nodes.
+        # (payload, wire) bytes that every node has in common, (2, K) the additional bytes of each node, and their
+        # maximum over the nodes. Most events concern all nodes alike; recording them must not cost a sum over K nodes.
         self._alike = [0.0, 0.0]
         self._own = np.zeros((2, 1))
         self._most = [0.0, 0.0]

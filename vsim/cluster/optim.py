@@ -37,9 +37,9 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-# Fused kernels pass over memory once, not once for each operation; the last bits may differ from separate operations.
-# Weights below float32 would differ more, because separate operations round each time, and torch's fused SGD is wrong
-# for bfloat16. Adagrad has a fused kernel on CPU and CUDA only.
+# Optimizers with fused kernels, which pass over memory once; the last bits may differ from separate operations. 16-bit
+# weights get no fused kernel: separate operations round to 16 bits each time, so results would differ more, and torch's
+# fused SGD is wrong for bfloat16. Adagrad has a fused kernel on CPU and CUDA only.
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW})
 _FUSED_ON_SOME = frozenset({*_FUSED, torch.optim.Adagrad})
 _PRECISE = (torch.float32, torch.float64)
@@ -149,7 +149,7 @@ class OptimSpec:
         return self.cls in ELEMENTWISE and self.rest is None
 
     def parts(self, model: nn.Module) -> list[tuple[OptimSpec, list[str]]]:
-        """Return the optimizers of `model`, this one first, each with the names of its parameters.
+        """Return the specifications for `cls` and then `rest`, each with the names of its parameters of `model`.
 
         Raises:
             ValueError: `cls` gets no parameter, or gets one that it does not accept.
@@ -179,7 +179,7 @@ class OptimSpec:
     def build(self, parameters: nn.Module | Iterable[Tensor]) -> StackedOptimizer:
         """Build the optimizer over `parameters`: tensors with a `.grad`, or a module.
 
-        For the stacked `self.model` of a strategy, an optimizer that is not elementwise becomes one for each node.
+        For the stacked `self.model` of a strategy, an optimizer that is not elementwise becomes one optimizer per node.
         """
         if isinstance(parameters, nn.Module):
             named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
@@ -189,7 +189,7 @@ class OptimSpec:
         return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
-        """Build the optimizer of all nodes of `replicas`: one optimizer over the matrix if the result is the same."""
+        """Build the optimizer of all nodes of `replicas`: one over the matrix if that equals one optimizer per node."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
             # If the nodes share one row of weights, all rows of gradients are equal: use the first.
@@ -222,11 +222,11 @@ class OptimSpec:
     def build_over(self, weights: Tensor, grads: Tensor, deterministic: bool) -> Any:
         """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
 
-        A matrix is stepped with the gaps between its rows, as one dense parameter (R, pitch). Fused kernels then read
-        memory in whole vectors, so that equal rows are rounded alike wherever a thread's part ends.
+        Rows are stepped together with the gaps between them, as one dense parameter (R, pitch). Fused kernels then read
+        whole SIMD vectors, so that equal rows are rounded alike, wherever the part of a thread ends.
         """
         if deterministic and self.kwargs.get("fused"):
-            # On one node, a parameter's last entries may not fill a vector, and are then rounded differently.
+            # Step row by row: a single node's last entries may not fill a vector, and are then rounded differently.
             return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
@@ -315,8 +315,8 @@ def resolve_optim(
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
     """Scale every node's gradient so that its 2-norm is at most `max_norm`, as torch's clip_grad_norm_ does.
 
-    With `exact`, torch's function computes the norm tensor by tensor, bitwise equal to a node alone; otherwise the norm
-    is computed over whole rows at once.
+    With `exact`, torch's function computes the norm tensor by tensor, bitwise equal to a run with one node. Otherwise,
+    the norms of all rows are computed at once.
     """
     grads = replicas.grads
     if exact:

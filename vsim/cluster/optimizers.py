@@ -52,7 +52,7 @@ class JointOptimizers:
 
 
 class NodeOptimizers(JointOptimizers):
-    """A separate optimizer per node, needed where the update of an element depends on others of its tensor.
+    """A separate optimizer per node, for updates of an element that depend on other elements of its tensor.
 
     Args:
         cls: the class of torch optimizers.
@@ -60,7 +60,7 @@ class NodeOptimizers(JointOptimizers):
         options: the arguments of each optimizer.
 
     Attributes:
-        optimizers: node by node.
+        optimizers: the optimizers of the nodes that take part now, row by row.
     """
 
     optimizers: Sequence[Optimizer]
@@ -74,7 +74,7 @@ class NodeOptimizers(JointOptimizers):
         super().__init__(self._all)
 
     def attend(self) -> None:
-        """Step the present rows of the stacked tensors from now on, with one optimizer per row."""
+        """Step the current rows of the stacked tensors from now on, with one optimizer per row."""
         self.optimizers = self._all[: len(self.stacked[0])]
         for optimizer in self._all:
             mark_stepped(optimizer)  # otherwise torch warns, because the schedules of absent nodes continue
@@ -95,7 +95,7 @@ StackedOptimizer = Optimizer | JointOptimizers
 
 
 def without_compiler(cls: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Return a subclass for checking arguments, without loading torch.compile; callers must disable gradients.
+    """Return a subclass of `cls` that does not load torch.compile, to check arguments; callers must disable gradients.
 
     torch's optimizers load torch.compile, which takes a second and 70 MB, only to opt out of tracing.
     """
@@ -111,7 +111,7 @@ def torch_optimizers(optimizer: StackedOptimizer) -> list[Optimizer]:
 
 
 def parts_of(optimizer: StackedOptimizer) -> list[StackedOptimizer]:
-    """Return the optimizers of the parts of the parameters, one for each of `OptimSpec.parts`."""
+    """Return one optimizer for each of `OptimSpec.parts`, in their order."""
     if isinstance(optimizer, Optimizer | NodeOptimizers):
         return [optimizer]
     return list(optimizer.optimizers)
@@ -150,7 +150,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
 
 
 def move(tensors: Iterable[Tensor], earlier: Replicas, replicas: Replicas) -> None:
-    """Point stacked parameters and their gradients, views of earlier rows of a matrix, to the rows of `replicas`."""
+    """Point stacked parameters and their gradients, so far views of rows of `earlier`, to the rows of `replicas`."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         grad, tensor.grad = tensor.grad, None
         tensor.data = replicas.moved_view(tensor.data, earlier)
@@ -171,7 +171,7 @@ def forget(optimizer: StackedOptimizer) -> None:
 
 
 def stepped_tensors(optimizer: StackedOptimizer) -> list[Tensor]:
-    """Return the tensors that a stacked optimizer steps, by their `.grad`."""
+    """Return the tensors that a stacked optimizer steps from their `.grad`."""
     if isinstance(optimizer, NodeOptimizers):
         return list(optimizer.stacked)
     if isinstance(optimizer, JointOptimizers):

@@ -1,7 +1,7 @@
 """Plan which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
 
-A node that does not take part does not step, count, draw or send. Participation is decided in advance, from the seed. A
-`Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
+A node that does not take part takes no step, is in no mean, draws no random number and sends nothing. Participation is
+decided in advance, from the seed. A `Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
 from vsim.reading import read_text
 
-_ROUNDING = 1 + 1e-12  # tolerance for rounding when a number must be whole, or a node on time
+_ROUNDING = 1 + 1e-12  # relative tolerance for rounding errors of arrival times and of counts
 
 
 class Participation(ABC):
@@ -178,13 +178,13 @@ class Availability(ByChance):
 class ByLabel(Availability):
     """Classes take turns: a client takes part the likelier, the more examples of the current class it has.
 
-    In a turn of class c, client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c n_kc,  where
-    n_kc is the number of its examples of class c: with probability 1 if c is its largest class. At least one client
-    takes part in every round.
+    In a turn of class c, client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c' n_kc',
+    where n_kc is the number of examples of class c that client k has. If c is the client's largest class, the
+    probability is 1. At least one client takes part in every round.
 
     Args:
         counts: (K, classes) the examples of every client by class, such as `partition(…).counts`.
-        turn: rounds of each class's turn.
+        turn: the number of rounds in a class's turn.
         otherwise: the probability of a client without examples of the class, in [0, 1].
         rounds: steps per round; default: from one sync of the strategy to the next.
 
@@ -201,7 +201,7 @@ class ByLabel(Availability):
 
 
 def _table(name: str, value: Any, dims: tuple[int, ...], at_most: float = math.inf) -> NDArray[np.float64]:
-    """Return a value of each node, at least 0, as an array; raise an error unless its dimensions are in `dims`."""
+    """Return `value` as an array; raise an error unless numbers are in [0, at_most], and their dimensions in `dims`."""
     shape = f"numbers in {' or '.join(map(str, dims))} dimensions"
     try:
         found = np.asarray(value, np.float64).copy()
@@ -259,7 +259,7 @@ class Trace(Participation):
     """Failures, leaves and joins from a record, for instance of a cluster's scheduler.
 
     Args:
-        file: a CSV file with the columns step, node and event ("join", "leave" or "fail"), or such rows. An event
+        file: a CSV file with the columns step, node and event ("join", "leave" or "fail"), or such tuples. An event
             happens after `step` completed steps. A node takes part from the start unless its first event is a join.
     """
 
@@ -318,7 +318,7 @@ class Stragglers(Participation):
 
     The rule needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. With
     `participation=rule`, a round lasts from one sync of the strategy to the next. With `Sample(stragglers=rule)`, a
-    round is the cohort's.
+    round is a round of `Sample`.
     """
 
     needs_compute = True
@@ -326,15 +326,15 @@ class Stragglers(Participation):
 
     @abstractmethod
     def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
-        """Return the number of first arrivals that count, at least 1, and the least duration of the round in seconds.
+        """Return the number of earliest arrivals whose work counts, at least 1, and the round's least seconds.
 
         Args:
             arrivals: seconds from the beginning of the round, in ascending order.
-            wanted: the number of nodes wanted, without extra draws. steps: of the round.
+            wanted: the number of nodes wanted, without extra draws. steps: the number of steps of the round.
         """
 
     def begun(self) -> Stragglers:
-        """Return the rule for one run, called for the run's rounds in order. Default: this rule, which has no state."""
+        """Return the rule to apply to one run's rounds in order; default: this rule, which has no state."""
         return self
 
     def plan(self, given: Round) -> Plan:
@@ -447,7 +447,7 @@ class OverCommit(Stragglers):
 
 
 class Sample(Participation):
-    """Draw a cohort of n clients from a population of N for each round, without replacement; n rows serve the cohort.
+    """Draw a cohort of n clients from a population of N for each round, without replacement; one row trains one client.
 
     A client starts a round from the global weights, with a fresh inner optimizer. Its data, random stream and lasting
     state (`keep_client` of `vsim.cluster.state.Stateful`) continue from the client's previous round. With n = N, and

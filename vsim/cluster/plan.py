@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vsim.cluster.store import Store
 
-# f(first, last, local) → every node's compute seconds for steps first … last (from 1), or `local` steps per node.
+# f(first, last, local) → every node's compute seconds for steps first … last (from 1), or if given for `local` steps.
 ComputeSeconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
 BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
         first, last: the numbers of the first and last step, from 1.
         nodes: the nodes that take part, in ascending order.
         late: the nodes that computed but arrived too late; their work is lost.
-        seconds: the least duration of the segment, until a deadline.
+        seconds: the least duration of the segment in seconds, given by a deadline.
         steps: the number of local steps of each node, after which the node rests; empty: all steps of the segment.
     """
 
@@ -42,7 +42,7 @@ class Round(NamedTuple):
     """The facts about a run from which its plan is made.
 
     Attributes:
-        num_nodes, seed: of the run. period: steps from one sync of the run's strategy to the next.
+        num_nodes, seed: arguments of the run. period: steps from one sync of the run's strategy to the next.
         seconds: the compute seconds of nodes, if known.
         epochs: (N,) the number of steps in an epoch of each node or client.
         syncs: the steps of all syncs of the run, if intervals differ; `period` is then the shortest interval.
@@ -131,7 +131,7 @@ class Plan:
         return next((node for node in before if node in now), before[0])
 
     def machines(self, step: int) -> Nodes:
-        """Return the machines that compute in the segment of `step`: the nodes, or with clients the first machines."""
+        """Return the machines that compute in the segment of `step`: its nodes; for n clients, the first n machines."""
         nodes = self.segment(step).nodes
         return tuple(range(len(nodes))) if self.renews else nodes
 

@@ -27,7 +27,7 @@ _LOCK = threading.RLock()
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Check and return the state of a NumPy generator, because NumPy does not check its position in memory."""
+    """Check the positions in a NumPy generator's state, which NumPy reads memory at unchecked; return the state."""
     for where, name, length in ((state.get("state"), "pos", 624), (state, "buffer_pos", 4)):
         if isinstance(where, dict) and name in where and not 0 <= where[name] <= length:
             raise ValueError(f"{name} of {state.get('bit_generator')} must be from 0 to {length}, got {where[name]}")
@@ -120,7 +120,7 @@ def fingerprints(device: torch.device) -> dict[str, bytes]:
 
 
 class DataStates:
-    """The states of the global random generators for the data of one of several runs, as if this run were alone.
+    """The states of the global random generators for one run's data, as if no other run drew from the generators.
 
     Args:
         seed: seeds the generators, as in `isolated`. device: the device whose default generator is included.

@@ -15,10 +15,10 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def rows_on(device: torch.device, rows: Sequence[int]) -> Any:
-    """Return an index of rows of a tensor on a device, so that indexing does not make the host wait, if possible.
+    """Return an index for the given rows of a tensor on a device; if possible, the host does not wait for the device.
 
-    The index is the list on the CPU. Elsewhere the host would wait for the device to copy a list; the index is a slice
-    for adjacent rows, and a tensor for other rows.
+    On the CPU, the index is a list. On other devices, the host would wait until a list is copied. There, the index is a
+    slice for adjacent rows, and a tensor for other rows.
     """
     if device.type in ("cpu", "meta"):
         return list(rows)
@@ -98,7 +98,7 @@ def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:
-    """Return the weights (K,), scaled to sum to 1 over a group; None without weights.
+    """Return the weights of the n nodes of a group, (K,) → (n,), scaled to sum to 1; None without weights.
 
     Raises:
         ValueError: `weights` does not have one weight per node, or the sum over the group is 0 or not finite.

@@ -149,10 +149,10 @@ class Replicas:
         )
 
     def moved_view(self, view: Tensor, earlier: Replicas) -> Tensor:
-        """Return the columns of `view`, which views the weights or gradients of `earlier`, in the rows of this object.
+        """Return a view of this object's rows, with the columns of `view`, a view of the rows of `earlier`.
 
         Args:
-            view: a stacked tensor (R, …) of the rows of `earlier`. Tensors in other memory are returned unchanged.
+            view: stacked (R, …), of weights or gradients of `earlier`. Tensors in other memory are returned unchanged.
             earlier: other rows of the same matrix.
         """
         pairs = ((earlier.weights, self.weights), (earlier.grads, self.grads))

@@ -33,7 +33,7 @@ class Stateful:
 
     Attributes:
         derived: names of attributes that are computed from other attributes, and are not saved.
-        carried: names of shared attributes that a fork keeps, too.
+        carried: names of shared attributes that a forked run keeps.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +75,7 @@ def placements_of(value: Any) -> dict[str, str]:
 
 
 def check_rows(value: Any, weights: Tensor) -> None:
-    """Raise a ValueError if a stacked tensor lacks a row for each node, or a shared tensor has one.
+    """Raise a ValueError if a stacked tensor does not have a row for each node, or a shared tensor does.
 
     Args:
         weights: stacked (R, P).

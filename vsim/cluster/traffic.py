@@ -17,8 +17,8 @@ class Traffic(NamedTuple):
     """The payloads that a group of n nodes hands in and transmits.
 
     Attributes:
-        handed: (n,) payloads that each node hands in, by place in the group. sent: (n,) payloads that each transmits.
-        busiest: payloads that the busiest node transmits. total: payloads that all nodes transmit. Both are exact.
+        handed, sent: (n,) payloads that each node hands in, and that each node transmits, by place in the group.
+        busiest, total: payloads that the busiest node transmits, and that all nodes transmit together; exact fractions.
         server: payloads that the server, which is not a node, transmits.
         is_even: whether all nodes of the group hand in the same number of payloads, and transmit the same number.
     """
@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# n → payloads transmitted by every node of a group of n but the last, and by the last, which in a chain passes none on.
+# n → payloads that a node of a group of n transmits: every node but the last, and the last, which ends a chain with 0.
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)

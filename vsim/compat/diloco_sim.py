@@ -184,7 +184,7 @@ def _fewer_steps(
 def _with_stats(
     hook: Callable[[Any], Any] | None, name: str, stats: type[TrainStats]
 ) -> Callable[[int, float], Any] | None:
-    """Return a hook f(step, loss) for `fit` that calls a hook of `stats`."""
+    """Return a hook f(step, loss) for `fit` that calls `hook` with an object of the class `stats`."""
     if hook is None:
         return None
     a_function(name, hook, stats.__name__)

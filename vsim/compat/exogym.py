@@ -1,7 +1,7 @@
 """EXO Gym's module paths for objects that vsim defines elsewhere: `from vsim.strategy.optim import OptimSpec` works.
 
-Every path of the table becomes a module when vsim is imported, and importing a path imports vsim first. The objects are
-the same as in their defining modules, and are pickled under these modules.
+Every path in `PATHS` becomes a module when vsim is imported, and importing a path imports vsim first. The objects are
+identical to those in their defining modules, and are pickled under the defining modules.
 """
 
 from __future__ import annotations
