@@ -36,10 +36,10 @@ _load_decompositions = cache(lazy_load_decompositions)
 
 @contextmanager
 def within_vmap(size: int, randomness: str) -> Iterator[int]:
-    """Compute a block as torch.func.vmap computes a function; yield the level, which the functions above take.
+    """Compute a block as torch.func.vmap computes a function; yield functorch's level, an argument of `add_batch_dim`.
 
-    vmap itself inspects arguments and results, in 300 calls of Python. A vmap without inspection would replace this
-    function.
+    vmap itself inspects arguments and results, which takes 300 Python calls. A vmap without inspection would replace
+    this function.
     """
     _load_decompositions()
     with without_performance_warnings():
@@ -51,7 +51,7 @@ def within_vmap(size: int, randomness: str) -> Iterator[int]:
 
 
 class outside_of_vmap(AbstractContextManager[None]):
-    """Leave vmap within a block, to compute with plain stacked tensors. Replaced together with `within_vmap`."""
+    """Leave vmap within a block, to compute with plain stacked tensors; replaceable together with `within_vmap`."""
 
     def __enter__(self) -> None:
         self.levels: list[Any] = []
@@ -63,16 +63,16 @@ class outside_of_vmap(AbstractContextManager[None]):
             _functorch.push_dynamic_layer_stack(self.levels.pop())
 
 
-# Names in pickle's errors about operators that a script defines. A public type of the operators would replace them.
+# Names in pickle's errors about operators that a script defines. A public class of operators would replace these names.
 NAMES_OF_OPERATORS = ("torch._C", "torch._ops", "'_Ops'", "'_OpNamespace'")
 
-# Context that hides computations, such as a trial or a probe, from modes that count or record operations. A public way
-# to leave all dispatch modes would replace it.
+# Context that hides computations, such as proofs and measurements, from dispatch modes, which count or record
+# operations. A public way to leave all dispatch modes would replace it.
 unwatched = _disable_current_modes
 
 
 def is_watched() -> bool:
-    """Return whether a dispatch mode sees called operations. Public access to the stack would replace it."""
+    """Return whether a dispatch mode sees called operations. Public access to the stack of modes would replace it."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -80,8 +80,8 @@ def is_watched() -> bool:
 def without_performance_warnings() -> Iterator[None]:
     """Silence functorch's warnings about operations that it computes node by node.
 
-    functorch's switch cannot be read; it is on unless user code turned it off. A warnings filter, the public way, would
-    be set and reset every step, and Python would then repeat the user's warnings that it has already shown.
+    functorch's switch cannot be read; this function assumes that it was on. A warnings filter, the public way, would be
+    set and reset every step, and each reset makes Python repeat warnings that it has already shown.
     """
     _functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
     try:
@@ -104,7 +104,7 @@ def what_changed(error: RuntimeError) -> str | None:
 
 
 def guarding_hooks() -> AbstractContextManager[Any]:
-    """Recompile code that is compiled in a block when modules get hooks. An argument would replace it, too."""
+    """Recompile code of a block when modules get hooks. An argument of torch.compile would replace it."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
@@ -116,16 +116,16 @@ def without_messages() -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch({name: {print, warnings.warn, *logs}})
 
 
-# Including methods that libraries add to loggers, as transformers adds warning_once.
+# Prefixes of loggers' methods; methods that libraries add also match, such as transformers' warning_once.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
 def without_guards_on_torch(guards: Sequence[Any]) -> list[bool]:
     """Return which guards of a compiled graph to check at every step: all except guards on torch's transforms.
 
-    Guards on the Python of torch's transforms are half of a small model's guards, and take twice as long as the other
-    half. They are recognized by private names; torch.compiler.skip_guard_on_globals_unsafe would also leave out guards
-    on the user's globals.
+    Guards on the code of torch's transforms are half of a small model's guards, and take twice as long as the other
+    half. They are recognized by private names. The public torch.compiler.skip_guard_on_globals_unsafe would also leave
+    out guards on the user's globals.
     """
     return [not any(name in guard.name for name in _TRANSFORMS) for guard in guards]
 
@@ -195,13 +195,13 @@ def verify_batch_size(size: torch.Size) -> None:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Mark an optimizer as stepped, so that schedulers do not warn. A schedule set to a step would replace it."""
+    """Mark an optimizer as stepped, so that schedulers do not warn. A way to set a schedule's step would replace it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-# Methods by which an optimizer's step queries accelerators, to detect the capture of a graph, in torch up to 2.12 and
-# from 2.13 on. After a process has queried CUDA, processes forked from it cannot use CUDA. A query of the tensors alone
-# would replace them.
+# Methods by which an optimizer's step asks CUDA whether a graph is being captured, in torch up to 2.12 and from 2.13
+# on. After a process has queried CUDA, processes forked from it cannot use CUDA. A check that looks only at the
+# parameters' devices would replace these names.
 CHECKS_OF_CAPTURE = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
@@ -221,7 +221,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def register_recorders(model: nn.Module) -> None:
-    """Register the outputs that models of transformers can record, which their constructor does, but not unpickling.
+    """Register the outputs that models of transformers can record; their constructor does, but unpickling does not.
 
     Without registration, a Mixtral with `output_router_logits` finds no router logits in another process. Registration
     in `PreTrainedModel.__setstate__` would replace it.

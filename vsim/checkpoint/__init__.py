@@ -1,1 +1,1 @@
-"""Checkpoints: save the state of a run after a step in one file, and resume or fork a run from the file."""
+"""Save the state of a run after a step in one file, the checkpoint, and resume or fork a run from the file."""

@@ -1,7 +1,7 @@
 """Checkpoints: snapshots of a run after a step, each in one file.
 
-The file has the safetensors format. It holds tensors, as bytes under their SHA-256, and a JSON text that describes the
-tensors, so that reading the file never runs code. The checksums reveal changed bytes. The file is written under another
+The file has the safetensors format: the bytes of each tensor, named by their SHA-256, and a JSON text that holds all
+other state. Reading the file never runs code, and the checksums reveal changed bytes. The file is written under another
 name, flushed to the disk and then renamed, so that a reader finds the old or the new file, never a part of a file.
 """
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def num_nodes(self) -> int:
-        """K."""
+        """The number of nodes K."""
         return self.history.num_nodes
 
     @property
@@ -80,12 +80,12 @@ class Checkpoint:
 
     @property
     def weights(self) -> Tensor:
-        """Stacked (K, P), on the CPU."""
+        """The nodes' weights (K, P), on the CPU."""
         return self._rows(self.stacked["weights"])
 
     @property
     def buffers(self) -> Views:
-        """Name → stacked (K, *shape), on the CPU."""
+        """Name → the nodes' buffers (K, *shape), on the CPU."""
         named = {name: rows for name, rows in self.stacked.items() if name.startswith("buffer ")}
         return {name.removeprefix("buffer "): self._rows(rows) for name, rows in named.items()}
 
@@ -94,11 +94,11 @@ class Checkpoint:
         return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,). Weights that are equal on all nodes stay exact."""
+        """Return the mean (P,) of the nodes' weights. Weights that are equal on all nodes are not rounded."""
         return _mean(self.weights)
 
     def mean_buffers(self) -> Views:
-        """Return name → shared buffer: the mean over the nodes if the dtype is floating-point, else node 0's buffer."""
+        """Return name → buffer: the mean over the nodes if the dtype is floating-point, else node 0's buffer."""
         return {name: _mean(buffer) for name, buffer in self.buffers.items()}
 
     def model(self, like: nn.Module, node: int | None = None) -> nn.Module:

@@ -24,7 +24,7 @@ fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 KEPT = 2
 _TRIES = 100  # attempts to lock a file that other processes may remove
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_held: dict[Path, object] = {}  # folders of this process's runs, which the kernel's locks do not exclude
+_held: dict[Path, object] = {}  # folders that runs of this process use; the kernel's locks exclude only other processes
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def locked(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[Non
                     _remove_parts(own_folder)
                 yield
             finally:
-                with suppress(OSError):  # while locked, so that a process with the file open finds it removed
+                with suppress(OSError):  # still locked: a process that waits with the open file finds it removed
                     (folder / ".lock").unlink()
     finally:
         del _held[folder]

@@ -1,4 +1,4 @@
-"""State as plain values and tensors: encode state, join the parts of several processes, cut to rows, and fill a run.
+"""Encode a run's state as plain values and tensors, join parts of several processes, cut out rows, and fill a run.
 
 An encoded value is None, a bool, a number, a text, a tensor, a list of encoded values, or a dict with one item, from a
 kind to its content:
@@ -43,7 +43,7 @@ Encoded = Any  # see above
 _PLAIN = (type(None), bool, int, float, str)
 _DICTS: dict[str, Any] = {cls.__name__: cls for cls in (dict, collections.OrderedDict, collections.Counter)}
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozenset, collections.deque)}
-# Kinds whose contents may have rows → place of the only content with rows; None for a single content.
+# Kind whose content may have rows → index of the content's only item with rows; None: the content as a whole.
 _WITH_ROWS: dict[str, int | None] = {
     **dict.fromkeys(("tuple", "deque", *_DICTS, "joint", "object", "pending"), None),
     **{"optimizer": 3, "module": 0},
@@ -125,7 +125,7 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
 
 
 def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Encoded:
-    """Join the parts of one value that all processes have encoded; concatenate stacked rows in the processes' order.
+    """Join the encoded parts of one value from all processes; concatenate stacked rows in the order of the processes.
 
     Args:
         held: the number of rows that each process held.
@@ -153,7 +153,7 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
 
 
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
-    """Cut a stacked value to these rows. If a process held exactly these rows, also take that process's own values."""
+    """Cut these rows out of a stacked value. Of values per process, take those of the process that held these rows."""
     if isinstance(value, Tensor):
         whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or equal nodes share one
         return value if whole else value[list(rows)]
@@ -199,7 +199,7 @@ def _equal(one: Encoded, other: Encoded) -> bool:
 
 
 def first_rows(value: Any, made: Any, number: int) -> Any:
-    """Return a live stacked value with `number` rows, to be filled: rows of the value `made` in the setup if possible.
+    """Return a stacked value with `number` rows for `Filler.fill`: if possible, the first rows of the setup's `made`.
 
     Optimizers and modules are changed in place, and lose their state.
     """
@@ -235,10 +235,10 @@ def _resize(tensors: Iterable[Tensor], number: int) -> None:
 
 
 class Filler:
-    """Fills the objects of a newly set up run with the encoded state of such a run.
+    """Writes encoded state into the objects of a run.
 
     Args:
-        collectives: the run's, to restore pending collectives. device: for tensors that have to be made.
+        collectives: the run's collectives, needed by pending results. device: the device of newly made tensors.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:

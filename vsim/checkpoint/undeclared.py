@@ -45,7 +45,7 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
 
     Args:
         known: objects that belong to the run, such as the cluster.
-        memory: tensors of the run. Views of these or of declared tensors are not state.
+        memory: name → tensor of the run. Views of these or of declared tensors are compared without their numbers.
     """
     parts = owners(strategy)
     declared = [(f"{p}.{name}", getattr(own, name)) for p, own in parts.items() for name in placements_of(own)]

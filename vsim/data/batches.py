@@ -43,18 +43,18 @@ class Batches:
     """Stacked batches (R, B, …) of the nodes held in this process, step after step.
 
     Args:
-        datasets: one dataset that the nodes share as DistributedSampler would, or one for each node held here.
+        datasets: one dataset that is split among the nodes as by DistributedSampler, or one for each node held here.
         num_nodes: K.
         batch_size: examples per node and step.
         shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
-        population: the user's name for the number of nodes.
-        held: the nodes held here; default: all.
-        of_all: f(a number for each of `datasets`) → the numbers for the datasets of all nodes.
+        population: the name of the user's argument that sets the number of nodes, for errors.
+        held: the nodes held in this process; default: all.
+        of_all: f(a number for each of `datasets`) → such numbers for the datasets of all nodes, in all processes.
 
     Attributes:
         lengths: examples of the shared dataset, or of each node's dataset.
-        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) the same by node.
+        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) steps until a node has seen its own.
         shard_sizes: (K,) examples of every node.
     """
 
@@ -83,7 +83,7 @@ class Batches:
         self._seed = seed
 
     def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
-        """Return a number for every node's dataset, or a single number for a shared dataset."""
+        """Return number(dataset) for the datasets of all nodes; for a shared dataset, a list of one number."""
         return self._of_all([number(dataset) for dataset in self._datasets])
 
     @property
@@ -97,7 +97,7 @@ class Batches:
         return len(self.order.nodes)
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Batches:
-        """Return the batches (n, B, …) of n nodes, given the number of the run's steps that each has missed."""
+        """Return the batches (n, B, …) of n nodes; `missed` holds the number of steps that each of them has missed."""
         own = copy.copy(self)
         own.order = self.order.attended(nodes, missed)
         return own
@@ -153,7 +153,7 @@ def _one_by_one(positions: Tensor | Uneven) -> list[int]:
 
 
 def joined(batches: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Join the stacked batches of several runs, which have `counts` rows, along the rows."""
+    """Concatenate the stacked batches of several runs; `counts` holds the number of rows of each batch."""
     alike: dict[Any, tuple[list[int], list[Any]]] = {}
     first = 0
     for batch, count in zip(batches, counts, strict=True):
@@ -228,9 +228,9 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
 
 
 class _Collate:
-    """Collate the samples of all nodes, by the user's function node by node, or all at once as torch does.
+    """Collates the samples of all nodes: by the user's function, node by node; without one, all at once as torch does.
 
-    The batches of the user's function may differ in shape between nodes, for instance in the length of their padding.
+    The user's function may return batches of different shapes, for instance with different padding.
 
     Args:
         by_node: whether the samples come as one list per node; False: as one list with the same number from each node.
@@ -325,9 +325,9 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
 
 
 def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[Tensor]] | None:
-    """Return `in_memory` of the concatenation of datasets, if all hold tensors or are parts of one such dataset.
+    """Return `in_memory` for the concatenation of datasets, if all hold tensors or are Subsets of one that does.
 
-    The function takes positions (n, b) in the concatenation; the positions of a row must lie in one dataset.
+    The returned function takes positions (n, b) in the concatenation; the b positions of a row must lie in one dataset.
     """
     if len(datasets) == 1:
         return in_memory(datasets[0])
@@ -355,7 +355,7 @@ def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[T
 
 
 def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) -> list[Any]:
-    """Return the examples at `indices`, for these `nodes`, in one call if the dataset has `__getitems__`.
+    """Return the examples at `indices`, by one call if the dataset has `__getitems__`; errors name their `nodes`.
 
     Raises:
         Exception: the dataset's error, with a message that names the example and the node.
@@ -391,10 +391,10 @@ class ValidationExamples(NamedTuple):
 def validation_examples(
     dataset: Dataset[Any], size: int | None, collate: Callable[[list[Any]], Any] | None
 ) -> ValidationExamples:
-    """Return up to `size` examples of a validation dataset, the same for every run.
+    """Return up to `size` examples (default: 2,048) of a validation dataset, the same for every run.
 
-    From a larger dataset, draw a sample with a fixed seed, not the run's, so that runs with different seeds are
-    validated on the same examples. The default size is 2,048.
+    A larger dataset is sampled with a fixed seed, not the run's seed, so that runs with different seeds are validated
+    on the same examples.
     """
     total = _length(dataset)
     count = min(total, _VALIDATED if size is None else size)
@@ -480,8 +480,8 @@ class Source:
     """The batches of one run.
 
     Attributes:
-        key: equal for runs that see the same examples in the same order.
-        context: creates the context in which examples are fetched.
+        key: a value that is equal for runs that see the same examples in the same order.
+        context: makes the context in which examples are fetched.
     """
 
     batches: BatchSource
@@ -522,7 +522,7 @@ def _fetched(source: Source, start_step: int) -> Iterator[Any]:
 def _gathered(
     fields: Callable[[Tensor], list[Tensor]], sources: dict[Hashable, Any], keys: Sequence[Hashable], start_step: int
 ) -> Iterator[Any]:
-    """Yield batches of one dataset that is held in tensors, with one gather for the examples of all runs."""
+    """Yield batches of a dataset held in tensors; one gather fetches the examples of all runs."""
     orders = {key: batches.order.batches(start_step) for key, batches in sources.items()}
     counts = [sources[key].num_rows for key in keys]
     while True:

@@ -12,9 +12,9 @@ __all__ = ["fcube", "synthetic_federated"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_PARTS, _OF_A_PART, _TESTED = 4, 1000, 1000  # of FCUBE
-_FEATURES, _CLASSES = 60, 10  # of synthetic(α, β)
-_BYTES_OF_A_CLIENT = 453 * 4 * _FEATURES  # of synthetic(α, β), on average
+_PARTS, _OF_A_PART, _TESTED = 4, 1000, 1000  # FCUBE: clients, training points per client, validation points
+_FEATURES, _CLASSES = 60, 10  # synthetic(α, β)
+_BYTES_OF_A_CLIENT = 453 * 4 * _FEATURES  # synthetic(α, β): average over the clients
 
 
 def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
@@ -24,11 +24,11 @@ def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
     half in the octant with signs (+, +, +), (+, +, −), (+, −, +) or (+, −, −), and half in the opposite octant.
 
     Args:
-        seed: of the points.
+        seed: seed of the points' own generator.
 
     Returns:
-        (train, val): the `Partition` of 4,000 points, x (N, 3) float32 and y (N,) int64, among num_nodes=4, and a
-        dataset of 1,000 points from the whole cube.
+        (train, val): a `Partition` of 4,000 points for num_nodes=4, and a dataset of 1,000 points from the whole cube;
+        both with x (N, 3) float32 and y (N,) int64.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -58,7 +58,7 @@ def synthetic_federated(
     Args:
         alpha: α, at least 0. beta: β, at least 0.
         num_clients: K; 30 in the paper, 100 in [Li et al. 2019, arXiv:1905.10497].
-        seed: of all draws.
+        seed: seed of all draws.
 
     Returns:
         (train, val): two `Partition`s of x (N, 60) float32 and y (N,) int64. `val.dataset` has the validation examples

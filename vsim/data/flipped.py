@@ -13,7 +13,7 @@ from vsim.data.batches import DatasetFactory, in_memory
 
 
 class FlippedLabels:
-    """A factory of the nodes' training data in which some nodes get labels C − 1 − y instead of y.
+    """A factory of the nodes' training data that gives some nodes labels C − 1 − y in place of y.
 
     Args:
         factory: f(rank, num_nodes, train_dataset), such as a `Partition`. Examples are (inputs, label), or dicts with a

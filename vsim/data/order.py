@@ -33,13 +33,13 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     return padded.view(length, num_nodes).T  # node k takes every K-th index from k on
 
 
-# Nodes that share a dataset have the same epochs, and so have nodes with separate datasets of equal length.
+# Cached, because nodes that share a dataset use one epoch, and so do nodes with separate datasets of equal length.
 _recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
 
 @dataclass
 class Uneven:
-    """The nodes' batches of one step, when their sizes differ: the batches, or the positions of their examples.
+    """The nodes' batches of one step, if they differ in size; or the positions (n, b) of the batches' examples.
 
     Attributes:
         rows: for each part, the rows of its nodes; every row is in one part.
@@ -64,9 +64,8 @@ class Order:
     """The examples of every step of a run, as positions in the concatenation of all nodes' datasets.
 
     Each node goes through its examples in epochs, as a DataLoader with a DistributedSampler does: the last batch of an
-    epoch may be smaller. After steps in which a node did not take part, it continues where it stopped. Batches of one
-    step may therefore differ in size if nodes have different numbers of examples, or have taken different numbers of
-    steps.
+    epoch may be smaller. A node that missed steps continues where it stopped. The nodes' batches of one step may
+    therefore differ in size if nodes have different numbers of examples, or have missed different numbers of steps.
 
     Args:
         lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
@@ -126,7 +125,7 @@ class Order:
         return len(sizes) == 1 and len(set(self.missed)) == 1
 
     def examples(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the number of examples that all nodes together see in each number of steps, if no node is absent."""
+        """Return (n,) the examples that all nodes together see in `steps` (n,) steps, if no node misses a step."""
         found = np.zeros(len(steps))
         for size, count in Counter(self.shard_sizes.tolist()).items():
             of_epoch = (size if self.drop_last else size + self.batch_size - 1) // self.batch_size
@@ -135,7 +134,7 @@ class Order:
         return found
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> Order:
-        """Return the order of n nodes, given the number of the run's steps that each has missed."""
+        """Return the order of n nodes; `missed` holds the number of steps that each of the nodes has missed."""
         order = copy.copy(self)
         order.nodes, order.missed = nodes, missed
         return order

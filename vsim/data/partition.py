@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 _FEW = 30  # clients that a picture distinguishes
 _DRAWS = 1000  # largest number of draws for `min_size`; then an error
-_A_SHARE = 0.25  # of an example: clients whose share of a class is smaller get leftover examples of the class last
+_A_SHARE = 0.25  # examples: clients whose exact share of a class is smaller are the last to get leftovers of the class
 Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
 
 
@@ -62,15 +62,15 @@ def partition(
     Args:
         dataset: map-style; not copied.
         num_nodes: K.
-        alpha: of "dirichlet" and "quantity", > 0: the smaller, the more the clients differ.
-        min_size: of "dirichlet", "quantity" and "power_law": the fewest examples of a client; default 10.
-        shards: of "shards", default 2. classes: of "classes".
-        exponent: of "power_law", > 0: the larger, the more the sizes differ.
-        sigma: of "noise", > 0. The first tensor of the dataset, a TensorDataset or a Subset of one, gets the noise.
+        alpha: α > 0 for "dirichlet" and "quantity": the smaller, the more the clients differ.
+        min_size: fewest examples of a client, for "dirichlet", "quantity" and "power_law"; default 10.
+        shards: pieces per client for "shards", default 2. classes: classes per client for "classes".
+        exponent: exponent > 0 for "power_law": the larger, the more the sizes differ.
+        sigma: σ > 0 for "noise", which is added to the first tensor of a TensorDataset or of a Subset of one.
         labels: the class of every example, whole numbers or text, as a sequence or as a function of an example. None:
             the second tensor of a TensorDataset, or the second field of another dataset's examples, each of which is
             then read once; "iid" and "noise" need no labels, and read no examples.
-        seed: of the partition, which draws from a separate generator.
+        seed: seed of the partition's own generator.
 
     Returns:
         The `Partition`: a factory of datasets, to give as `train_dataset`.
@@ -79,8 +79,8 @@ def partition(
         TypeError: an argument has no effect on the kind, or is missing.
         ValueError: an argument is out of its range, the dataset has too few examples, or labels are missing.
 
-    Deviations: [1909.06335] draws the shares of the classes for each client, of equal sizes; here the shares of the
-    clients are drawn for each class. Repeated draws make small clients larger than in the plain distribution.
+    Deviations: [1909.06335] draws each client's shares of the classes, for clients of equal size; here each class's
+    shares of the clients are drawn. Repeated draws make small clients larger than in the plain distribution.
     [2102.02079] calls σ · (k + 1) / K the variance; its authors' code draws noise of deviation σ · k / (K − 1) at every
     read.
     """
@@ -143,9 +143,9 @@ class Partition:
         Give the first as `train_dataset`, and the second as `client_val_dataset`.
 
         Args:
-            test: the share of each client's examples for testing, in (0, 1), rounded; each part has at least one
-                example of every client.
-            seed: of the split, which draws from a separate generator.
+            test: share of each client's examples for testing, in (0, 1); rounded to whole examples, with at least one
+                example of every client in each part.
+            seed: seed of the split's own generator.
 
         Raises:
             ValueError: a client has fewer than two examples.
@@ -181,7 +181,7 @@ class Partition:
             raise ValueError(f"{self!r} is for {self.num_nodes} nodes, and the run has {num_nodes}")
         if not train_dataset:
             raise ValueError(f"{self!r} is of training data; give the validation data as a dataset of its own")
-        own = self.indices(rank)  # gather tensors by this view; other datasets may need Python numbers
+        own = self.indices(rank)  # positions (n,); datasets that are not in memory may need Python numbers
         return Subset(self.dataset, own if in_memory(self.dataset) else own.tolist())  # type: ignore[arg-type]
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -326,7 +326,7 @@ def _by_classes(stream: np.random.Generator, codes: Ints, num_nodes: int, classe
         )
     has = np.zeros((num_nodes, len(sizes)), bool)
     for client in has:
-        client[np.argsort(has.sum(0) + stream.random(len(sizes)))[:classes]] = True  # the rarest so far
+        client[np.argsort(has.sum(0) + stream.random(len(sizes)))[:classes]] = True  # with the fewest clients so far
     if (has.sum(0) > sizes).any():
         rare = int(np.argmax(has.sum(0) - sizes))
         raise ValueError(f"partition: {has.sum(0)[rare]} nodes need a class that has {sizes[rare]} examples")
@@ -376,7 +376,7 @@ def _noisy(dataset: Dataset[Any], deviations: NDArray[np.float64], stream: np.ra
 
 
 def _pieces(size: int, number: int) -> Ints:
-    """Return the piece of each of `size` places, cut into `number` pieces whose sizes differ by at most 1."""
+    """Cut `size` places into `number` pieces, whose sizes differ by at most 1; return (size,) each place's piece."""
     return np.arange(size) * number // size
 
 
@@ -409,7 +409,7 @@ def _check_enough(min_size: int, num_nodes: int, size: int) -> None:
 
 
 def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: float, min_size: int) -> Ints:
-    """Cut each of `totals` (C,) by shares from Dirichlet(α) into (C, K); every client gets at least `min_size`."""
+    """Cut class sizes `totals` (C,) into (C, K) by shares from Dirichlet(α); each client gets at least `min_size`."""
     _check_enough(min_size, num_nodes, int(totals.sum()))
     logs, short = np.empty((len(totals), num_nodes)), np.full(num_nodes, True)
     for _ in range(_DRAWS):

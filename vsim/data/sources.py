@@ -1,5 +1,5 @@
-"""Datasets without a download: text that every CPython carries, a text file, scikit-learn's digits, MNIST-1D, files of
-MNIST and Fashion-MNIST.
+"""Datasets without a download: the text in every CPython, text files, scikit-learn's digits, MNIST-1D, and MNIST and
+Fashion-MNIST from local files.
 
 Each function returns a pair (train, val) of TensorDatasets and draws nothing from the global generators.
 """
@@ -84,7 +84,7 @@ class Vocabulary:
 
 
 class TextDataset(TensorDataset):
-    """Windows over a text: x is (N, block_size) int64, y the same windows one character later.
+    """Windows of a text: x (N, block_size) int64, and y of the same shape, each window shifted by one character.
 
     x and y are views of `ids`, so a small stride costs no memory. Characters after the last whole window are left out.
 
@@ -136,7 +136,7 @@ def text_file(
 
     Args:
         path: the file.
-        encoding: of the file, such as "utf-8" or "latin-1".
+        encoding: the file's encoding, such as "utf-8" or "latin-1".
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -159,8 +159,8 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
     """scikit-learn's 1,797 handwritten digits, shuffled and split.
 
     Args:
-        val_fraction: share for validation, between 0 and 1.
-        seed: of the shuffle.
+        val_fraction: share of examples for validation, between 0 and 1.
+        seed: seed of the shuffle.
 
     Returns:
         (train, val): datasets of x (N, 1, 8, 8) float32 in [0, 1] and y (N,) int64 in 0 … 9.
@@ -335,12 +335,12 @@ def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tupl
     With the defaults, which are the defaults of the authors' generator, the examples equal the authors' up to rounding.
 
     Args:
-        size: number of examples, a tenth of each class; a multiple of 10.
-        val_fraction: share for validation, between 0 and 1.
-        seed: of the draws, below 2³².
+        size: number of examples, a multiple of 10; each class has a tenth of them.
+        val_fraction: share of examples for validation, between 0 and 1.
+        seed: seed of all draws, below 2³².
 
     Returns:
-        (train, val): datasets of x (N, 40) float32, of mean 0 and deviation 1, and y (N,) int64 in 0 … 9.
+        (train, val): datasets of x (N, 40) float32, with mean 0 and standard deviation 1, and y (N,) int64 in 0 … 9.
 
     Raises:
         ValueError: an argument is out of its range.

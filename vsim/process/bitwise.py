@@ -32,8 +32,8 @@ from vsim.training.run import Run
 
 # The kinds of values that are compared at a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
-_CUT = ("weights", "optimizer state", "global weights")  # kinds whose full-width tensors are cut into parameters
-# A difference of up to this many units in the last place of its tensor's largest entry counts as rounding.
+_CUT = ("weights", "optimizer state", "global weights")  # kinds with P numbers a row, compared by parameter
+# A difference counts as rounding up to this many units in the last place (ULPs) of the tensor's largest entry.
 ROUNDING_ULPS = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,15 +45,15 @@ class Difference:
     Attributes:
         step: t; 0 is before training. node: the node's number.
         what: the kind, one of KINDS.
-        name: a parameter's, a buffer's or a state's ("exp_avg of head.weight"), an event's label, or a history column.
+        name: of a parameter, buffer, optimizer state ("exp_avg of head.weight") or history column; an event's label.
         entries: the number of entries that differ, out of `size`.
         ulps: the largest distance of two entries in units in the last place: the number of floating-point steps from
             one to the other; None for events, integers and NaN.
         relative: the largest distance divided by the largest entry; infinite or NaN where undefined.
         index: the entry with the largest distance. simulator, process: the entry's value in each.
         rounding: whether the difference can be rounding: at most ROUNDING_ULPS units in the last place of the tensor's
-            largest entry (for optimizer state, the largest entry over all parameters). For a report's first difference:
-            whether all differences at its step can be rounding.
+            largest entry (for optimizer state, of all parameters). In the first difference of a report: whether all
+            differences at its step can be rounding.
     """
 
     step: int
@@ -159,7 +159,7 @@ def only_rounding(differences: Sequence[Difference]) -> bool:
     """Return whether all differences of a step can come from rounding alone.
 
     AdamW and similar optimizers divide a gradient by its size, so that a gradient that is only rounding moves a weight
-    by a whole step. If the optimizer's state differs, judge the gradients by this state, not by the weights.
+    by a whole step. Therefore, if optimizer states differ, they decide, and differences of weights are ignored.
     """
     follow = ("weights", "global weights", "history")
     causes = [d for d in differences if d.what not in follow]
@@ -270,7 +270,7 @@ def _of_state(
             pair = pair[0][replicas.first_node + row], pair[1][row]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
-        # A layer's gradient may be only rounding of larger gradients: scale optimizer state by all parameters.
+        # A layer's gradient may be the rounding error of larger gradients: compare state with that of all parameters.
         scale = largest_magnitude(*pair) if kind == "optimizer state" else None
         if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
             yield from difference(*pair, step, node, kind, name, scale)

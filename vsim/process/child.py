@@ -142,8 +142,8 @@ def main(
 
     Args:
         shipped: a file with the `RunSpec` or `Entries`, pickled by cloudpickle.
-        outputs: the caller's standard output and error, by number; those of the fork server may differ from these.
-        parent: receives messages (kind, content); any message from it interrupts the run after the current step.
+        outputs: the caller's standard output and error, by file number; the fork server's may be other files.
+        parent: receives messages (kind, content); any message from the parent interrupts the run after the step.
         alive: closes when the parent ends the run or dies; all processes of the session are then killed.
     """
     os.setsid()
@@ -271,7 +271,7 @@ def _follows_from_a_loss(error: BaseException | None) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error; leave out its causes if the message is long, as Python would take seconds."""
+    """Return the traceback of an error, without its causes if a message is so long that Python would take seconds."""
     with suppress(Exception):  # in a user's __str__
         if (short := brief(text := str(error))) != text:
             return f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__qualname__}: {short}"

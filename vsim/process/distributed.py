@@ -21,7 +21,7 @@ from vsim.cluster.reductions import reduce_rows, rows_of
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Devices of backends that cannot access the CPU's memory.
 _DEVICES = {"nccl": "cuda"}
-# Dtypes that every backend can reduce, precisely enough for a sum that is divided afterwards.
+# Dtypes that every backend can reduce, and that are precise enough for a sum that is divided afterwards.
 _NATIVE = (torch.float32, torch.float64)
 
 
@@ -73,8 +73,8 @@ class ProcessCollectives(Collectives):
         exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
             are bitwise equal to the simulator's. Otherwise reduce this process's rows, then use the process group's
             reduction.
-        num_nodes: the number of nodes in all processes, if the run has a population.
-        tags: numbers for messages, if several runs send messages between the same processes.
+        num_nodes: the number of nodes in all processes; default: the ledger's, which may count clients instead.
+        tags: the counter that numbers messages, shared by runs that use the same processes; default: a new counter.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ProcessCollectives(Collectives):
         # All processes number their messages in the same way, so that messages match.
         self._tags = itertools.count(1) if tags is None else tags
         if self._gathers_at_once:
-            # nccl connects the ranks at the first call. That call must be made by all ranks, because messages between
-            # some ranks would wait for the rest. If two ranks have the same GPU, this call raises an error.
+            # nccl connects all ranks at the first call, so that all ranks must make this call, and not only the two
+            # ranks of a message. If two ranks have the same GPU, it raises an error.
             with completing(f"the first collective of rank {self.rank}"):
                 dist.all_reduce(torch.ones(1, device=self.device))
 
@@ -206,7 +206,7 @@ class ProcessCollectives(Collectives):
         """Send bytes `payload(row, dst)` for every pair (src, dst); return those for this process's nodes, in order.
 
         Args:
-            payload: called with the index of the source's row among this process's rows, and with dst.
+            payload: called as payload(index of the row of src among this process's rows, dst).
             like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.

@@ -85,7 +85,7 @@ class _Failure(NamedTuple):
 
 @dataclass(eq=False)
 class _Child:
-    """A process of the run, in its parent."""
+    """What the parent knows of a process of the run."""
 
     rank: int
     process: BaseProcess
@@ -111,14 +111,14 @@ class _Child:
 def train_in_processes(
     content: RunSpec | Entries, options: ProcessOptions, report: Callable[[int, Any], None]
 ) -> list[Outcome]:
-    """Train in processes on this machine; return the outcome of a run. Outcomes of a comparison's runs are reported.
+    """Train in processes on this machine; return a run's outcome. Outcomes of a comparison's runs go to `report`.
 
     With `num_processes`, each process trains a range of the nodes; else each process trains one node.
 
     multiprocessing's fork server starts the processes, and stays for later runs until the caller's program ends. The
-    processes do not run the caller's main module again; its definitions (models, datasets, strategies) are shipped by
-    value. Warnings of the processes are issued in this process. However this call ends, even if this process is killed,
-    the processes and their children end, too.
+    processes do not run the caller's main module again; its definitions (models, datasets, strategies) are pickled by
+    value. Warnings of the processes are issued in this process. The processes and their children end when this call
+    ends, even if this process is killed.
 
     Args:
         content: the run, or the runs of a comparison.
@@ -156,7 +156,7 @@ def train_in_processes(
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Cloudpickle that also ships parametrized modules. Their classes, made by torch at run time, refuse pickling."""
+    """Cloudpickle that also pickles parametrized modules, whose classes, made by torch at run time, refuse pickling."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and is_parametrized(obj) and type(obj).__reduce__ is object.__reduce__:
@@ -205,7 +205,7 @@ def _starting(threads: int) -> Iterator[None]:
         os.environ.update(changed)
         sys.modules["__main__"] = types.ModuleType("__main__")
         resource_tracker.ensure_running()  # before signals are blocked, because this call unblocks them
-        # A Ctrl-C in a terminal reaches all processes started there. Block it until the new ones have their session.
+        # A Ctrl-C in a terminal reaches all processes started there. Block it until each new process has its session.
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
         yield
     finally:

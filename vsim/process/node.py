@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# Import this module before there is a process group, because its functions keep the current group as a default. If an
-# optimizer imported the module in its first step, gloo's threads would outlive the group, and a process that ends while
+# Import this module before a process group exists, because its functions keep the current group as a default argument.
+# If an optimizer imported it in the first step, gloo's threads would outlive the group, and a process that exits while
 # one of these threads frees a tensor aborts.
 import torch.distributed.nn.functional
 from torch import Tensor

@@ -10,7 +10,7 @@ import torch
 import vsim.process.child
 from vsim.engine.machine import settle_vector_functions
 
-torch.compiler.disable(vsim.process.child.main)  # imports the modules that an optimizer's first step would
+torch.compiler.disable(vsim.process.child.main)  # imports modules that an optimizer's first step imports
 settle_vector_functions()
 gc.collect()
-gc.freeze()  # a garbage collection in a fork would write to shared memory
+gc.freeze()  # otherwise garbage collection in a fork would write to memory pages shared with the server

@@ -1,4 +1,4 @@
-"""A range of the nodes in each process: the rows of the matrix lie in several processes.
+"""Train a range of the nodes in each process, so that the rows of a run's matrix lie in several processes.
 
 Each process computes its rows as the simulator does, in the executor of the user's choice. Only the collectives differ:
 they first reduce the process's rows, and then reduce between the processes.
@@ -28,7 +28,7 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.setup import batches_of, prepare
 from vsim.training.spec import RunSpec
 
-Notify = Callable[[int, Any], None]  # number of a run, its `StepReport` or `Outcome`
+Notify = Callable[[int, Any], None]  # f(number of a run, its `StepReport` or `Outcome`)
 
 
 class Ranks(Processes):
@@ -57,7 +57,7 @@ def run_ranges(
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
     Returns:
-        The outcome of a run, the same in all processes; empty for a comparison, whose outcomes go to `notify`.
+        A list of the run's outcome, equal in all processes; empty for a comparison, whose outcomes go to `notify`.
     """
     if isinstance(content, RunSpec):
         return [run_one(content, device, partial(notify, 0), interrupt)]

@@ -22,8 +22,8 @@ from vsim.training.spec import RunSpec
 # Least number of weights for which num_processes="auto" uses several processes on a CPU.
 LARGE_MODEL = 200_000
 
-# The store of this process's world, and a counter of runs, whose number prefixes each run's keys in the store:
-# torch.distributed gives all process groups the same name, so a second group would find the first group's keys.
+# The store through which the ranks meet, and a counter of runs. A run's number prefixes its keys in the store, because
+# torch.distributed gives all process groups one name: a second group would find the keys of the first.
 _meeting: list[dist.Store] = []
 _runs = itertools.count()
 
@@ -50,10 +50,10 @@ def local_ranks() -> tuple[int, int]:
 
 
 def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int:
-    """Return the number of processes of a run on all machines; 1 with "auto" if the simulator is the better choice.
+    """Return the number of processes of a run on all machines; "auto" gives 1 if a single process is better.
 
     Args:
-        device: where the run has to compute; None: anywhere.
+        device: the device that the user chose for the run; None: any device.
 
     Raises:
         ValueError: torchrun has started another number of processes.
@@ -92,8 +92,8 @@ def first_device(spec: RunSpec, device: str | torch.device | None) -> torch.devi
 def auto_processes(spec: RunSpec, device: torch.device) -> int:
     """Return the number of processes for num_processes="auto".
 
-    Each GPU, or on the CPU each core, gets a process, but there are no more processes than nodes. On the CPU, several
-    processes pay only for large models: each process computes its rows without waiting at the barriers of an operation.
+    Each GPU, or on the CPU each core, gets a process, but there are no more processes than nodes. On the CPU, only
+    large models gain from several processes, which, unlike threads, need not wait for each other in every operation.
     """
     if device.type == "cuda":
         return min(spec.num_nodes, len(spec.devices or ()) or torch.cuda.device_count())
@@ -121,7 +121,7 @@ def options_of(spec: RunSpec, device: str | torch.device | None, num_processes: 
 
 @contextmanager
 def joined_group(options: ProcessOptions) -> Iterator[torch.device]:
-    """Join a process group as a rank for a block, or use an existing group; yield the device of this rank."""
+    """Make the default process group for a block, or use the existing group; yield the device of this rank."""
     device = options.devices[local_ranks()[0] % len(options.devices)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
