@@ -18,7 +18,7 @@ import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Former name of an argument → its name.
+# Former name of an argument → its present name.
 RENAMED = {
     "N": "buffer",
     "clip_norm": "outer_max_norm",
@@ -78,7 +78,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def countable(name: str, value: Any, things: str, bytes_each: int, *, at_least: int = 1) -> int:
-    """Return a `whole_number` of things if they fit into this machine's memory; raise a ValueError otherwise."""
+    """Return a `whole_number` if that many things of `bytes_each` fit into memory; raise a ValueError otherwise."""
     count, memory = whole_number(name, value, at_least=at_least), psutil.virtual_memory().total
     if count * bytes_each > memory:
         raise ValueError(
@@ -131,12 +131,12 @@ def true_or_false(name: str, value: Any) -> bool:
 
 
 def a_function(name: str, value: Any, of: str) -> None:
-    """Raise a TypeError unless `value` is a function of the arguments `of`. Classes are not accepted."""
+    """Raise a TypeError unless `value` is a function, not a class, that takes the arguments listed in the text `of`."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function of ({of}), got {given(value)}")
     try:
         signature = inspect.signature(value)
-    except (TypeError, ValueError):  # a builtin function has none
+    except (TypeError, ValueError):  # a builtin function without a signature
         return
     try:
         signature.bind(*of.split(", "))
@@ -166,7 +166,7 @@ def a_list(name: str, value: Any) -> list[Any]:
     entries = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
         raise TypeError(f"{name} must be a list, got {given(value)}")
-    if not 1 <= len(entries) <= 10**6:  # more are a typing error
+    if not 1 <= len(entries) <= 10**6:  # a longer list is probably a typing error
         allowed = "at most 1,000,000 values" if entries else "at least one value"
         raise ValueError(f"{name} must have {allowed}, got {value!r:.100}")
     return list(entries)
@@ -182,14 +182,14 @@ def a_path(name: str, value: Any) -> Path:
 
 
 def given(value: Any) -> str:
-    """Return a short text for a value of a wrong type: the value and its type, or the name of a class."""
+    """Describe a value of a wrong type in a few words: the value and its type or, if it is a class, its name."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return f"{value!r:.100} of type {type(value).__name__}"
 
 
 def only_one(where: str, **given: Any) -> Any:
-    """Return the only value of `given` that is not None, or None; raise a TypeError if several are given."""
+    """Return the value in `given` that is not None, or None if all are None; raise a TypeError if several are given."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
         raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
@@ -202,18 +202,18 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not name or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):  # takes more than a text
+        if not name or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):  # takes more than text
             raise
         raise type(error)(f"{name}: {error}") from error
 
 
 def brief(text: str, most: int = 10_000) -> str:
-    """Return a text or, if longer than `most` characters, such as a whole dataset, its beginning and length."""
+    """Return a text or, if it has more than `most` characters (a whole dataset, say), its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 def retold(error: Exception, text: str) -> Exception:
-    """Return an error of the same type with another text, caused by `error`; a RuntimeError if the type forbids it."""
+    """Return an error of the same type (a RuntimeError if that type takes no text) with `text`, caused by `error`."""
     try:
         named = type(error)(text)
     except Exception:  # the type takes other arguments
@@ -229,7 +229,7 @@ def is_factory(dataset: Any) -> bool:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace an argument's name at the beginning of a TypeError's or ValueError's message: name → the user's name."""
+    """Replace the first word of a TypeError's or ValueError's message by `names`: argument → the user's name for it."""
     try:
         yield
     except (TypeError, ValueError) as error:

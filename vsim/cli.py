@@ -76,7 +76,7 @@ _FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.pn
 PARTICIPATION: dict[str, type[Participation]] = {
     cls.__name__.lower(): cls for cls in (Dropout, DayNight, Trace, Deadline, DropSlowest, OverCommit, Sample)
 }
-# Functions that a value may call, such as topk(0.01) or adamw(weight_decay=0.1); other values are literals and text.
+# Functions that an option's value may call, such as topk(0.01); all other values are Python literals or text.
 CALLABLES: dict[str, Callable[..., Any]] = {
     **PARTICIPATION,
     **{name: partial(OptimSpec, name) for name in OPTIMIZERS},
@@ -147,7 +147,7 @@ def compare(command: commands.Compare) -> int:
     picture, winners = _FIGURES["comparison"]
     title = "; ".join([problem.title(priced.budget), *tuning(comparison)])
     figures: dict[str, Any] = {picture: comparison.figure(title, x="step" if priced.network is None else "time")}
-    in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # asynchronous: on one network
+    in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # an asynchronous run has one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
         figures[winners] = comparison.winners(priced.target_loss).plot()
     return _write(comparison, figures, out / "comparison")
@@ -347,7 +347,7 @@ def _value(text: str) -> Any:
         joined = isinstance(parsed, ast.BinOp) and isinstance(parsed.op, ast.BitOr)
         if not (joined or isinstance(parsed, ast.Call)):
             return ast.literal_eval(parsed)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all errors of the two functions
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all errors of parse and literal_eval
         return text
     return _called(parsed)
 
@@ -375,7 +375,7 @@ def _called(call: ast.expr) -> Any:
 
 
 def _new(make: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any], where: str) -> Any:
-    """Call a class; the error for a missing argument names the argument as the command line does."""
+    """Call a class or function; the error for a missing argument names the argument as the command line does."""
     parameters = inspect.signature(make).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -425,7 +425,7 @@ def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:
 
 
 def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
-    """Return --lr, or the model's learning rate. With --lr, raise an error if a strategy in `named` has a rate."""
+    """Return --lr or, without it, the model's rate. Raise an error for --lr if a strategy in `named` has its own."""
     names = [text.partition(":")[0] for text in named]
     own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
     if own and problem.lr is not None:
@@ -529,7 +529,7 @@ def _fit_options(command: commands.Compare | commands.Sweep) -> dict[str, Any]:
     problem, training, priced, output = command.problem, command.training, command.priced, command.output
     if output.resume and output.save_dir is None:
         raise ValueError("--resume needs --save-dir DIR")
-    # A multiple of ten, because many strategies sync every ten steps by default, and have a higher loss in between.
+    # A multiple of ten, because many strategies sync every ten steps by default; between syncs, the loss is higher.
     tenth = max(1, problem.num_steps // 10)
     every = (tenth if tenth < 10 else -(-tenth // 10) * 10) if training.val_interval is None else training.val_interval
     return {

@@ -109,10 +109,10 @@ def compare(
             dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes the largest number of steps
             that `vsim.price` finds within all limits, at most `max_steps`, and its learning-rate schedule ends with its
             last step. Tables show the steps, and the used share of each limit.
-        at: parameters of the model whose prices count for the budget; default: the trained model. The result has the
-            bytes and hours of that model, see `Comparison.at`.
+        at: number of parameters of the model that is priced for the budget; default: the trained model's. The result
+            has the bytes and hours of that model, see `Comparison.at`.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
-            tuned arguments that it takes. Tuning uses as many seeds as the comparison, counted on from its largest
+            tuned arguments that it takes. Tuning uses as many seeds as the comparison: the numbers after its largest
             seed. The setting with the lowest mean validation loss, after equal steps or within the budget, goes into
             the comparison; among settings that the seeds do not distinguish from the best, the middle one, see
             `Sweep.chosen`. A warning names a best value that is the smallest or largest value tried.
@@ -126,15 +126,15 @@ def compare(
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
             a comparison without a stop. "auto": resume if there is a comparison, else start one.
         network, compute: the basis of hours, see `vsim.timeline`; kept in the comparison, whose tables then show hours
-            and utilization. Both can be given afterwards, too, except that asynchronous strategies need them to train.
+            and utilization. Only asynchronous strategies need the two for training; else give them before or after it.
         options: every other argument of `Trainer.fit`, the same for all strategies.
 
     Returns:
         A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early; errors
         name the strategy. A run that fails later is kept with its record and the reason, and the other runs continue.
         After an interrupt, all runs are returned: complete runs with their models, and all other runs with the step of
-        the interrupt. A warning names failed and interrupted runs. The seconds of a history are its share, by nodes, of
-        the time that the runs took together.
+        the interrupt. A warning names failed and interrupted runs. The time that the runs took together is divided
+        among the `seconds` of their histories in proportion to their nodes.
 
     Raises:
         TypeError, ValueError: see `Trainer.fit`.
@@ -161,7 +161,7 @@ def compare(
         }
     entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
     options = {"max_steps": max_steps, **options}
-    # A comparison that resumes may have been interrupted while tuning, before it began.
+    # The call that is resumed may have been interrupted while tuning, before its comparison began.
     resumed = {"resume": "auto"} if tune is not None and options.get("resume") else {}
     comparison = train_entries(
         entries, model, train_dataset, val_dataset, seeds=seeds, extend=extend, **shared, **{**options, **resumed}
@@ -312,9 +312,9 @@ def train_entries(
         max_steps: steps of all entries, or name → steps.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             Stopped entries are kept with `stopped_at`.
-        pruning: steps, and the function that returns the entries that continue there; see `Entries.keep`.
+        pruning: steps at which entries may end, and the `keep` of `Entries`, which returns those that continue.
         extend: a comparison whose runs are neither trained again nor in the result.
-        interrupt: gets a request if the training was interrupted.
+        interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
     """
     if not isinstance(extend, Comparison | None):
@@ -370,7 +370,7 @@ def train_entries(
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
     configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
-    problems: dict[Trainer, dict[str, Any]] = {}  # descriptions made so far
+    problems: dict[Trainer, dict[str, Any]] = {}  # descriptions of model and data made so far
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:
@@ -556,7 +556,7 @@ def _conditions_of(comparison: Comparison) -> Conditions:
 
 
 def _is_new(name: str, seed: int, extended: Comparison) -> bool:
-    """Return whether to train a run: the extended comparison lacks it, or has only a part of it."""
+    """Return whether to train a run: whether the extended comparison lacks the run, or has only a part of it."""
     runs = extended.runs(name) if name in extended else []
     return not any(run.seed == seed and (run.ended or run.diverged_at is not None) for run in runs)
 

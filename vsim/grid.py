@@ -41,7 +41,7 @@ def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Al
 
 
 def points(strategy: Callable[..., Algorithm], settings: Mapping[str, Any]) -> dict[str, Point]:
-    """Return name → point for the product of the settings that are lists; the last list varies fastest."""
+    """Return name → `Point` for every combination of the settings' values; the last setting varies fastest."""
     lists = {key: _listed(key, value) for key, value in settings.items()}
     texts = {key: _texts(values) for key, values in lists.items()}
     title = getattr(strategy, "__name__", "strategy").removesuffix("Strategy") or "Strategy"
@@ -92,7 +92,7 @@ def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
 
 
 def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name → strategy of a dict that may hold dicts; names in an inner dict get its name as a prefix.
+    """Flatten a dict of strategies and of dicts of strategies; names in an inner dict get that dict's name as a prefix.
 
     >>> merged({"a": 1, "b": {"b H=5": 2, "c": 3}})
     {'a': 1, 'b H=5': 2, 'b, c': 3}
@@ -119,7 +119,7 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(key: str, value: Any) -> list[Any]:
-    """Return the values of a setting; a single value if the setting is not a list."""
+    """Return the values of a setting as a list; a setting that is not a list has one value."""
     if not isinstance(value, list | tuple | range | np.ndarray):
         return [value]
     value = a_list(key, value)
@@ -137,7 +137,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Return a distinct text for every value of a setting; for objects of one class, only arguments that differ.
+    """Return a distinct text for every value of a setting; for objects of one class, name only arguments that differ.
 
     >>> from vsim.strategy import OptimSpec
     >>> _texts([OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.01, momentum=0.9), None])
@@ -153,7 +153,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
 
 
 def _text(value: Any, among: Sequence[Any] = ()) -> str:
-    """Return a short text for a result of `describe`; of an object, only what differs from its class `among` values.
+    """Return short text for a value from `describe`. Name only arguments that differ `among` objects of the same class.
 
     >>> _text({"T": 10, "rates": [1e-3, 0.5, None]})
     '(T=10, rates=(0.001, 0.5, None))'

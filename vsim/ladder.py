@@ -45,26 +45,26 @@ def ladder(
     """Train every strategy at every size of a model, to predict the best strategy at a size too large to train.
 
     Each size is one `compare`: with `tune=`, strategies are tuned at each size, and all see the same data, order and
-    seeds. Every run is a whole schedule: its number of steps grows with the model, and its learning rate ends with it.
+    seeds. By default, larger models train for more steps. Every run's learning-rate schedule ends with the run.
 
     Args:
         model: a function f(size) → model, such as `lambda width: GPT(…, width=width)`, called for each seed with
             torch's generators set to that seed.
         train_dataset, val_dataset: see `compare`.
-        sizes: at least two values for this function, such as widths; their models must differ in parameters.
+        sizes: at least two arguments of `model`, such as widths; their models must differ in number of parameters.
         strategies, num_nodes: see `compare`.
-        tokens_per_parameter: tokens of a run, of all nodes together; default: 20. An example counts as its number of
-            token ids, or as one token without token ids.
-        max_steps, budget: see `compare`; steps of every size, instead of `tokens_per_parameter`.
+        tokens_per_parameter: tokens that all nodes of a run train on together, per parameter of the model; default: 20.
+            An example counts as its number of token ids, or as one token if it has no token ids.
+        max_steps, budget: see `compare`; they limit the steps at every size, instead of `tokens_per_parameter`.
         save_dir: a folder for `ladder.json`, the record of complete sizes for `vsim.load_ladder`, and a folder for each
             size. With `resume`, complete sizes are read, and the remaining sizes resume.
         options: every other argument of `compare`, the same for all sizes.
 
     Returns:
-        A `Ladder`; after an interrupt, with the complete sizes.
+        A `Ladder`; after an interrupt, it has only the complete sizes.
 
     Raises:
-        TypeError, ValueError: see `compare`; or there are too few sizes, or equal ones.
+        TypeError, ValueError: see `compare`; or there are too few sizes, or equal sizes.
         KeyboardInterrupt: interrupted before the first size was complete.
     """
     if isinstance(model, nn.Module | type):
@@ -130,7 +130,7 @@ def ladder(
     return Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
 
 
-_compare = inspect.unwrap(compare)  # takes a title, too; the ladder has checked the names
+_compare = inspect.unwrap(compare)  # without its check of argument names, which rejects `title`
 
 
 def load_ladder(path: str | Path) -> Ladder:
@@ -147,7 +147,7 @@ def load_ladder(path: str | Path) -> Ladder:
 
 
 class _Counted:
-    """The number of tokens of a run, by its number of steps.
+    """Converts between the steps and the tokens of a run.
 
     Attributes:
         tokens: number of token ids in an example; 0 without token ids.

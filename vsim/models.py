@@ -56,7 +56,7 @@ class MLP(_LossModel):
     x is (B, *shape) with `prod(shape) == in_features`, y is (B,) int64, logits are (B, num_classes).
 
     Args:
-        in_features: numbers in one flattened example.
+        in_features: length of a flattened example.
         hidden: width of each hidden layer; empty for a linear classifier.
         num_classes: number of classes.
         dropout: probability after each ReLU, in [0, 1).
@@ -177,7 +177,7 @@ class GPT(_LossModel):
         block_size: longest context, in tokens.
         layers: number of transformer blocks.
         width: size of the residual stream; a multiple of heads.
-        heads: attention heads a block.
+        heads: attention heads of each block.
         dropout: probability on the embedding and on the output of each attention and MLP, in [0, 1); attention weights
             have no dropout.
         seed: see `MLP`.
@@ -335,7 +335,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 class _DrawingFrom(TorchDispatchMode):
-    """Draw this thread's initial weights from `stream` instead of the global generator."""
+    """In this thread, draw initial weights from the generator `stream` instead of the global generator."""
 
     def __init__(self, stream: torch.Generator) -> None:
         super().__init__()

@@ -40,12 +40,12 @@ def price(
 
     Args:
         strategy: the strategy, whose code runs except for the inner optimizer, which sends nothing.
-        parameters: N, up to 10¹⁵, in the shapes of a GPT; see `gpt_of`. Or give a model.
+        parameters: their number N, up to 10¹⁵; the shapes are those of a GPT, see `gpt_of`. Or give a model.
         layers: layers of this GPT. Default: the layers of `compute`, or else the usual number for a GPT of that size.
-        model: gives the shapes instead of `parameters`; may be on the meta device, and is not changed.
+        model: a model whose shapes are used instead of `parameters`; may be on the meta device, and is not changed.
         num_nodes: K, up to 10⁶. max_steps: steps of the run. network, compute: see `timeline`.
         bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.
-        seed: seed of the nodes' joint decisions, such as islands.
+        seed: seed of random decisions that all nodes share, such as the draw of islands.
 
     Raises:
         TypeError: neither or both of parameters and model are given; network or compute is missing.
@@ -114,7 +114,7 @@ def required_bandwidth(
 
 Floats = NDArray[np.float64]
 _FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps priced first; and the largest number without max_steps
-# A cost as text.
+# Kind of budget → function that writes an amount as text.
 _TEXTS: dict[str, Callable[[float], str]] = {
     "time": duration,
     "cost": lambda dollars: f"${dollars:.4g}",
@@ -141,7 +141,7 @@ def steps_within(
     Args:
         budget: "time" in seconds, "cost" in dollars, "wire" in bytes per node, or "examples" → limit.
         strategy, parameters, model, num_nodes, network, compute, seed: see `price`; time and cost need the network.
-        examples: numbers of steps → examples that all nodes see in these steps. most: a limit on the steps, too.
+        examples: numbers of steps → examples that all nodes see in these steps. most: the largest allowed result.
 
     Raises:
         ValueError: one step exceeds the budget; nothing limits the steps; or the strategy cannot be priced.
@@ -164,7 +164,7 @@ def steps_within(
         return {of: found[of] for of in budget}
 
     within, beyond, first, tries = 0, math.inf if most is None else most + 1, _FIRST_STEPS, 0
-    hint = None  # steps within the budget of the last run that was too long
+    hint = None  # of the last run that exceeded the budget: the steps within it
     while within + 1 < beyond:
         if hint is None:
             steps = int(min(first, beyond - 1))

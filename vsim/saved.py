@@ -34,7 +34,7 @@ from vsim.records.swept import Sweep
 
 # File names of `vsim compare` and `vsim sweep`.
 NAMES = ("comparison.json", "sweep.json")
-# Suffixes of files that runs write, and the depth of these files below the path of a comparison.
+# Suffixes of files that runs write, and how many folders below the path of a comparison these files can be.
 _SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
 _SEED = re.compile(r"(.+), seed (-?\d+)")
 
@@ -67,8 +67,8 @@ def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
     """Read a comparison from a file of `to_json`, or from checkpoints or CSV logs of runs that may still train.
 
     Args:
-        path: a file of `to_json`; or a folder: of `vsim compare` or `vsim sweep`, a `save_dir`, or the folder of a
-            `CSVLogger`. A log has no events: its runs have losses and bytes, but no hours.
+        path: a file of `to_json`; or a folder that `vsim compare`, `vsim sweep` or a `CSVLogger` wrote, or a
+            `save_dir`. A log has no events: its runs have losses and bytes, but no hours.
         cache: results of earlier calls; unchanged files are not read again.
 
     Raises:
@@ -131,7 +131,7 @@ def files_at(path: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 
 def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[str, Comparison]:
-    """Return the comparisons with only the runs whose names contain all words of a text; without texts, all runs.
+    """Keep the runs whose names contain all words of one of the texts in `only`; without texts, keep all runs.
 
     Args:
         only: texts such as "fedavg", "diloco H=10" or "*diloco"; case is ignored, and * is any number of letters.
@@ -157,7 +157,7 @@ def _has_words(name: str, text: str) -> bool:
 
 
 def _stamp(*files: Path) -> tuple[Any, ...]:
-    """Return a key that changes with the content of files: path, time and size of each."""
+    """Return a key that changes when the files change: the path, modification time and size of each."""
     found: list[Any] = []
     for file in files:
         found.append(str(file))
@@ -226,7 +226,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _of_checkpoints(folder: Path, cache: Cache) -> SavedRun | None:
-    """Return the run saved in a folder, from its record of the end or its newest readable checkpoint; else None."""
+    """Return the run saved in a folder, from end.json or else the newest readable checkpoint; None without both."""
     end = folder / "end.json"
     if end.is_file():
         ended: SavedRun = cache.get(_stamp(end), _ended, end)
@@ -268,7 +268,7 @@ def _logged(folder: Path) -> SavedRun:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a running process saves in a folder, by the text of the lock file, without touching the lock."""
+    """Return whether a running process saves in a folder. Read the lock file's text, and leave the lock alone."""
     try:
         said = read_text(folder / ".lock", errors="replace")
     except OSError:
@@ -286,7 +286,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
-    """Make a comparison of runs; a run's name may have the form "name, seed 1"."""
+    """Make a comparison of runs; a label of the form "name, seed 1" gives the run's name and seed."""
     sent = [float(run.history["payload_bytes"][1]) for _, run in runs if len(run.history) > 1]
     comparison = Comparison(int(max(sent, default=0)))  # the bytes of AllReduce, if it is among the runs
     holders: dict[str, Path] = {}

@@ -55,8 +55,8 @@ class Prediction:
     """A predicted loss, with its interval and the evidence for the law.
 
     Attributes:
-        loss: the law's loss. low, high: the law's 95 % interval at this point, by the bootstrap, without the noise of a
-            run.
+        loss: the law's loss. low, high: the 95 % interval of the law's loss, by the bootstrap; it does not include the
+            noise of a single run.
         factor: the size divided by the largest measured size; above 1, the law is extrapolated.
         held_out_error: relative error of the law at the largest measured size when fitted to the other sizes.
     """
@@ -84,7 +84,7 @@ class Law:
         parameters: "A", exponents "a" (of N), "b" (of M) and "c" (of H), and "C", as far as the law has them.
         intervals: name of a parameter → 95 % interval by the bootstrap.
         errors: name of a form → its mean relative error at the largest size, when fitted to the other sizes.
-        data: the columns of the fit.
+        data: the columns that the law was fitted to.
     """
 
     form: str
@@ -106,10 +106,10 @@ class Law:
         return f"L = {own['A']:.4g} · {' · '.join(factors)}{floor}, of {len(self.data['loss'])} losses{held_out}"
 
     def _interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
-        """Return the 95 % interval of a number, by Student's t of its values in fits to resampled residuals.
+        """Return the 95 % interval of `value`, by Student's t, from its spread in fits to resampled residuals.
 
         Args:
-            drawn: the values in these fits. positive: whether the number is above 0; if so, use logarithms.
+            drawn: the value in each of these fits. positive: whether the value is above 0; if so, use logarithms.
         """
         from scipy.stats import t
 
@@ -241,8 +241,8 @@ def penalty(
 ) -> pd.DataFrame:
     """Return the penalty of rare communication: the examples a strategy needs for a loss, relative to those of `to`.
 
-    Runs of `to` may be shorter than other runs, see `max_steps` of `vsim.compare`. A loss is reached at a measurement,
-    so a small `val_interval` measures ratios finely.
+    Runs of `to` may be shorter than other runs, see `max_steps` of `vsim.compare`. A loss counts as reached only when
+    it is measured, so a smaller `val_interval` gives more precise ratios.
 
     Args:
         to: the strategy to compare with.
@@ -287,7 +287,7 @@ def penalty(
 
 
 def _columns(frame: Any) -> dict[str, Floats]:
-    """Return the varying columns and the loss as arrays."""
+    """Return N, the loss, and the columns M and H if they vary, as arrays."""
     missing = [name for name in ("N", "loss") if name not in frame]
     if missing:
         raise ValueError(f"frame has no column {missing[0]!r}; it needs N and loss, and may have M and H")

@@ -1,4 +1,4 @@
-"""Models without values: of given shapes, or a GPT with a given number of parameters; and checks for shared memory."""
+"""Models without values: a copy of a model, or a GPT of a given number of parameters; and checks for shared memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
     def size(width: int, tokens: int = _TOKENS) -> int:
         return (tokens + _POSITIONS + 2) * width + depth * (12 * width + 13) * width
 
-    root = math.sqrt((_TOKENS + _POSITIONS) ** 2 + 48 * depth * parameters)  # of 12 depth d² + (tokens + …) d = N
+    root = math.sqrt((_TOKENS + _POSITIONS) ** 2 + 48 * depth * parameters)  # for d in 12 depth d² + (tokens + …) d = N
     guess = int((root - _TOKENS - _POSITIONS) / (24 * depth)) // 64
     widths = [64 * n for n in (guess, guess + 1) if n > 0]
     width = min(widths, key=lambda width: abs(size(width) - parameters), default=0)
@@ -98,8 +98,8 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
 def check_apart(model: nn.Module) -> None:
     """Raise a ValueError if a trainable parameter shares memory with another parameter or with a buffer.
 
-    The matrix has a separate place for each of the two, so that their values would diverge in training. Tied parameters
-    are one `nn.Parameter`, and allowed.
+    Training keeps the two tensors in separate places, so that their values would diverge. Tied parameters are one
+    `nn.Parameter`, and allowed.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -107,7 +107,7 @@ def check_apart(model: nn.Module) -> None:
         if not lazy and t.layout is torch.strided and t.numel():
             by_storage.setdefault(storage_key(t), []).append((name, t))
     for tensors in by_storage.values():
-        reaching: list[tuple[str, Tensor]] = []  # tensors whose spans may overlap with the next tensors' spans
+        reaching: list[tuple[str, Tensor]] = []  # earlier tensors whose spans may overlap with the next ones
         for name, t in sorted(tensors, key=lambda own: _span(own[1])) if len(tensors) > 1 else ():
             reaching = [(other, own) for other, own in reaching if _span(own)[1] > _span(t)[0]]
             for other, own in reaching:
@@ -129,7 +129,7 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 
 def _have_common_entries(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors of one storage with overlapping spans share an entry; different columns do not."""
+    """Return whether two tensors with overlapping spans in one storage share an entry; columns of a matrix do not."""
     if (one.is_contiguous() and other.is_contiguous()) or one.element_size() != other.element_size():
         return True
     marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
@@ -139,7 +139,7 @@ def _have_common_entries(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def naming_layers(model: nn.Module) -> Iterator[None]:
-    """If `model`, from `without_values`, is a single matrix, add this fact and advice to a ValueError."""
+    """If `model` (from `without_values`) is a single matrix, say so in the message of a ValueError, and what to do."""
     try:
         yield
     except ValueError as error:

@@ -65,14 +65,14 @@ class Trainer:
             all modules train in training mode.
         train_dataset: a map-style dataset, split among the nodes as by DistributedSampler, or a function
             f(rank, num_nodes, train_dataset: bool) that returns the dataset of one node.
-        val_dataset: a dataset or factory, called for rank 0. None: no validation.
+        val_dataset: a dataset, or such a function, which is called for rank 0. None: no validation.
         loss_fn: f(outputs, y) → scalar loss of a batch (x, y).
         device: where to train by default. None: cuda, else mps, else cpu.
         devices: with backend="process", where the nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
-        history: the `History` of the last run. strategy: the last run's copy of the strategy. loggers: its loggers.
-        run_label: the name of the next runs in progress bar and history; None: the strategy's name.
+        history: the `History` of the last run. strategy: the last run's copy of the strategy. loggers: the last run's.
+        run_label: the name that the next runs get in progress bar and history; None: the strategy's name.
 
     Example:
         >>> from vsim import Trainer
@@ -101,7 +101,7 @@ class Trainer:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None:
             a_function("loss_fn", loss_fn, "outputs, y")
-        self.model = uncompiled(model)  # names of a compiled model have a prefix; compile=True compiles for all nodes
+        self.model = uncompiled(model)  # compiled, its parameters' names have a prefix; compile=True is for all nodes
         check_apart(self.model)
         if idle := idle_dropout(self.model):
             warnings.warn(
@@ -117,13 +117,13 @@ class Trainer:
             raise TypeError("device and devices say the same thing; give one of them")
         self.device = None if device is None else pick_device(device)
         if devices is not None:
-            devices_of_nodes(devices, None, 1)  # raises an error now, if any
+            devices_of_nodes(devices, None, 1)  # raises an error here, not in `fit`
         self.devices = devices
         self.history = History()
         self.strategy: Algorithm | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self._last: Run | Checkpoint | None = None  # the run that resume=True resumes without a save_dir
+        self._last: Run | Checkpoint | None = None  # what resume=True resumes if there is no save_dir
 
     @property
     def ledger(self) -> Ledger:
@@ -167,7 +167,7 @@ class Trainer:
 
         Returns:
             An `Explanation`, which prints itself: the form of every operation, the memory per node, the executor and
-            the reason for it, and the share of the machine's peak that a step achieves.
+            the reason for it, and the share of the machine's peak FLOP/s that a step achieves.
         """
         if options.get("backend", "stacked") != "stacked":
             raise ValueError(
@@ -190,24 +190,24 @@ class Trainer:
             strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
                 again.
             num_nodes: K.
-            num_epochs: passes over the data. `max_steps`: number of optimizer steps of the run, whatever `num_epochs`.
+            num_epochs: passes over the data. `max_steps`: number of optimizer steps of the run; overrides `num_epochs`.
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: whether to draw a new order every epoch.
             val_size: number of validation examples: the whole dataset, or a sample if it is larger. Default: up to
                 2,048. Samples are the same for all runs and seeds.
             val_interval: steps between validations (None: first and last only).
-            client_val_dataset: f(rank, num_nodes, train_dataset), called with False for each of the N nodes, or clients
-                of a population; or a `Partition`, for instance of the training data. After the last step, the global
+            client_val_dataset: f(rank, num_nodes, False) → the validation data of a node or, with a population, of a
+                client; or a `Partition`, for instance of the training data. After the last step, the global
                 model is measured on each client's data, up to `val_size` examples: `history.client_val_losses`. With
                 personal layers, every client's own model is measured; see `client_model`.
-            client_val_steps: steps that each client first takes on its training data, on a copy of the model, with the
-                inner optimizer without state, schedule or max_norm. None: measure the model without such steps.
-            test_dataset: a dataset or factory like val_dataset. After the last step the global model is measured on all
-                of it: `test_loss` and `test_accuracy` in the history's last row. It influences nothing else.
+            client_val_steps: steps of fine-tuning before this measurement. Each client trains a copy of the model on
+                its training data, with a new inner optimizer without schedule or max_norm. None: no fine-tuning.
+            test_dataset: a dataset or factory like val_dataset. After the last step, the global model is measured on
+                all test examples: `test_loss` and `test_accuracy` in the history's last row. Nothing else uses them.
             seed: seed of all random numbers. The process's global random state is not changed.
-            participation: which nodes take part when: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a rule for
-                stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
+            participation: the nodes that take part in each step: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a
+                rule for stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
             attack: a `vsim.Attack` of some nodes, unless the strategy has one. For several attacks in one comparison,
                 give each attack to a strategy.
             device: overrides the device of Trainer.
@@ -215,9 +215,9 @@ class Trainer:
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, unless the loop is as fast, or
                 vmap is not proved to agree with the loop; see `vsim.engine.AutoExecutor`. `history.computed` says which
                 executor was used, and why.
-            deterministic: on the CPU: compute nodes one by one in eager PyTorch, in float32 bitwise equal to separate
-                processes; a model must not draw from Python's or NumPy's global generator in `forward`. On CUDA: runs
-                repeat bit by bit, with PyTorch's deterministic algorithms. Not for MPS.
+            deterministic: on the CPU, compute nodes one by one in eager PyTorch; in float32, the run is bitwise equal
+                to separate processes. `forward` must not draw from Python's or NumPy's global generator. On CUDA, use
+                PyTorch's deterministic algorithms, so that runs repeat bit by bit. Not for MPS.
             compile: torch.compile the loss and its gradient, and the kernels of strategies that were measured to be
                 faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
@@ -233,19 +233,19 @@ class Trainer:
             threads_per_process: CPU threads of a process; default: the machine's cores divided by its processes, at
                 least 1.
             timeout_seconds: how long a collective waits for other processes; default 600.
-            compute, network: for an asynchronous strategy, whose nodes train on a virtual clock: the time of a step, a
-                `vsim.network.Compute` or seconds, and of messages, a `Network` or text (None: no time).
+            compute, network: for an asynchronous strategy, whose nodes train on a virtual clock. compute: the time of a
+                step, a `vsim.network.Compute` or seconds. network: a `Network` or text; None: messages take no time.
             save_dir: a folder for checkpoints, saved at the end, when Ctrl-C interrupts the run (after the current
                 step; a second Ctrl-C acts at once), and every `checkpoint_interval` steps. The newest two are kept.
             resume: resume a run, bitwise equal to a run without a stop: from the newest checkpoint in a folder, or from
                 a file. True: from `save_dir`; without a save_dir, this trainer's last run, if it was interrupted, or
                 has ended and `max_steps` is larger now. All settings that determine a run must be as before, except its
-                length; `Checkpoint.fork` starts another run from a checkpoint. Draws of a DataLoader's worker processes
-                are not restored.
+                length; `Checkpoint.fork` starts another run from a checkpoint. The random state of a DataLoader's
+                worker processes is not restored.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
             max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process (with backend="process",
-                all nodes' processes on a device) may hold. The largest fitting minibatch is estimated from small
+                all nodes' processes on a device) may hold. The largest minibatch that fits is estimated from small
                 probes, which are not compiled, and stored in `history.minibatch_size`.
             logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
                 `vsim.logger`), or a list of loggers. Under torchrun, rank 0 logs.

@@ -72,7 +72,7 @@ def tune(
             random numbers depend only on the seed and the trial's number, so that equal calls request equal trials,
             also after a kill. A sampler of your own starts its random numbers again in every call.
         pruner: optuna's pruner, for one objective; default: none. The pruner gets the mean validation loss of every
-            trial after every `val_interval` steps. Pruned trials leave the matrix.
+            trial after every `val_interval` steps. Pruned trials end.
         storage: optuna's storage, such as "sqlite:///study.db": an equal call continues the stored study. Trials that
             were running when a call was killed are trained first, under their numbers. Only one call at a time may
             search a study.
@@ -196,7 +196,7 @@ class _Asking:
     """Requests batches of trials from optuna, and reports their results.
 
     Args:
-        trials, together: see `tune`. seed: seed of the default sampler; None: the sampler is the user's.
+        trials, together: see `tune`. seed: seed of the default sampler; None: the user gave a sampler.
 
     Attributes:
         exhausted: whether the sampler has no more suggestions.
@@ -305,7 +305,7 @@ class _Asking:
 
 
 def _is_alive(process: str) -> bool:
-    """Return whether a process runs on this machine, from its host, id and start."""
+    """Return whether the process described by the text "host id start-time" runs on this machine."""
     host, number, begun = process.rsplit(" ", 2)
     try:
         return host == socket.gethostname() and psutil.Process(int(number)).create_time() == float(begun)
@@ -335,11 +335,11 @@ class _Pruning:
 
 
 class _Found:
-    """The runs of all trials so far, in a folder if there is one.
+    """Keeps the runs of all trials so far, and saves them if there is a folder.
 
     Attributes:
         runs: name → runs. values: name → values of the objectives, for complete trials.
-        known: a comparison of the same problem; None at first.
+        known: a comparison of the study's problem, which new trials must fit; None before the first batch.
     """
 
     def __init__(self, study: Any, objectives: Sequence[str], folder: Path | None) -> None:

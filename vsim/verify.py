@@ -41,10 +41,10 @@ class VerifyReport:
     Attributes:
         num_nodes: K. num_parameters: P.
         steps: the number of steps found equal.
-        compared: the compared kinds, of KINDS.
-        differences: all differences at the first step with a difference: by kind, then node, then name.
-        num_processes: the number of processes in the last comparison; None: one for every node.
-        agreed: text on earlier comparisons, which agreed with the simulator.
+        compared: the kinds of values that were compared, from KINDS.
+        differences: all differences at the first step with a difference, sorted by kind, then node, then name.
+        num_processes: the number of processes in the last comparison; None: a process for every node.
+        agreed: how many processes earlier comparisons used, as text; these agreed with the simulator.
     """
 
     num_nodes: int
@@ -135,7 +135,7 @@ def verify(
             val_interval, seed, participation, compute, correlation_interval, dataloader_kwargs, timeout_seconds,
             progress, accuracy.
 
-    The simulator's states are kept in a temporary folder until the processes reach the same steps. They take
+    The simulator's states are kept in a temporary folder until the processes reach the same steps. The states take
     max_steps · K times the size of a node's weights, buffers and optimizer state.
 
     Returns:

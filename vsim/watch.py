@@ -34,7 +34,7 @@ class Watch:
     """A server of one page, at an address that cannot be guessed.
 
     The server answers only requests from this machine, for its host name and with its token, and only reads files.
-    Files and clocks of unchanged runs are kept in memory.
+    The content and the clocks of unchanged runs stay in memory.
 
     Args:
         paths: comparisons, saved or still training; see `vsim.saved.read_comparison`.

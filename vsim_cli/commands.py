@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 # Examples per node and step that suit each built-in model.
 BATCH_SIZES = {"gpt": 8, "mlp": 16, "cnn": 16}
-WINDOWS = 256  # of text, to validate on
+WINDOWS = 256  # windows of text for validation
 
 
 def _optional(metavar: str | None = None, default: str = "") -> Any:

@@ -26,7 +26,7 @@ from vsim.writing import replacing
 # shapes, which look the same everywhere.
 _FILE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "vsim"}
 _METADATA = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-# The approximate number of tick labels of an axis.
+# About the fewest and the most tick labels of an axis.
 _FEW, _MANY = 3, 7
 
 
@@ -46,9 +46,9 @@ def axes_of(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def save(figure: Figure | Axes, path: str | Path) -> None:
-    """Write a figure, given itself or by its axes, for a paper: PNG at 300 dots an inch, PDF with its fonts, or SVG.
+    """Write a figure (or the figure of these axes) for a paper: PNG at 300 dots per inch, PDF with its fonts, or SVG.
 
-    The same figure gives the same file, byte for byte, without a date.
+    The file has no date: the same figure gives the same file, byte for byte.
 
     Args:
         figure: any figure or axes of matplotlib.
@@ -62,7 +62,7 @@ def save(figure: Figure | Axes, path: str | Path) -> None:
         raise ValueError(f"the path of a figure must end in {', '.join(_METADATA)}, got {str(path)!r}")
     whole = figure if isinstance(figure, Figure) else figure.get_figure(root=True)
     assert whole is not None
-    image = io.BytesIO()  # not a file, where matplotlib may hide the error of a full disk
+    image = io.BytesIO()  # not to a file: matplotlib may hide the error of a full disk
     with matplotlib.rc_context(_FILE):
         whole.draw_without_rendering()  # computes the layout, which differs slightly in a first drawing
         whole.savefig(image, format=suffix[1:], dpi=300, metadata=_METADATA[suffix])
@@ -71,7 +71,7 @@ def save(figure: Figure | Axes, path: str | Path) -> None:
 
 
 def image_html(figure: Figure | Axes, alt: str) -> str:
-    """Return a figure, given itself or by its axes, as an HTML image; close it, so that a notebook shows it once."""
+    """Return a figure (or the figure of these axes) as an HTML image; close it, so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
     whole, image = figure if isinstance(figure, Figure) else figure.get_figure(root=True), io.BytesIO()
@@ -90,12 +90,12 @@ def new_figure(width: float, height: float) -> PaperFigure:
 
 
 def fit(ax: Axes) -> None:
-    """Make room for labels and legend of the caller's axes, if their figure has no layout engine that does."""
+    """Make room for the labels and legend of the caller's axes, unless a layout engine of their figure does so."""
     figure = ax.get_figure(root=True)
     assert figure is not None
-    is_free = isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine | None)  # left by tight_layout
+    is_free = isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine | None)  # tight_layout leaves the former
     if is_free and all(own.get_subplotspec() is not None for own in figure.axes):
-        with warnings.catch_warnings():  # raised if there is no room
+        with warnings.catch_warnings():  # tight_layout warns if there is no room
             warnings.simplefilter("ignore")
             figure.tight_layout()
 
@@ -108,7 +108,7 @@ def plain_ticks(axis: Axis) -> None:
 
 
 class PlainLocator(Locator):
-    """Ticks of a logarithmic axis: decades; for few decades 1, 2 and 5; for less than one, linear ticks."""
+    """Ticks of a logarithmic axis: decades; for few decades, 1, 2 and 5 in each; for less than one, linear ticks."""
 
     def __call__(self) -> Sequence[float]:
         assert self.axis is not None

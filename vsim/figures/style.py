@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Settings of all figures, on the caller's axes too; update `plt.rcParams` with them for figures of your own.
+# Settings of all figures, also on the caller's axes; update `plt.rcParams` with them for figures of your own.
 STYLE: Any = {
     "font.size": 8.5,
     "axes.labelsize": 8.5,
@@ -30,7 +30,7 @@ def literal(text: str) -> str:
 
 
 def styled(ax: Axes) -> None:
-    """Give axes, the caller's too, the sizes of print, and remove the parts of their frame that are not needed."""
+    """Give axes a pale grid and the sizes of print, and remove the upper and right lines of their frame."""
     ax.grid(True, color="0.9", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

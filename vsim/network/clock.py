@@ -19,7 +19,7 @@ from vsim.network.links import Crowd, Network
 
 Floats = NDArray[np.float64]
 MOMENTS = ("start", "gradients", "weights")
-# Steps without communication are taken together, up to this many numbers at a time.
+# Steps without communication are computed together, in arrays of at most this many numbers.
 _BLOCK = 1 << 20
 
 
@@ -36,10 +36,10 @@ class Record(Protocol):
 
 
 class Span(NamedTuple):
-    """A stretch of a node's time: "compute", "wait", or "send" for a line that was busy with an event.
+    """A stretch of nodes' time: "compute", "wait", or "send" for a line that was busy with an event.
 
     Attributes:
-        start, end: one entry for each of the `nodes`, or one for all. nodes: default: all nodes.
+        start, end: seconds, one entry for each of the `nodes` or one for all. nodes: (n,); None: all nodes.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 def _messages(ledger: Record) -> Iterator[Any]:
-    """Iterate over events; join the events that travel as one message."""
+    """Yield the events of a ledger; merge events that travel as one message."""
     message = None
     for event in ledger:
         if event.joined and message is not None:
@@ -100,7 +100,7 @@ class _Groups:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether no two pairs share a line: a sender's outward line or a receiver's inward line."""
+        """Whether no two pairs of a "send" share a line: a sender's outward line or a receiver's inward line."""
         return all(len(set(ends.tolist())) == len(ends) for ends in self.nodes.reshape(-1, 2).T)
 
 
@@ -114,7 +114,7 @@ class _Planned(NamedTuple):
 
 
 class Clock:
-    """Takes a run's steps on a network, or on the N networks of a `Network.grid`.
+    """Simulates the steps of a run on a network, or on the N networks of a `Network.grid`.
 
     Attributes:
         seconds: (T + 1, N) the time when the last node was done with step t.
@@ -132,8 +132,8 @@ class Clock:
         self.steps, many = ledger.steps, network.alternatives
         self.now = np.zeros((many, 1))  # (N, 1) or (N, K): every node's time
         self.ready = self.now  # when a node could send the first layer of its next message
-        self.busy = np.zeros((2, many, 1))  # until when a node's line is busy, outwards and inwards
-        self.server = np.zeros((2, many))  # until when the server's line is busy, inwards and outwards
+        self.busy = np.zeros((2, many, 1))  # time until which a node's line is busy, outwards and inwards
+        self.server = np.zeros((2, many))  # time until which the server's line is busy, inwards and outwards
         self.seconds, self.stalls = np.zeros((self.steps + 1, many)), np.zeros((self.steps, many))
         self.compute = np.zeros(self.steps)
         self.events: dict[tuple[int, str], list[_Planned]] = {}
@@ -143,7 +143,7 @@ class Clock:
         self.present: NDArray[np.int64] | None = None
         self.until: Floats | None = None
         self.began, self.last = 0, 0
-        self.local: NDArray[np.int64] | None = None  # steps that each present node takes in the segment before it rests
+        self.local: NDArray[np.int64] | None = None  # steps of each present node in the segment, after which it rests
         self._plan(ledger)
 
     def _plan(self, ledger: Record) -> None:
@@ -170,7 +170,7 @@ class Clock:
             self.events.setdefault((event.step, event.moment), []).append(_Planned(event, groups, parts, price))
 
     def run(self, until: int | None = None) -> Clock:
-        """Take all steps, or the steps up to `until`."""
+        """Simulate all steps, or the steps up to `until`."""
         steps = self.steps if until is None else until
         issued = {one.event.step for own in self.events.values() for one in own}
         due = {one.event.due for own in self.events.values() for one in own}
@@ -198,7 +198,7 @@ class Clock:
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:
-        """Take steps without communication, up to step `until`; return the number of steps done."""
+        """Simulate steps without communication, up to step `until`; return the number of the last completed step."""
         count = 1 if self.watch is not None else min(until - done, max(1, _BLOCK // (self.num_nodes * len(self.now))))
         own, mean = self._computed(done, count)
         ends = self.now + own.cumsum(0)[:, None]  # (count, N, 1 | K)
@@ -217,7 +217,7 @@ class Clock:
         return own
 
     def _computed(self, done: int, count: int) -> tuple[Floats, Floats]:
-        """Return the compute seconds of the next steps, (count, 1) or (count, K), and the mean over present nodes."""
+        """Return the compute seconds of the next steps, (count, 1) or (count, K), and their mean over present nodes."""
         own = self.computed.next(count)
         if self.present is None:
             return own, own.mean(1)
@@ -262,7 +262,7 @@ class Clock:
                 self._wait(step, groups, ends)
 
     def _send(self, planned: _Planned) -> Floats:
-        """Put an event on the lines; return the time (N, groups) when each of its groups is done."""
+        """Put an event on the lines; return the time (N, groups) when each group of the event is done."""
         event, groups, parts, prices = planned
         price = np.stack(prices, 1)[:, groups.which]
         ready = self._ready(parts)
@@ -315,7 +315,7 @@ class Clock:
         return ends
 
     def _through_server(self, event: Any, groups: _Groups, ready: Floats, price: Floats, parts: int) -> Floats:
-        """Push or pull: on the server's line, a message waits for earlier messages, but not for slow lines of nodes."""
+        """Push or pull. A message waits for earlier messages on the server's line, but not for slow lines of nodes."""
         self._spread()
         ready = np.broadcast_to(ready, self.now.shape)
         inward = event.collective == "push"
@@ -326,14 +326,14 @@ class Clock:
             first = np.maximum(ready[:, nodes].max(1), self.busy[way][:, nodes].max(1))
             part = np.maximum(first + price[:, i], self.server[way] + busy)
             ends[:, i] = np.maximum(part + (parts - 1) * price[:, i], self.now[:, nodes].max(1) + price[:, i])
-            last = first if parts == 1 else ends[:, i] - price[:, i]  # when its last part starts
+            last = first if parts == 1 else ends[:, i] - price[:, i]  # when the last part starts
             self.busy[way][:, nodes] = ends[:, i : i + 1]
             self.server[way] = np.maximum(last, self.server[way]) + busy
             self._show("send", event.step, first[:, None], ends[:, i : i + 1], nodes, event.label)
         return ends
 
     def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
-        """Make the nodes of groups wait until `ends`; their next messages start after that."""
+        """Make the nodes of groups wait until `ends`, before which their next messages do not start."""
         before = self.now
         if groups.whole:
             self.now = np.maximum(self.now, ends)
@@ -342,7 +342,7 @@ class Clock:
             np.maximum.at(self.now.T, groups.nodes, np.repeat(ends, groups.sizes, axis=1).T)
         self.ready = np.where(self.now > before, self.now, self.ready)
         if groups.whole and (self.now == self.now[:, :1]).all() and (self.ready == self.ready[:, :1]).all():
-            self.now, self.ready = self.now[:, :1], self.ready[:, :1]  # alike again
+            self.now, self.ready = self.now[:, :1], self.ready[:, :1]  # all nodes are alike again
         self._show("wait", step, before, self.now)
 
     def _spread(self) -> None:
@@ -352,5 +352,5 @@ class Clock:
         self.busy = np.broadcast_to(self.busy, (2, *many)).copy()
 
     def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
-        if self.watch is not None:  # a picture shows the first network
+        if self.watch is not None:  # of alternative networks, only the first is drawn
             self.watch(Span(what, step, start[0], end[0], nodes, label))

@@ -22,19 +22,19 @@ class Compute:
         seconds_per_step: forward, backward and optimizer together, in seconds or as text ("800 ms"): one number, or one
             per node.
         layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached the layer,
-            and the step's payload is sent in parts from then on. A step is a chain of 3L − 1 equal pieces: L pieces
+            and the payload is sent in parts, each once it is ready. A step is a chain of 3L − 1 equal pieces: L pieces
             forward; backward the gradients of weights and activations in turn, ending with the weights of the first
             layer. Default: the whole payload is sent when the step is computed.
-        speeds: relative, one per node: node k takes seconds_per_step / speeds[k].
-        jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z standard normal.
+        speeds: relative speeds, one per node: a step of node k takes seconds_per_step / speeds[k].
+        jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z drawn from N(0, 1).
         seed: seed of the jitter.
         bucket_bytes: least size of a part. The layers travel in the largest number of equal parts of this size or more;
-            default 25e6, as in PyTorch's DDP. 0: every layer by itself. Needs `layers`.
+            default 25e6, as in PyTorch's DDP. 0: one message per layer. Needs `layers`.
         dollars_per_hour: price of a node.
 
     Attributes:
         node_seconds: (1,) if all nodes are alike, else (K,).
-        num_nodes: K; None: any number.
+        num_nodes: K; None: usable for any K.
 
     Raises:
         TypeError, ValueError: a value is not above 0, or the numbers of values per node differ.
@@ -120,7 +120,7 @@ class Compute:
         return made
 
     def decides_as(self, other: Compute) -> bool:
-        """Return whether every step takes as long as with `other`, so that stragglers and asynchronous runs repeat."""
+        """Return whether every step takes as long as with `other`; if so, stragglers and asynchronous runs repeat."""
         own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
         return own == its
 

@@ -17,7 +17,7 @@ class Round(NamedTuple):
     """Consecutive rounds of equal cost; the messages of a round travel at the same time.
 
     Attributes:
-        times: number of rounds. share: size of a message in payloads, one for all pairs or (m,) one for each pair.
+        times: number of rounds. share: size of a message in units of the payload, for all pairs or (m,) for each pair.
         pairs: (2, m) sources and targets, as indices in the group; None: around the ring, from each node to the next.
     """
 
@@ -54,7 +54,7 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
     if algorithm == "tree":
         whole, parts = {"all_reduce": (1.0, 1.0), "all_gather": (n, n), "reduce_scatter": (1.0, 1 / n)}[collective]
         gathers, scatters = collective == "all_gather", collective == "reduce_scatter"
-        below = [np.minimum(span, n - first - span) for first, span in zip(firsts, spans, strict=True)]  # of subtrees
+        below = [np.minimum(span, n - first - span) for first, span in zip(firsts, spans, strict=True)]  # subtree sizes
         up = [Round(1, own if gathers else whole, p) for own, p in zip(below, inward, strict=True)]
         down = [Round(1, own * parts if scatters else parts, p) for own, p in zip(below[::-1], outward, strict=True)]
         return (*up, *down)
@@ -66,7 +66,7 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
 
 
 class Way(NamedTuple):
-    """Messages to or from a server: `share` payloads for each of `nodes`, which are indices in the group."""
+    """Messages to or from a server: `share` payloads for each of `nodes`, a slice of the group."""
 
     inward: bool
     nodes: slice
@@ -104,14 +104,14 @@ def ring_seconds(latency: Floats, seconds: Floats, links: NDArray[np.int64], tim
     with a run of equal links.
 
     Args:
-        latency, seconds: (P, …) a message's latency, and its seconds on the line, for every run of equal links.
-        links: (P,) number of links in every run; together the runs are the ring.
+        latency, seconds: (P, …) a message's latency, and its seconds on the line, for each of P runs of equal links.
+        links: (P,) number of links in every run. In this order, the runs make up the ring.
     """
     last: Floats = np.zeros(seconds.shape)
     shape = -1, *[1] * (seconds.ndim - 1)
     for way in (1, -1):
         total, slowest, left = np.zeros(seconds.shape), np.zeros(seconds.shape), np.full(len(links), times)
-        for i in range(2 * len(links)):  # a collective has less than two laps
+        for i in range(2 * len(links)):  # a collective takes fewer than two laps of the ring
             run = np.roll(np.arange(len(links))[::way], -i)
             more = np.minimum(links[run], left)
             left = left - more

@@ -1,4 +1,4 @@
-"""The event clock of an asynchronous run: finds the step or message that is done next."""
+"""The event clock of an asynchronous run: finds the local step, message or timer that ends next."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from vsim.network.compute import Compute
 from vsim.network.links import Network
 
-# Kinds of events, in the order of simultaneous events: a local step is done, a message reaches the server, a timer of
-# the server ends, a message reaches its worker.
+# Kinds of events, in the order in which simultaneous events are handled: a local step is done, a message reaches the
+# server, a timer of the server ends, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
 _BLOCK = 256  # steps whose seconds are drawn at once
 # Times that agree to this many digits are equal: three steps of 0.1 s end with a step of 0.3 s, not 6e-17 s later.
@@ -35,14 +35,14 @@ class VirtualClock:
         self.steps = [0] * num_nodes
         self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: rounded time, kind, node, number, time
         self._ends, self._begun = [0.0] * num_nodes, 0.0  # end of every worker's step; seconds of all begun steps
-        self._busy = [0.0, 0.0]  # until when the server's line is busy, in and out
-        # Messages on the lines of the nodes, to the server and back: number and bytes. The first message is on its way.
+        self._busy = [0.0, 0.0]  # time until which the server's line is busy, in and out
+        # Queues of messages on the nodes' lines, to the server and back: number and bytes. The first one is on its way.
         self._queues: list[list[list[tuple[int, float]]]] = [[[] for _ in range(num_nodes)] for _ in range(2)]
         self._drawn = np.empty((0, num_nodes))
         self._computed = compute.steps(num_nodes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the changing state, without drawn seconds, which follow from their seed."""
+        """Return the state that changes, without the drawn compute seconds, which follow from the seed."""
         fixed = ("network", "compute", "_drawn", "_computed")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
@@ -57,12 +57,12 @@ class VirtualClock:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the next event is the end of a worker's local step, or there is none."""
+        """Whether the next event is the end of a worker's local step, or there is no event."""
         return not self._coming or self._coming[0][1] == STEP
 
     @property
     def computed_seconds(self) -> float:
-        """Compute seconds so far, mean over the workers."""
+        """Compute seconds so far, averaged over the workers."""
         return (self._begun - sum(max(0.0, end - self.now) for end in self._ends)) / len(self.steps)
 
     def next(self) -> tuple[int, int, int]:
@@ -115,7 +115,7 @@ class VirtualClock:
         self._plan(end, what, node, number)
 
     def message_seconds(self, node: int, payload_bytes: float, to_server: bool) -> float:
-        """Return the seconds of a message without other messages on its way."""
+        """Return the seconds that a message takes if no other message delays it."""
         collective = "push" if to_server else "pull"
         return float(self.network.seconds(collective, self.network.kind([node]), payload_bytes)[0])
 
@@ -126,7 +126,7 @@ class VirtualClock:
         return self.number
 
     def cancel(self, number: int) -> None:
-        """Cancel a timer, so that its end is no event."""
+        """Cancel a timer, so that no event marks its end."""
         self._coming = [one for one in self._coming if one[3] != number]
         heapq.heapify(self._coming)
 

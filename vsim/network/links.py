@@ -18,7 +18,7 @@ from vsim.network.cost import ALGORITHMS, COLLECTIVES, ring_seconds, rounds, way
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
 Crowd = tuple[tuple[int, int], ...]
-# Bound on the memory for pricing several calls at once, in numbers.
+# The most numbers in an array when several calls are priced at once.
 _NUMBERS = 1 << 22
 # Bound on the number of nodes, because every node takes memory; a larger number is probably a typing error.
 MOST_NODES = 10**6
@@ -35,7 +35,7 @@ def bits_per_second(name: str, value: Any) -> float:
     """Return a rate in bit/s, given as a number (possibly infinite) or as text: "100 Mbit/s", "1 Gbps".
 
     Raises:
-        TypeError: neither a number nor a text. ValueError: not above 0, a text that is not a rate, or a rate in bytes.
+        TypeError: `value` is not a number or text. ValueError: it is not above 0, not a rate, or a rate in bytes.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
@@ -57,8 +57,8 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
     """Return a duration in seconds, given as a number of seconds or as text: "50 ms", "10 h".
 
     Raises:
-        TypeError: neither a number nor a text. ValueError: outside the bounds of `real_number`, or a text that is not a
-            duration.
+        TypeError: `value` is not a number or text. ValueError: it is outside the bounds of `real_number`, or text that
+            is not a duration.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + "(d|h|min|s|ms|us|µs|μs|ns)" + r"\s*", value)
@@ -241,9 +241,9 @@ class Network:
         return cls._of_places(bits, delays, None, options)
 
     def in_units(self) -> Network:
-        """Return the network with links of 1 bit/s and 1 s, and a server's line in proportion, if all links are equal.
+        """Return the network with equal links of 1 bit/s and 1 s, and a server's line in proportion, for `scaled`.
 
-        A network whose links differ is returned as it is, and serves as its own unit.
+        A network whose links differ is returned unchanged; `scaled` then multiplies its own links.
         """
         if self._place is not None:
             return self
@@ -256,7 +256,7 @@ class Network:
         return other
 
     def scaled(self, inverse_bandwidth: Floats, latency: Floats) -> Network:
-        """Return N alternatives of this network, to be priced together, with all links changed by factors (N,)."""
+        """Return N alternatives of this network, to be priced together, with all links multiplied by factors (N,)."""
         with np.errstate(divide="ignore"):
             factor = 1 / np.asarray(inverse_bandwidth, dtype=np.float64)
         other = copy.copy(self)
@@ -275,12 +275,12 @@ class Network:
 
     @property
     def num_nodes(self) -> int | None:
-        """K; None: any number."""
+        """K; None if the network fits any number of nodes."""
         return None if self._place is None else len(self._place)
 
     @property
     def alternatives(self) -> int:
-        """N, the networks of a `grid`; 1 otherwise."""
+        """N, the number of networks in a `grid`; otherwise 1."""
         return len(self._bits) if self._bits.ndim > 2 else 1
 
     def as_plain(self) -> dict[str, Any]:
@@ -325,13 +325,13 @@ class Network:
         """Return the seconds of a collective once all nodes of its group are ready.
 
         Args:
-            collective: a name as in the ledger. kind: the group's key from `kind`; its size if all links are alike.
+            collective: a name as in the ledger. kind: the group's key from `kind`: its size if links are equal.
             payload_bytes: (E,) payload of a node, in each of several calls.
             crowd: (size, number of groups) of all groups that use a server at the same time, including this group.
                 Default: only this group.
 
         Returns:
-            Seconds (E,); on a `grid` (N, E).
+            Seconds (E,); on a `grid` of N networks, (N, E).
 
         Raises:
             ValueError: there is no such collective, bytes are negative, or links differ and `kind` is a number.
@@ -359,7 +359,7 @@ class Network:
         return np.concatenate([total[..., :0], *found], -1)
 
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
-        """Return the places of the nodes of a group, in order."""
+        """Return the places of a group's nodes, in the order of the group, for a key from `kind`."""
         if isinstance(kind, tuple):
             places, most = np.array(kind), self._bits.shape[-1] - 1
             if len(kind) and not (places.dtype.kind == "i" and 0 <= places.min() <= places.max() <= most):
@@ -371,7 +371,7 @@ class Network:
         return np.zeros(size, dtype=np.int64)
 
     def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds (E,) of messages that travel at the same time, from places to places."""
+        """Return the seconds (E,) until the last of several simultaneous messages, between these places, arrives."""
         link = ..., sources, targets
         return (self._latency[link][..., None] + 8 * size / self._bits[link][..., None]).max(-2)
 
@@ -398,7 +398,7 @@ class Network:
             starts, count = starts[count > 0], count[count > 0]
         link = ..., *links[:, starts]
         latency, bits = (np.moveaxis(own[link], -1, 0)[..., None] for own in (self._latency, self._bits))  # (P, …, 1)
-        if collective == "broadcast":  # in small pieces: the slowest link is always busy
+        if collective == "broadcast":  # sent in small pieces, so that the slowest link is always busy
             return np.tensordot(count, latency, 1) + (8 * payload / bits).max(0)
         ((times, share, _),) = rounds(collective, len(places), "ring")
         return ring_seconds(latency, 8 * share * payload / bits, count, times)
@@ -442,7 +442,7 @@ class Network:
         return 0 if self._place is None else int(self._place[0])
 
     def _server_bits(self, inward: bool) -> Floats:
-        """Return the bandwidth of the server's line, in or out: (), on a `grid` (N,)."""
+        """Return the bandwidth of the server's line, in or out: shape (), or (N,) on a `grid`."""
         if self._server is not None:
             return np.full(self._bits.shape[:-2], self._server)
         lines = self._bits[..., self._home] if inward else self._bits[..., self._home, :]
@@ -450,7 +450,7 @@ class Network:
         return np.where(fastest > 0, fastest, math.inf)
 
     def server_seconds(self, inward: bool, size: float) -> Floats:
-        """Return the seconds of `size` bytes on the server's line, in or out: (), on a `grid` (N,)."""
+        """Return the seconds of `size` bytes on the server's line, in or out: shape (), or (N,) on a `grid`."""
         return np.asarray(8 * size / self._server_bits(inward))
 
     def __repr__(self) -> str:

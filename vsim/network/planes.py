@@ -28,17 +28,17 @@ from vsim.network.links import Network
 from vsim.network.timeline import timeline
 
 Floats = NDArray[np.float64]
-# The largest relative difference of planes, raised by half of their gap, from the clock; and the relative error of
-# slopes.
+# The largest relative difference between the clock and the planes, which are raised by half of their gap; and the
+# relative error of slopes.
 TOLERANCE, _LOST = 4.5e-4, 1e-4
 # Bound on the number of planes for one step.
 _MOST_PLANES = 60
 # Bound on the memory for a map of networks, in numbers.
 _NUMBERS = 1 << 22
-# The first points: latency and bytes that each alone take as long as all the compute, times these factors. Beyond the
-# largest factor, the smallest term is negligible.
+# The first points are these multiples of the latency, and of the 1/bandwidth, that alone takes as long as all compute.
+# Beyond the largest factor, the smallest term is negligible.
 _FACTORS = np.array([0.0, *10.0 ** np.linspace(-5, 5, 11)])
-# Bounds on the rounds of corners, and on rounds with a point that all planes miss. Slopes are taken at this relative
+# The most rounds of corners, and the most of these in which all planes miss a point. Slopes are taken at this relative
 # distance from a point, because at the point itself the clock may bend.
 _ROUNDS, _TRIES, _BESIDE = 20, 3, 1e-4 * np.array([1.0, 0.6])
 
@@ -52,11 +52,11 @@ class Planes:
         planes: for every step (P, 3): the factors of compute, latency and 1/bandwidth. Compute is in seconds a step,
             mean over the nodes. If all links are equal, latency is in seconds and bandwidth in bit/s; otherwise both
             are relative to the network's.
-        computed: seconds that a node computed until the last of the steps, divided by the seconds of one step; both are
-            means over the nodes.
-        compute: the mean seconds of a step of the given compute.
+        computed: compute seconds until the last of the steps, divided by the seconds of one step; both are means over
+            the nodes.
+        compute: mean seconds of a step of the `Compute` that was given.
         decided: the settings that decided the run's course: "", "compute", or "both" compute and network. Another
-            setting would be another run, so the compute of such a run must stay the same.
+            setting would be another run, so such a run must keep its compute.
     """
 
     steps: NDArray[np.int64]
@@ -77,7 +77,7 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
     Args:
         ledger: the run's ledger.
         network: if its links differ, one factor changes all bandwidths, including a server's, and one all latencies.
-        compute: nodes keep their ratios, and messages their parts.
+        compute: if its seconds change, the ratios between nodes and the parts of messages stay the same.
         steps: the steps whose times to return.
 
     Raises:
@@ -111,7 +111,7 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
         points, seconds, slopes = (np.concatenate(two) for two in zip((points, seconds, slopes), fresh, strict=True))
         known.update(map(tuple, pricing.digits(asked)))
         again, corners = [], [np.zeros((0, 2))]
-        for i in reversed(range(count)):  # the last step has most planes
+        for i in reversed(range(count)):  # the last step has the most planes
             if turn and _missing(fresh[0] @ found[i].T, fresh[1][:, i]).max() <= 2 * TOLERANCE:
                 continue
             found[i], missed = _covering(points, seconds[:, i], slopes[:, i])
@@ -133,7 +133,7 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
 
 
 def _missing(values: Floats, seconds: Floats) -> Floats:
-    """Return the relative gap (N,) between the clock and the largest plane below it; planes have values (N, P)."""
+    """Return the relative gap (N,) between the clock's `seconds` (N,) and the largest of planes of `values` (N, P)."""
     return np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0)
 
 
@@ -204,7 +204,7 @@ class _Pricing:
         return np.concatenate(found)
 
     def grid(self) -> Floats:
-        """Return the first factors (N, 2) of latency and 1/bandwidth, starting where slopes are most precise."""
+        """Return the first factors (N, 2) of latency and 1/bandwidth; those with the most precise slopes come first."""
         ways = [_FACTORS * by if most else np.zeros(1) for by, most in zip(self.scale, self.box, strict=True)]
         own = np.column_stack([own.ravel() for own in np.meshgrid(*ways, indexing="ij")])
         return own[np.argsort(np.abs(self.digits(own)).max(1), kind="stable")]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-# Bound on the memory for a map of networks, in numbers.
+# The most numbers in an array of the times on several networks.
 _NUMBERS = 1 << 22
 
 
@@ -33,8 +33,8 @@ class Timeline:
         seconds: (T + 1,) the time when the last node is done with step t; the first is 0.
         compute_seconds: (T,) seconds that a node computed in step t + 1.
         stalls: (T,) seconds that a node waited in step t + 1 for other nodes and for messages; the last step includes
-            the wait for the last node. The two are means over the nodes; their sum over all steps is `seconds[-1]`.
-        ledger, network, compute: the record, network and compute of these times.
+            the wait for the last node. compute_seconds and stalls are means over the nodes; they sum to `seconds[-1]`.
+        ledger, network, compute: the messages, network and compute from which these times follow.
     """
 
     seconds: Floats
@@ -104,8 +104,8 @@ def timeline(
 
     Raises:
         TypeError: `run` has no ledger; network or compute is missing.
-        ValueError: the run has taken no step; network or compute has another number of nodes; or the run took its
-            course with another network or compute. An asynchronous run depends on both, stragglers on the compute.
+        ValueError: the run has taken no step; network or compute has another number of nodes; or the run was
+            decided by another network or compute: an asynchronous run depends on both, stragglers on the compute.
     """
     ledger = getattr(run, "ledger", run)
     if not isinstance(ledger, Record):
@@ -126,13 +126,13 @@ def seconds_on(
 ) -> Floats:
     """Return the times (N, steps) when the last node is done with each of these steps, on N networks of equal links.
 
-    Any timeline scales, T(c · seconds, B, a) = c · T(seconds, c · B, a / c), so one map serves nodes of every speed.
+    Times scale with compute: T(c · seconds, B, a) = c · T(seconds, c · B, a / c). So one map serves nodes of any speed.
 
     Args:
         bandwidths: (N,) in bit/s. latencies: (N,) in seconds. collective: see `Network`.
 
     Raises:
-        ValueError: the run is asynchronous, and so has the seconds of its own network only.
+        ValueError: the run is asynchronous, and therefore has times only for its own network.
     """
     _check_decided(ledger, None, compute)
     last, found = max(steps, default=0), []
@@ -145,7 +145,7 @@ def seconds_on(
 
 
 def _check_decided(ledger: Record, network: Network | None, compute: Compute) -> None:
-    """Raise a ValueError if a run took its course with another network or compute; None: any other network."""
+    """Raise a ValueError if another network or compute decided the run's course; network=None is never the run's."""
     decided, own, odd = ledger.clock or {}, [], []
     if "network" in decided:
         its_network = Network.from_plain(decided["network"])
@@ -218,7 +218,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
         "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
         "wait": {"facecolor": _WAIT, "edgecolor": _HATCH, "linewidth": 0.6, "hatch": "////"},
     }
-    numbered = -math.inf  # position of the last step number, above the first node
+    numbered = -math.inf  # x of the last step number that was written above the first node
     for what, step, label, row, start, stop in bars:
         start = max(start, began)
         if stop <= start:

@@ -13,7 +13,7 @@ from vsim.records.losses import by_seed, candidates, note, rank, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
 from vsim.records.statistics import contenders, pairwise_p
 
-# For each run and budget: the cost (T,) of every row, and the budget.
+# Run → for each budget: the cost (T,) up to every row of the run's history, and the budget.
 Costs = Mapping[ComparedRun, list[tuple[Floats, float]]]
 
 
@@ -23,8 +23,8 @@ class Best(str):
     Attributes:
         loss: the strategy's loss, averaged over the seeds. within: the budget as text; "" without one.
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
-        p: of the paired t-test between the two, adjusted by Holm over all pairs of strategies, since the data chose the
-            two; NaN with fewer than two common seeds.
+        p: p-value of the paired t-test of the best against the runner-up, adjusted by Holm over all pairs of
+            strategies, because the data chose these two; NaN with fewer than two common seeds.
         uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without a
             budget.
     """
@@ -38,7 +38,7 @@ class Best(str):
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell the two apart (p ≤ 0.05).
+        """Whether seeds tell the best from the runner-up (p ≤ 0.05).
 
         None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
         more steps, that strategy might be the best.
@@ -76,17 +76,17 @@ def best(
     that are missing.
 
     Args:
-        within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. The loss of a run is then the
-            last loss measured within all budgets; a mean that no node has costs one more all-reduce. Default: the final
-            loss; runs that were stopped early count only if no run reached its last step. If runs ended before a budget
-            was used up, the sentence says how many steps would use up the budget. Keys: "wire" and "payload" bytes per
-            node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples", "tokens".
+        within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. A run is compared by the last
+            loss measured within all budgets; a global model that no node holds costs one more all-reduce. If runs ended
+            before a budget was used up, the sentence says how many steps would use it up. Keys: "wire" and "payload"
+            bytes per node (for cohorts, per client on average), "time", "cost" in dollars, "step", "examples",
+            "tokens". Default: compare final losses; runs stopped early count only if no run reached its last step.
         network, compute: determine "time" and "cost", see `vsim.timeline`; default: the comparison's.
 
     Raises:
         ValueError: every strategy has a run that diverged or failed, or has no loss within the budget; or a budget
             has another key.
-        TypeError: "time" or "cost" without network and compute, or network and compute without them.
+        TypeError: "time" or "cost" needs network and compute; or network and compute are given without either.
     """
     if within is not None and (not isinstance(within, Mapping) or not within):
         raise TypeError(f"within must be a dict such as {{'wire': '2 GB'}}, got {within!r}")
@@ -124,5 +124,5 @@ def best(
 
 
 def uses(runs: Runs, costs: Costs) -> dict[str, Use]:
-    """Return name → how much of their budgets the strategy's sound runs used."""
+    """Return name → how much of the budgets the strategy's runs used; failed runs are left out, see `sound`."""
     return {name: use([(run.history, costs[run]) for run in sound(runs.runs(name))]) for name in runs}

@@ -31,12 +31,12 @@ _TOKENS_PER_STEP = 1_048_576
 
 
 class Ladder:
-    """Comparisons of the same strategies at several sizes. A notebook shows it as a table and a figure.
+    """Comparisons of the same strategies at several sizes. A notebook shows the ladder as a table and a figure.
 
     Attributes:
         comparisons: size → Comparison, by ascending parameters. parameters: size → trainable parameters.
-        tokens_per_parameter: trained on in every run; None if `max_steps` or a budget decided.
-        tokens_per_example: 0 if examples hold no token ids: an example then counts as a token.
+        tokens_per_parameter: training tokens of a run per parameter; None if `max_steps` or a budget set the steps.
+        tokens_per_example: token ids in an example; 0 if there are none: an example then counts as a token.
         tuned: size → strategy → the setting that `tune=` found there, as text; empty without it.
     """
 
@@ -75,10 +75,10 @@ class Ladder:
         return list(self.largest)
 
     def without(self, *sizes: int) -> Ladder:
-        """Return the ladder without some sizes, such as the largest one, to see whether its order is predicted.
+        """Return the ladder without some sizes, for instance to predict the order at the largest size from the others.
 
         Raises:
-            ValueError: there is no such size, or no other.
+            ValueError: there is no such size, or no size is left.
         """
         for size in sizes:
             if whole_number("sizes", size) not in self.comparisons:
@@ -115,9 +115,9 @@ class Ladder:
         """Return the order of the strategies at a size, pair by pair, with the probability that it holds.
 
         Args:
-            to: parameters of the target.
+            to: number of parameters of the target model.
 
-        See `vsim.records.size_order.order` for the method. "Not decided" is an answer.
+        See `vsim.records.size_order.order` for the method. An order may be "not decided".
 
         Raises:
             ValueError: the ladder has one size or one strategy, or a loss that is not above 0.
@@ -143,12 +143,12 @@ class Ladder:
         `order`. Strategies keep the settings of the largest size.
 
         Args:
-            parameters: of the target. num_nodes: its nodes. network, compute: see `vsim.timeline`; compute is of one
-                step of one node of the target.
+            parameters, num_nodes: parameters and nodes of the target. network, compute: see `vsim.timeline`; compute is
+                the time of a step of the target on one node.
             within: budgets of "time", "cost" and "wire", such as `{"time": "10 h", "cost": 500}`.
-            max_steps: of the target. Default: the steps for `tokens_per_parameter` or, in a ladder without it, those of
-                the largest size.
-            tokens_per_step: of all nodes (examples, if these hold no token ids); default: 2²⁰ = 1,048,576.
+            max_steps: steps at the target. Default: the steps for `tokens_per_parameter` or, in a ladder without it,
+                the steps at the largest size.
+            tokens_per_step: tokens of all nodes in a step (examples, if they hold no token ids); default: 2²⁰.
             bytes_per_parameter: see `vsim.price`.
             strategies: name → strategy, for strategies of your own in a ladder that was read from a file.
 
@@ -198,7 +198,7 @@ class Ladder:
         return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
 
     def table(self, format: str = "simple") -> str:
-        """Return as text the losses at each size, with their ranks there; a † marks losses that do not differ
+        """Return as text the loss and rank of each strategy at each size; a † marks losses that do not differ
         significantly from the best.
 
         Args:

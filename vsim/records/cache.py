@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Cache:
-    """Results by all that determines them; `end_round` drops results that were not requested since the last round."""
+    """Results by a key that determines them; `end_round` drops results that were not requested since the last round."""
 
     def __init__(self) -> None:
         self._before: dict[Hashable, Any] = {}

@@ -20,8 +20,8 @@ class Cheapest(str):
     """The name of the strategy that reaches a loss with the fewest bytes, displayed as a sentence that names ties.
 
     Attributes:
-        loss: the target. megabytes: on the wire until the loss is reached, averaged over the seeds.
-        tied: strategies that may be as cheap, by the seeds or because validation is too rare.
+        loss: the target. megabytes: MB on the wire until the loss is reached, averaged over the seeds.
+        tied: strategies that may be as cheap, because seeds are too few or validation is too rare to tell.
     """
 
     loss: float
@@ -44,13 +44,13 @@ def cheapest(
 ) -> Cheapest:
     """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
-    The name is displayed as a sentence that names strategies tied with it, see `Race`; without `hours`, also those that
-    reach the loss with some seeds only. Of equal strategies, return the first in alphabetical order. A warning names
+    The name is displayed as a sentence that names tied strategies, see `Race`; without `hours`, also strategies that
+    reach the loss with only some seeds. Of equal strategies, return the first in alphabetical order. A warning names
     strategies that are tied only because validation is too rare, and strategies that ended before `hours` were over
     without reaching the loss.
 
     Args:
-        loss: the target, which every seed must reach. hours: the limit on this network; default: no limit.
+        loss: the target, which every seed must reach. hours: the most hours on `network`; default: no limit.
         network, compute: see `vsim.timeline`; default: the comparison's.
         stays: see `steps_to`.
 
@@ -92,7 +92,7 @@ def cheapest(
 
 
 def _megabytes(runs: Runs, run: ComparedRun, at: Crossing, might: float) -> Floats:
-    """Return (3,) the costs of a `Race` of a run in MB on the wire."""
+    """Return the three costs (3,) of a run in a `Race`, in MB on the wire."""
     sent = run.history.bytes_per_node("wire") / 1e6
     if math.isnan(at.step):
         return np.array([math.inf, math.inf, math.inf if math.isnan(might) else sent[-1]])

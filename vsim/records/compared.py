@@ -1,4 +1,4 @@
-"""The content of a comparison: runs by name, and the sizes, network and compute that price them."""
+"""The content of a comparison: runs by name, and the model size, network and compute that price the runs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ComparedRun:
         failure: why the run did not end, or "".
         seed: the seed of everything random in the run.
         error: the error, if the run failed.
-        callbacks: the run's own copies of the given ones.
+        callbacks: the run's own copies of the callbacks that were given.
         diverged_at: the first step with a loss or weights that are not finite; None if there was none.
         stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
         strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
-        measured_less: how many times fewer bytes than AllReduce's the run sent, if its bytes are now those of another
-            model.
+        measured_less: AllReduce's bytes divided by the bytes that the run sent, if `Comparison.at` has replaced its
+            bytes by those of a model of another size; else None.
     """
 
     # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
@@ -98,12 +98,12 @@ class ComparedRun:
 
 
 class Runs(Mapping[str, ComparedRun]):
-    """Runs by name, one for each seed, and their pricing: all data that the questions about a comparison read.
+    """The data of a comparison: runs by name, one for each seed, and what prices them. Functions of `records` read it.
 
     Attributes:
         allreduce_bytes, network, compute, tuned, calls: see `vsim.Comparison`.
-        measured_bytes: the bytes of the trained model's weights, if bytes are those of a model of another size.
-        names: the names of all runs, even in a selection, so that lines keep their looks.
+        measured_bytes: bytes of the trained model's weights, if `at` priced the runs for another size; else None.
+        names: the names of all runs, even if only some are selected, so that each keeps its colour.
     """
 
     def __init__(self, allreduce_bytes: int) -> None:
@@ -123,7 +123,7 @@ class Runs(Mapping[str, ComparedRun]):
         self._runs.setdefault(name, []).append(run)
 
     def holding(self, runs: Mapping[str, list[ComparedRun]], **changed: Any) -> Self:
-        """Return a copy that holds other runs; `changed`: attributes that differ."""
+        """Return a copy with these runs, and with the attributes in `changed`."""
         other = copy.copy(self)
         vars(other).update(changed, _runs=dict(runs))
         return other
@@ -221,7 +221,7 @@ class Runs(Mapping[str, ComparedRun]):
         return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
 
     def looks(self, first: str | None = None) -> Looks:
-        """Return the looks of the lines, which follow from the names of all runs, so that a selection keeps them."""
+        """Return the looks of the lines. They depend on the names of all runs, so that a selection keeps its looks."""
         looks = looks_of(self.names)
         return Looks(looks.by_name) if len(self) <= MANY else looks
 
@@ -232,7 +232,7 @@ class Runs(Mapping[str, ComparedRun]):
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
         """Return the network and compute for deriving hours: the given ones, or else the comparison's.
 
-        None if both are missing and not `needed`; otherwise a TypeError names a missing one.
+        None if both are missing and not `needed`; otherwise, a TypeError names the argument that is missing.
         """
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute
@@ -251,7 +251,7 @@ class Runs(Mapping[str, ComparedRun]):
 
 
 def _agree(made: Any, saved: Any) -> bool:
-    """Return whether two descriptions are equal in all that both name; versions of vsim may name more or less."""
+    """Return whether two descriptions are equal in the names that both have; versions of vsim differ in their names."""
     if isinstance(made, dict) and isinstance(saved, dict):
         return all(_agree(made[name], saved[name]) for name in made.keys() & saved.keys())
     if isinstance(made, list) and isinstance(saved, list):
@@ -271,7 +271,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def brief_list(names: Sequence[str], most: int = 6) -> str:
-    """Return names as text, only the first of many.
+    """Return names as text: all or, if there are more than `most`, the first and the number of others.
 
     >>> brief_list(["a", "b", "c"], 2)
     'a, b and 1 others'

@@ -1,4 +1,4 @@
-"""The runs of several strategies side by side, and every question about them."""
+"""The runs of several strategies, and methods that compare, draw, save and join them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Comparison(Runs):
     `comparison[["AllReduce", "DiLoCo"]]` is the comparison of these two strategies, which keep their colours.
 
     Attributes:
-        allreduce_bytes: bytes per node that AllReduce would hand to its collectives in one step: all gradients once.
+        allreduce_bytes: bytes that each node would hand to AllReduce in one step: all its gradients, once.
         network, compute: the default network and compute for deriving hours; None if there are none.
         tuned: name → the `Sweep` in which `tune=` found the strategy's settings; empty without it.
         calls: the calls or commands that trained the runs.
     """
 
-    # The questions: each is a function of the runs, in a separate file.
+    # Methods that compare the runs, each defined in a separate file.
     best = best.best
     cheapest = cheapest.cheapest
     differences = differences.differences
@@ -57,7 +57,7 @@ class Comparison(Runs):
 
     # The options of `fit` that a sweep varies, and in which its runs may differ.
     varied_options: Sequence[str] = ()
-    # Kinds of comparisons by name, for files in which one holds another; and the keys of a file of this kind.
+    # Class name → class, to read the sweeps that a comparison's file holds; and the keys of a file of this class.
     _kinds: ClassVar[dict[str, type[Comparison]]] = {}
     _keys: tuple[str, ...] = ("allreduce_bytes", "runs")
 
@@ -77,7 +77,7 @@ class Comparison(Runs):
         """Return the runs of all other strategies; they keep their colours.
 
         Raises:
-            ValueError: there is no such strategy, or no other.
+            ValueError: there is no such strategy, or no strategy is left.
         """
         for name in names:
             one_of("a strategy", name, self)
@@ -104,8 +104,8 @@ class Comparison(Runs):
         return self.holding({new[name]: self.runs(name) for name in self}, names=list(new.values()), tuned=tuned)
 
     def __or__(self, other: Comparison) -> Comparison:
-        """Return the runs of both comparisons. Of two runs with the same name and seed, keep the one that ended, or the
-        first.
+        """Return the runs of both comparisons. Of two runs with the same name and seed, keep the first, unless only the
+        second reached its last step.
 
         The union of two sweeps over the same settings is a sweep.
 
@@ -145,13 +145,13 @@ class Comparison(Runs):
         return both
 
     def _empty_with(self, other: Comparison) -> Comparison:
-        """Return an empty comparison that can take the runs of both."""
+        """Return an empty comparison, or an empty sweep if both are alike, for the runs of both."""
         return Comparison(self.allreduce_bytes)
 
     # Files and descriptions -------------------------------------------------------------------------------------------
 
     def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
-        """Yield all runs, each with the first columns of its lines in files: column → value."""
+        """Yield all runs, each with the columns that come first in its lines of a file: column → value."""
         for name in self:
             for run in self.runs(name):
                 yield {"strategy": name, "seed": run.seed}, run
@@ -243,7 +243,7 @@ class Comparison(Runs):
                 the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: the axes to draw on; default: a new figure.
-            logy: whether y is logarithmic, too.
+            logy: whether the y axis is logarithmic.
             network, compute: determine "time", see `vsim.timeline`; default: the comparison's.
         """
         axis, y = self._x_axis(x, network, compute), self.loss_column if y is None else y

@@ -1,6 +1,4 @@
-"""When runs reach a loss: the step of each seed, the runs that race to the loss, and the strategies that never reach
-it.
-"""
+"""When runs reach a loss: the step of each seed, the data of a race to the loss, and strategies that never reach it."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ def steps_to(
     Args:
         loss: the target. accuracy: the validation accuracy to reach instead, from 0 to 1; give one of the two.
         of: another column of `History` to return at that step, such as "wire_bytes", or "round" of a run with
-            `participation`. Bytes count until a node has the model: a mean that no node has costs one more all-reduce.
-        stays: whether the loss counts as reached only if no later measurement is above it. Otherwise the first
-            measurement at the loss counts, which is too early with noise: of two equal curves, the noisier one seems
-            faster.
+            `participation`. If no node holds the global model, bytes include one more all-reduce, which would form it.
+        stays: whether the loss counts as reached only if no later measurement is above it. Otherwise, the first
+            measurement at or below the loss counts. Noise makes that one early: of two equal curves, the noisier one
+            seems faster.
     """
     true_or_false("stays", stays)
     if (loss is None) == (accuracy is None):
@@ -56,16 +54,16 @@ def steps_to(
 
 
 def crossing_of(runs: Runs, run: ComparedRun, loss: float, stays: bool, of: str | None = None) -> Crossing:
-    """Return where a run reaches a loss, or another column's value; with `stays`, a failed run never does."""
+    """Return where a run reaches a loss, or a value of column `of`; with `stays`, a failed run never reaches it."""
     at = run.history.crossing(loss, of or runs.loss_column, stays)
     return NEVER if stays and run.failed else at
 
 
 def racers(runs: Runs, loss: float, stays: bool) -> Racers:
-    """Return name → for each seed: the run, its crossing of the loss, and the first step at which it might be there.
+    """Return name → for each seed: the run, its crossing of the loss, and the first step that might have reached it.
 
-    Noise may hide that a run is already at the loss: with one seed, a run might be there once its loss is within 1.96
-    standard errors. A run that ended above the loss might have reached it in its next step; NaN for a failed run.
+    With one seed, a run might have reached the loss, but for noise, once its loss is within 1.96 standard errors. A run
+    that ended above the loss might have reached it in its next step: its last step counts; NaN for a failed run.
     Strategies that reach the loss with no seed are left out; without a strategy that reaches it with all seeds, the
     result is empty.
     """

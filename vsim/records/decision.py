@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-# Kinds of budgets; and the networks, in bit/s and seconds, for which a run is priced and between which the map
-# interpolates.
+# Kinds of budgets.
 BUDGETS = ("time", "cost", "wire")
+# Bandwidths in bit/s, and latencies in seconds, at which a run is priced; the map interpolates between these networks.
 _BITS, _DELAYS = np.logspace(6, 11, 31), np.logspace(-4, 0, 9)
-# Candidates for further sizes and numbers of seeds; the advice is the cheapest that would decide the order.
+# Runs considered as advice: sizes grow by this factor, seeds by one of these; the cheapest that decides is given.
 _STEPS, _MORE_SEEDS = np.sqrt(10.0), (1, 2, 4)
 
 
@@ -41,9 +41,9 @@ class Priced:
     """The cost of a strategy at the target. `why` is the reason if there is no price; numbers are then NaN.
 
     Attributes:
-        steps, seconds: of the run. dollars: for all nodes; NaN without a price of a node. wire_bytes: on the wire, of
-            the busiest node. utilization: the share of the time in which nodes compute.
-        share: of the budget that is used up first; above 1, the run does not fit.
+        steps, seconds: length of the run. dollars: cost of all nodes; NaN if a node has no price. wire_bytes: bytes on
+            the wire of the busiest node. utilization: the share of the time in which nodes compute.
+        share: used share of the budget that is used up first; above 1, the run does not fit.
     """
 
     steps: int
@@ -65,14 +65,14 @@ class BudgetMap(Winners):
     """The leading strategy within the budget, on every network of a grid.
 
     Attributes:
-        cells: (L, B) the first strategy, and all others if their order is not decided; () if none is within the budget.
+        cells: (L, B) the first strategy that fits, and those whose order with it is not decided; () if none fits.
     """
 
     cells: Sequence[Sequence[tuple[str, ...]]] = ()
 
     @property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B) the cells."""
+        """(L, B) the cells as lists."""
         return [list(row) for row in self.cells]
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -90,10 +90,10 @@ class Decision:
     """Which strategy to train a large model with. Displayed as text, and in a notebook with the map of networks.
 
     Attributes:
-        order: of the strategies at the target. costs: name → the cost of the strategy at the target.
+        order: the order of the strategies at the target. costs: name → the cost of the strategy at the target.
         within: the budget as text. first: the leading strategy within the budget; "" if no strategy fits.
-        undecided: name → P(`first` is ahead of it), for strategies within the budget whose order with `first` is open.
-        map: the answer on other networks. assumptions: three sentences. advice: the next runs that would decide.
+        undecided: name → P(`first` has the lower loss), for strategies that fit and whose order with `first` is open.
+        map: the answer on other networks. assumptions: what the answer assumes. advice: runs that would decide it.
     """
 
     order: Order
@@ -157,8 +157,8 @@ class Decision:
         return pandas.DataFrame(rows)
 
     def _ordered(self) -> list[tuple[str, Priced]]:
-        """Return the strategies: strategies that fit in the order at the target, then all others by their share of the
-        budget.
+        """Return the strategies: first those that fit, in the order at the target, then all others, by their share of
+        the budget.
         """
         place = {name: i for i, name in enumerate(self.order.names)}
         return sorted(
@@ -231,9 +231,9 @@ def decided(
     """Return the strategy to train a large model with; see `Ladder.decide`.
 
     Args:
-        largest: the comparison whose strategies are priced. losses: of all sizes, see `order`. to: parameters.
+        largest: the comparison whose strategies are priced. losses: a row per run, see `order`. to: target parameters.
         steps: name → steps at the target. training: text on the steps. is_tuned: whether settings were tuned.
-        strategies: name → strategy, instead of the run's. looks: of the strategies.
+        strategies: name → strategy to price instead of the run's. looks: the looks of the strategies on the map.
     """
     if not isinstance(within, Mapping) or not within:
         raise TypeError(f"within must be a dict such as {{'time': '10 h'}}, got {given(within)}")
@@ -312,7 +312,7 @@ def _seconds_allowed(budgets: Mapping[str, float], compute: Compute, num_nodes: 
 
 
 def _cells(found: Order, fits: Mapping[str, NDArray[np.bool_]]) -> list[list[tuple[str, ...]]]:
-    """Return (L, B) the first strategy that fits, and all others that fit and whose order with it is not decided."""
+    """Return (L, B) the first strategy that fits, with all that fit and whose order with the first is not decided."""
     cells = []
     for i in range(len(LATENCIES)):
         row: list[tuple[str, ...]] = []

@@ -38,18 +38,18 @@ from vsim.cluster.schedule import LRSchedule
 from vsim.network import Compute, Network
 from vsim.version import __version__
 
-# Described by a name or text.
+# Types whose values are described by their name, or by their text.
 _FIXED = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, Enum, PurePath),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice),
 )
-# Deeper objects are described only by their class in a record.
+# In a record, objects nested deeper than this are described only by their class.
 _DEPTH = 4
-# Longer texts and containers are described by a digest in a checkpoint.
+# In a checkpoint, texts and containers longer than this are described by a digest.
 _LONG = 256
-# Most elements of a tensor that enter a digest, and examples of a dataset.
+# A digest covers at most this many elements of a tensor, and examples of a dataset.
 _ELEMENTS, _EXAMPLES = 2**16, 8
-# The longest text of a value in words, and most differences that an error about a comparison names.
+# Characters to which a value is cut where it is shown, and the most differences that an error names.
 WIDTH, _NAMED = 80, 4
 
 
@@ -62,10 +62,10 @@ def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> A
     [1, 'inf', 'torch.float32', 'math.sqrt']
 
     Args:
-        depth: deeper objects are described only by their class.
-        seen: None describes briefly, as a record does. A set describes everything that determines a run, at any depth:
+        depth: objects nested deeper than this are described only by their class.
+        seen: None: describe briefly, for a record. A set: describe everything that determines a run, at any depth:
             private attributes, modules by their parts, tensors by a digest. An object whose id is in the set is
-            described only by its class; ids of described objects are added.
+            described only by its class; ids of described objects are added to the set.
     """
     brief = seen is None
     if isinstance(value, np.generic):
@@ -94,7 +94,7 @@ def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> A
         return _plain(str(value))
     cls = value.cls if isinstance(value, OptimSpec) else type(value)
     known = {"class": vars(cls).get("made_by", cls.__qualname__) if brief else _name(cls)}
-    if cls is LRSchedule:  # its values say all
+    if cls is LRSchedule:  # its values determine it
         known = {}
     if isinstance(value, OptimSpec | Network | Compute):
         own = value.arguments if isinstance(value, OptimSpec) else value.as_plain()
@@ -120,7 +120,7 @@ def _parts(value: Any, brief: bool) -> dict[str, Any]:
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         return {**plain, **dict(tensors), **dict(value.named_children())}
     if isinstance(value, LRSchedule) and not brief:
-        return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # compared as HORIZON
+        return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # HORIZON compares it
     return {name: part for name, part in own.items() if not (brief and name.startswith("_"))}
 
 
@@ -152,7 +152,7 @@ def digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
 def digest_of(dataset: Any) -> int:
     """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
 
-    The number covers a few evenly spaced examples, each fetched twice; 0 if the two differ or cannot be fetched. The
+    The number covers a few evenly spaced examples, which are fetched twice; 0 if the two fetches differ or fail. The
     global random generators do not change.
     """
     last, found = len(dataset) - 1, set()
@@ -226,7 +226,7 @@ _ARGUMENTS = (
     *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle", "autocast", "deterministic", "compile"),
     *("compute", "network", "loss_fn", "participation"),
 )
-# Entries with their own rules for a resumed run.
+# Names of settings for which a resumed run has rules of their own.
 HORIZON = "steps of the learning-rate schedule"
 VERSIONS = "versions"
 # The words of `differences` between the saved run and the run that resumes.
@@ -262,12 +262,12 @@ def settings_of_run(run: Any) -> dict[str, Any]:
 
 
 def settings_of(strategy: Any) -> dict[str, Any]:
-    """Return the description of a strategy's arguments; a run's copy keeps it from before its setup."""
+    """Describe a strategy's arguments. A run's copy of a strategy holds the description made before its setup."""
     return vars(strategy).get("settings") or describe(strategy, seen=set())
 
 
 def layout_of(replicas: Replicas) -> dict[str, Any]:
-    """Return the shapes and dtypes of a model's weights and buffers, which a fork must share."""
+    """Return the shapes and dtypes of a model's weights and buffers; a fork must have the same."""
     return {
         **{f"parameter {c.name}": [list(c.shape), str(replicas.weights.dtype)] for c in replicas.layout},
         **{f"buffer {name}": [list(b.shape[1:]), str(b.dtype)] for name, b in replicas.buffers.items()},
@@ -395,7 +395,7 @@ BY_NAME = {"max_steps": "by name"}
 
 
 class Conditions:
-    """What the runs of a comparison share: model, data, nodes, steps and options, and the strategy behind each name.
+    """Checks that runs share model, data, nodes, steps and options, and that each name stands for one strategy.
 
     Runs within one budget, or whose steps were given by name, may have different numbers of steps.
 
@@ -419,7 +419,7 @@ class Conditions:
         own = {key: value for key, value in config.items() if key not in self._free}
         own["model"] = {**own["model"], "digest": None}  # the digest depends on the seed
         steps, within = own.pop("max_steps", None), own.get("budget")
-        if within == BY_NAME:  # may join runs of other lengths
+        if within == BY_NAME:  # the run may be compared with runs of other lengths
             del own["budget"]
         self._first = self._first or (name, own)
         found = list(differences(self._first[1], own))

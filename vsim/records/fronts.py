@@ -79,8 +79,8 @@ class Front:
         frame: strategy, the cost, loss (means over the seeds), low and high (the 95 % interval of the loss by Student's
             t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, tied
             (dominated only by strategies whose losses do not differ significantly), steps, and equal_steps: the steps
-            that would cost as much as the dearest run, in proportion.
-        looks: of the strategies, by name. loss: which loss is shown. per: whether bytes are per node or per client.
+            that would cost as much as the most expensive run, if a strategy's cost is proportional to its steps.
+        looks: looks of the strategies. loss: name of the loss. per: "node" or "client", for which bytes are counted.
     """
 
     cost: str
@@ -96,9 +96,9 @@ class Front:
         return list(on_front.sort_values([COSTS[self.cost].column, "strategy"])["strategy"])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw all runs with their intervals, dominated ones faint, and a line through the front; † marks ties.
+        """Draw all runs with their intervals, dominated runs faint, and a line through the front; † marks ties.
 
-        A loss far above the others is marked at the upper edge, with its number; intervals end at the edges.
+        A loss far above all other losses is marked at the upper edge, with its value; intervals end at the edges.
 
         Args:
             ax: default: the axes of a new figure as wide as a column.

@@ -43,7 +43,7 @@ OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 class History:
     """One row per step, the first for step 0, before training. Values not measured at a step are NaN.
 
-    Besides these columns, a record has the `metrics` of `fit` by their names, measured on the global model, and the
+    Besides the columns below, a record has the `metrics` of `fit` by their names, measured on the global model, and the
     columns of a strategy of your own (its modules' `measured`).
 
     Columns:
@@ -51,13 +51,13 @@ class History:
         tokens: token ids that all nodes have trained on so far, if batches hold token ids; see
             `vsim.data.batches.sizes_of`.
         train_loss: mean over the nodes of the losses of their batches at this step. lr: the inner learning rate used.
-        payload_bytes, wire_bytes: bytes communicated so far by the node with the most.
+        payload_bytes, wire_bytes: bytes communicated so far by the busiest node.
         seconds: wall-clock time of training so far. validation_seconds: time of validation, which is not in `seconds`.
         memory_bytes: device memory that the training process holds (with a process per node, node 0's process); on the
             CPU, the resident set. It is read at most every 50 ms.
         local_loss: validation loss of node 0. global_loss: validation loss of the global model, which is the strategy's
             own (DiLoCo's outer weights) or the mean replica. average_loss: validation loss of the mean replica.
-        node_loss_min, node_loss_max, node_loss_std: over the validation losses of all nodes.
+        node_loss_min, node_loss_max, node_loss_std: minimum, maximum and deviation of all nodes' validation losses.
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known; see the
             argument `accuracy` of `fit`.
         global_loss_se: standard error of global_loss over the validation examples, at the last step. NaN if the loss is
@@ -65,12 +65,12 @@ class History:
         global_formed: 1 if the global model exists, on a node or a server; 0 if it is the mean of nodes that differ,
             which only one more all-reduce of the weights would form.
         val_examples: validation examples used. val_total: validation examples in the dataset.
-        test_loss, test_accuracy: of the global model on the `test_dataset`, at the last step only.
+        test_loss, test_accuracy: results of the global model on the `test_dataset`, at the last step only.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         epsilon: the privacy that `DPFedAvgStrategy` has spent.
-        clock_seconds: virtual time of an asynchronous run, whose training losses are of the workers' last local steps.
-        compute_seconds: compute time of a node in an asynchronous run until then, averaged over the nodes.
+        clock_seconds: virtual time of an asynchronous run; its train_loss is of the workers' last local steps.
+        compute_seconds: compute time of a node in an asynchronous run so far, averaged over the nodes.
 
     Attributes:
         ledger: the record of communication; see `Ledger`.
@@ -80,8 +80,8 @@ class History:
         minibatch_size: examples per node at once; None: the whole batch.
 
     `history["train_loss"]` is a column as a numpy array of float64. `node_losses` is (T, K), row t − 1 for step t.
-    `client_val_losses` and `client_val_accuracies` are (N,): the model that each client uses after the last step, on
-    each client's part of `client_val_dataset`; empty if not measured.
+    `client_val_losses` and `client_val_accuracies` (N,) measure the model that each client uses after the last step, on
+    the client's part of `client_val_dataset`; empty if not measured.
     """
 
     def __init__(self, strategy: str = "", num_nodes: int = 1, population: int | None = None) -> None:
@@ -95,16 +95,16 @@ class History:
         self._table: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._losses: list[NDArray[np.float64]] = []
         self._client_val: dict[str, list[float]] = {}
-        self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows that are not in the columns yet
+        self._new: list[tuple[Mapping[str, float], Sequence[float] | None]] = []  # rows not yet added to the columns
 
     def append(self, row: Mapping[str, float], node_losses: Sequence[float] | None = None) -> None:
-        """Add the row of a step; `node_losses` (K,) are its training losses, absent for step 0.
+        """Add the row of a step; `node_losses` (K,) are the nodes' training losses, absent for step 0.
 
         Rows are converted to columns only when they are read or become many, so that training does not wait for the
         conversion.
         """
         self._new.append((row, node_losses))
-        self._client_val = {}  # these are of the last step
+        self._client_val = {}  # measured after the last step only
         for name in ("global_loss_se", *TESTED):
             if self._table[name]:
                 self._table[name][-1] = math.nan
@@ -140,7 +140,7 @@ class History:
         return self._losses
 
     def with_ledger(self, ledger: Ledger) -> History:
-        """Return the same losses with the communication of another ledger, up to the last step of this record."""
+        """Return this record with the communication of another ledger, up to this record's last step."""
         history = copy.copy(self)
         history._table = {name: list(column) for name, column in self._columns.items()}
         history.ledger = Ledger(ledger.num_nodes)
@@ -180,7 +180,7 @@ class History:
         A segment is a round of clients, or the steps between two changes of participation. NaN for absent nodes.
         """
         losses, attendance = self.node_losses, self.ledger.attendance
-        start = self.ledger.steps - len(losses)  # a fork's record begins with it
+        start = self.ledger.steps - len(losses)  # a fork's record begins at the fork
         found = np.full((len(attendance), self.ledger.num_nodes), math.nan)
         for own, segment in zip(found, attendance, strict=True):
             rows = losses[max(0, segment.first - 1 - start) : segment.last - start]
@@ -214,8 +214,8 @@ class History:
     def bytes_per_node(self, way: str) -> NDArray[np.float64]:
         """Return the bytes that a node has communicated up to every row, as shown in tables and figures.
 
-        These are the bytes of the node with the most. For cohorts, they are the mean over all clients, which does not
-        depend on the draw of clients.
+        These are the bytes of the busiest node. For cohorts, they are the mean over all clients, which does not depend
+        on the draw of clients.
 
         Args:
             way: "payload" or "wire".
@@ -320,8 +320,8 @@ class History:
         return bands({self.strategy or "run": self}, axis, y, ax, logy=logy)
 
     def plot_attendance(self, ax: Axes | None = None) -> Axes:
-        """Draw which nodes or clients took part in which steps of a run with `participation`, and above it their
-        number.
+        """Draw which nodes or clients took part in which steps of a run with `participation`, and above that, how many
+        did.
 
         Args:
             ax: where to draw; default the axes of a new figure, of the width of a column.
@@ -474,7 +474,7 @@ def _number(value: float | str | None) -> float:
 
 
 def csv_field(value: Any) -> Any:
-    """Return a value as CSV files hold it: NaN is an empty field, and whole numbers lose their point.
+    """Return a value as CSV files hold it: NaN is an empty field, and whole numbers have no decimal point.
 
     Text that a spreadsheet would compute as a formula begins with an apostrophe.
 

@@ -1,4 +1,4 @@
-"""Final losses: of each run, of the strategies that can be the best, and of strategies that seeds cannot tell apart."""
+"""Final losses of runs, the strategies that can be the best, and the strategies that seeds cannot tell apart."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_seed(runs: Runs, value: Callable[[ComparedRun], float] | None = None) -> 
 
 
 def rank(runs: Runs, name: str) -> tuple[int, float, float]:
-    """Return a sort key, the best first: ended runs by loss, then stopped and failed runs, the latest first."""
+    """Return a sort key: ended strategies by loss, then stopped and then failed ones, those with most steps first."""
     own = runs.runs(name)
     loss = statistics.fmean(final_loss(runs, run) for run in begun(own))
     steps = min(run.history.last("step") if len(run.history) else 0.0 for run in own)
@@ -67,7 +67,7 @@ def candidates(runs: Runs) -> list[str]:
 
 
 def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
-    """Return the best final losses and their ties, and text on how they were compared."""
+    """Return the strategies with the best final loss and their ties, and text on how they were compared."""
     losses, among = by_seed(runs), candidates(runs)
     found, remarks = ranking(losses, among), []
     known = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
@@ -85,7 +85,7 @@ def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
 
 
 def compared_runs(runs: Runs) -> dict[str, Sequence[ComparedRun]]:
-    """Return name → the runs whose final losses a front compares: of the seeds that all contenders have."""
+    """Return name → the runs whose final losses are compared: for contenders, those with the seeds that all share."""
     losses = by_seed(runs)
     means = contenders(losses)
     shared = shared_seeds(losses[name] for name in means)
@@ -107,7 +107,7 @@ def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]
 def ties(runs: Runs) -> dict[str, set[str]]:
     """Return name → the strategies whose final losses do not differ significantly from this strategy's.
 
-    By paired tests over the seeds; with one seed each, if the lower loss is in the interval of the higher one.
+    By paired tests over the seeds; with one seed, a lower loss is tied if it is in the interval of this strategy's.
     """
     losses = by_seed(runs)
     names, open_ = list(losses), pairwise_p(losses) > 0.05

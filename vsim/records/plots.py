@@ -1,7 +1,7 @@
 """Figures: loss against step, bytes and time, and over two settings.
 
-Sizes suit print: a figure of two panels is as wide as a page of text. Every name has its own colour, whatever else is
-compared, while there are enough colours.
+Sizes suit print: a figure of two panels is as wide as a page of text. A name has the same colour in every comparison,
+as long as there are enough colours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 History: TypeAlias = Any  # the module of `History` imports this one
 
-# Okabe and Ito's palette, which every kind of colour vision can distinguish, without its yellow, which is too pale for
-# a line. The purple at the end differs from all other colours more than they differ from each other, for every kind of
-# colour vision.
+# Okabe and Ito's palette, which is distinct for every kind of colour vision, without its yellow, which is too pale for
+# a line. For every kind of colour vision, the purple at the end differs more from all other colours than these differ
+# from each other.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
@@ -43,13 +43,13 @@ MANY = 12
 # A legend names at most this many values of one setting, evenly spaced among all.
 _KEYS = 8
 
-# "H=5" in a name, or "inner_optim=SGD(lr=0.1, momentum=0.9)".
+# A setting in a name, such as "H=5" or "inner_optim=SGD(lr=0.1, momentum=0.9)".
 _SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a line. With dash="none" only its markers are drawn, with marker="" only the line."""
+    """The look of a line. With dash="none", only markers are drawn; with marker="", only the line."""
 
     colour: str
     dash: Any = "-"
@@ -104,7 +104,7 @@ def looks_of(names: Sequence[str]) -> Looks:
 
 
 def _places(families: Iterable[str]) -> dict[str, int]:
-    """Return family → the number of its look: a known name's own, or one derived from its letters, if it is free."""
+    """Return family → number of its look: reserved for known names, else the first free one from a hash of the name."""
     words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
     known = {word: family for family, word in words.items() if word in _KNOWN}
     places = {family: _KNOWN.index(word) for word, family in known.items()}
@@ -187,7 +187,7 @@ MARKED_POINTS = 12
 class XAxis(NamedTuple):
     """The x axis of curves: a column of `History`, or a function of a history, divided by its unit.
 
-    The axis is logarithmic for bytes, and if `is_wide`.
+    The axis is logarithmic if `is_bytes` or `is_wide`.
     """
 
     column: str | Callable[[History], NDArray[np.float64]]
@@ -222,7 +222,7 @@ X_AXES = {
 def rounds(history: History) -> NDArray[np.float64]:
     """Return how many rounds were complete at every row of a run with `participation`.
 
-    A round is a segment of the ledger's attendance, a part of which counts as a fraction.
+    A round is a segment of the ledger's attendance; a part of a segment counts as a fraction.
     """
     segments = history.ledger.attendance
     bounds = [0, *(segment.last for segment in segments)]
@@ -307,7 +307,7 @@ def bands(
 ) -> Axes:
     """Draw a column of several runs, one line for each name; with several seeds, draw their mean and a band.
 
-    The mean over the seeds, also of the bytes or seconds on the x axis, is taken at every step that all seeds have
+    The mean over the seeds, of y and of the bytes or seconds on the x axis, is taken at every step that all seeds have
     measured. The band is one standard deviation (of the sample, n − 1) to both sides; with more than a dozen runs there
     are no bands. A loss that rises far above its start is cut off.
 
@@ -323,9 +323,9 @@ def bands(
         y: a column of `History`.
         ax: where to draw; default the axes of a new figure.
         legend: whether to add one, below the axes if it has many entries.
-        looks: of the lines; default: by their names.
+        looks: the looks of the lines; default: by their names.
         diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
-        logy: whether y is logarithmic, too.
+        logy: whether the y axis is logarithmic.
 
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
@@ -353,7 +353,7 @@ def bands(
                 ax.axhline(mean[-1], color=look.colour, linestyle=look.dash, linewidth=0.9, label=label)
             continue
         spacing = -(-len(xs) // MARKED_POINTS)
-        # Lines that lie on each other show their markers at different points.
+        # Lines that cover each other have their markers at different points.
         marks = (2 * i % spacing, spacing) if spacing > 1 else 1
         ax.plot(xs, mean, label=label, markevery=marks, **_line(look, thin))
         if deviation.any() and not thin:
@@ -446,7 +446,7 @@ def time_axis(histories: Iterable[History], network: Network, compute: Compute) 
 def x_axis(
     x: str, histories: Sequence[History], network: Network | str | float | None, compute: Compute | float | str | None
 ) -> str | XAxis:
-    """Return the axis that `x` names; "time" follows from network and compute, which no other axis takes.
+    """Return the axis named `x`. Only x="time" takes network and compute, from which it is derived.
 
     Raises:
         TypeError: x is "time" and network or compute is missing, or x is another quantity and one of them is given.
@@ -489,7 +489,7 @@ def last_of_equal(xs: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def limits(curves: Iterable[NDArray[np.float64]], log: bool = False) -> tuple[float, float] | None:
-    """Return limits that cut off diverging losses, which would otherwise flatten all other curves.
+    """Return limits of the y axis that cut off diverging losses, which would otherwise flatten all other curves.
 
     None if no loss diverges.
     """
@@ -515,7 +515,7 @@ def _rows(labels: Sequence[str], columns: int) -> int:
 
 
 def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -> tuple[list[Any], list[str], int]:
-    """Return a legend's handles, labels and columns: a line for each name, or the key with a column per setting.
+    """Return a legend's handles, labels and number of columns: a line for each name, or the key, a column per setting.
 
     A name that is wider than the legend takes several lines.
     """
@@ -542,7 +542,7 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
     """Add a legend: inside the axes if it is short, below them if it would cover the lines.
 
     Args:
-        own: whether the figure is vsim's and may grow; otherwise, names are cut to leave room for the axes.
+        own: whether vsim made the figure, which then may grow; otherwise, names are cut to leave room for the axes.
         inside: whether a legend may be inside.
     """
     from matplotlib.transforms import ScaledTranslation
@@ -584,7 +584,7 @@ def _points(
     """Return the points to draw: x in its unit, and mean and deviation of y; of points with equal bytes, the last."""
     xs, mean, deviation = mean_over_seeds(histories, axis, y)
     if (axis.is_bytes or axis.is_wide) and len(xs):
-        last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # of a run that sends nothing, the end
+        last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # if nothing is sent, keep the last point
         xs, mean, deviation = xs[last], mean[last], deviation[last]
     return xs, mean, deviation
 
@@ -599,7 +599,7 @@ def _lists(runs: Runs) -> dict[str, Sequence[History]]:
     return {name: given if isinstance(given, Sequence) else [given] for name, given in runs.items()}
 
 
-# Perceptually uniform, so that equal steps of loss look equal, and in grey as well: the lower, the brighter.
+# A perceptually uniform colour map: equal differences of loss look equal, also in grey. The lowest loss is brightest.
 _MAP = "viridis_r"
 _PALE, _HATCH = (0.96, 0.96, 0.96, 1.0), "/////"
 # Text below this size, in points, is left out.

@@ -1,4 +1,4 @@
-"""Reports of steps, from which records are made, and the display of progress."""
+"""Reports of steps, the recorder that turns them into a history, and the display of progress."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Recorder:
 
     Attributes:
         history: gets one row per step.
-        progress: True or "table" for a progress bar, as there is only one run, or "plot" for a figure in the notebook.
+        progress: True or "table" for a progress bar ("table" is for several runs), "plot" for a figure in the notebook.
         description: the text of the bar.
     """
 
@@ -157,8 +157,8 @@ class Recorder:
 # At most two pictures per second; fewer if drawing takes long, so that it costs at most this share of the time.
 _SECONDS = 0.5
 _SHARE = 0.03
-# A training curve with more points than the picture has room for is drawn as means of this many pieces; many runs share
-# that number, down to a few pieces each.
+# A training curve with more than _POINTS points is drawn as the means of that many pieces. All curves together have at
+# most about _ALL_POINTS pieces, but each has at least _FEWEST.
 _POINTS, _ALL_POINTS, _FEWEST = 400, 4000, 60
 # Number of leading runs of a race that are named.
 _NAMED = 8
@@ -258,7 +258,7 @@ class LiveRace:
         front = max(steps.values(), default=0)
         losses = {name: float(np.mean([history.last(y) for history in own])) for name, own in running.items()}
         known = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-        # Runs that are behind have stopped, or are being trained now.
+        # Runs with fewer steps have stopped or are training now, and come last.
         ranking = sorted(known, key=lambda name: (steps[name] < front, known[name]))
         labels = [
             literal(f"{name}: {known[name]:#.4g}") + (f", step {steps[name]}" if steps[name] < front else "")
@@ -284,7 +284,7 @@ class LiveRace:
         return "global_loss" if any(not math.isnan(h.last("global_loss")) for h in histories) else "train_loss"
 
     def _running(self) -> dict[str, list[History]]:
-        """Return the runs of each name that have advanced furthest; do not wait for diverged runs."""
+        """Return for each name its runs with the most rows, so that the mean does not wait for diverged runs."""
         known = {name: [h for h in own if len(h)] for name, own in self.histories.items()}
         return {name: [h for h in own if len(h) == max(map(len, own))] for name, own in known.items() if own}
 
@@ -324,7 +324,7 @@ class LiveRace:
         self._axes[0].set_ylabel("loss")
 
 
-# Rows of a table while it is updated in place; with more runs it shows the leading ones.
+# Rows of a table while it is updated in place; of more runs, it shows those with the lowest loss.
 _ROWS = 20
 
 
@@ -418,14 +418,14 @@ def _in_notebook() -> bool:
 
 
 def _mean(histories: Sequence[History], axis: XAxis, y: str) -> Curve:
-    """Return x and y where both were measured, averaged over histories at common steps; for equal x, keep the last."""
+    """Return x and y where both were measured, averaged over histories at common steps; keep the last of equal x."""
     xs, ys, _ = mean_over_seeds(histories, axis, y)
     last = last_of_equal(xs)
     return xs[last], ys[last]
 
 
 def _thinned(values: NDArray[np.float64], points: int) -> NDArray[np.float64]:
-    """Return the means of at most this many consecutive pieces."""
+    """Return the means of at most `points` consecutive pieces of `values`."""
     if len(values) <= points:
         return values
     return np.array([piece.mean() for piece in np.array_split(values, points)])

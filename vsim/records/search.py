@@ -19,7 +19,7 @@ class Search(Sweep):
 
     Attributes:
         study: optuna's study, with all trials; None if the search was read from a file.
-        objectives: the minimized numbers: "loss", and "wire", "time" or "cost".
+        objectives: the numbers to minimize: "loss", and "wire", "time" or "cost".
         varied: the parameters of all trials. A trial without a parameter has None for it, shown as –.
     """
 
@@ -40,7 +40,7 @@ class Search(Sweep):
         """Return the search of these runs.
 
         Args:
-            runs: name → runs, one for each seed. params: name → parameters. priced: has bytes, network and compute.
+            runs: name → runs, one for each seed. params: name → parameters. priced: gives bytes, network and compute.
         """
         varied = dict.fromkeys(key for name in runs for key in params[name])
         points = {
@@ -62,7 +62,7 @@ class Search(Sweep):
 
     @property
     def title(self) -> str:
-        """The number of trials, before nodes, size and seeds."""
+        """The number of trials, followed by nodes, size and number of seeds, as text."""
         return f"{len(self)} trials; {super(Sweep, self).title}"
 
     def _pictures(self) -> dict[str, Figure | Axes]:

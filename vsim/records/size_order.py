@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 COLUMNS = ("strategy", "parameters", "seed", "loss")
-# The probability at which an order is decided; and the fewest orders, seen at two sizes each, that give a probability.
+# The probability at which an order is decided; and how many orders, each seen at two sizes, a probability needs.
 CALLED, FEWEST = 0.9, 20
 # A target beyond the largest measured size by more than this factor is called extrapolated.
 FAR = 100
-# The rate at which orders are lost, per factor of ten in size: its values, and its prior, exponential with a mean of
-# 0.5. Orders then hold with a probability of 80 % at ten times the size, as in DataDecide (arXiv:2504.11393).
+# The rate at which orders are lost, per factor of ten in size: a grid of values, and the rate's exponential prior, with
+# a mean of 0.5. A priori, orders hold at ten times the size with a chance of 80 %, as in DataDecide (arXiv:2504.11393).
 _RATES = np.linspace(0.0, 15.0, 601)
 _PRIOR = 2.0
 
@@ -34,9 +34,9 @@ class AtSize:
     """How two strategies differ at one size: by the mean of (log loss of one − log loss of the other), over seeds.
 
     Attributes:
-        parameters: the size. seeds: the seeds with which both have a loss. difference: the mean. low, high: its 95 %
-            interval.
-        sureness: 2 P(one has the higher loss) − 1, from −1 (one is better) to 1; ±1 where one seed allows no test.
+        parameters: the size. seeds: number of seeds with which both have a loss. difference: the mean. low, high: its
+            95 % interval.
+        sureness: 2 P(one has the higher loss) − 1, from −1 (one is better) to 1; ±1 if a single seed allows no test.
     """
 
     parameters: float
@@ -120,10 +120,10 @@ class Order:
     """The order of strategies at a target size, with the probability that it holds. Displayed as text or as a table.
 
     Attributes:
-        to: parameters of the target. sizes: measured ones, ascending. pairs: of strategies, in the order of `names`.
+        to: parameters of the target. sizes: measured sizes, ascending. pairs: all pairs, in the order of `names`.
         names: the strategies, by the trend at the target, the best first.
-        held, cases: of `cases` orders of two strategies at one size, `held` held at a larger one.
-        kept: the share of a probability's distance from 1/2 that is left at the target.
+        held, cases: `cases` times, two strategies have an order at one size and at a larger one; `held` agree.
+        kept: the share of the distance of `Pair.by_trend` from 1/2 that `Pair.probability` keeps.
         left_out: name → sizes at which one of the strategy's runs has no loss. The trend leaves these sizes out, and
             may flatter the strategy.
     """
@@ -139,7 +139,7 @@ class Order:
 
     @property
     def factor(self) -> float:
-        """The target over the largest measured size."""
+        """The size of the target, divided by the largest measured size."""
         return self.to / self.sizes[-1]
 
     @property
@@ -223,13 +223,13 @@ class Order:
 def order(frame: Any, to: float) -> Order:
     """Return the order of strategies at a size, from their losses at other sizes.
 
-    For each pair, fit a line in the logarithm of the size to the differences of log loss with equal seeds. The error of
-    the line at the target is the larger of two: from all residuals (and at least the spread over seeds), and from
-    separate lines for the seeds. P follows from Student's t of the line at the target; a bootstrap of three seeds would
-    have only ten different draws. P shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is
-    estimated, with a prior, from orders at measured sizes that did not hold at a larger size, each weighted by how
-    surely seeds tell the two apart; orders of k strategies at S sizes share their runs, and count together as (k − 1)(S
-    − 1).
+    For each pair, fit a line to the differences of log loss with equal seeds, over the logarithm of the size. Its error
+    at the target is the larger of two estimates: from all residuals (at least the spread over seeds), and from separate
+    lines for each seed. P follows from Student's t of the line at the target; a bootstrap of three seeds would have
+    only ten different draws. P then shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is
+    estimated, with a prior, from orders at measured sizes that did or did not hold at a larger size, weighted by how
+    surely seeds tell the two apart. Orders of k strategies at S sizes share their runs, and count as (k − 1)(S − 1)
+    independent cases.
 
     Args:
         frame: columns "strategy", "parameters", "seed" and "loss", a row per run: a DataFrame, or a dict of lists. NaN
@@ -311,7 +311,7 @@ def _by_strategy(frame: Any) -> dict[str, dict[float, dict[int, float]]]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The line through the differences of a pair: at each size, at the target, and its slope per factor of ten."""
+    """The differences of a pair at each size, and the line through them: its value at the target, and its slope."""
 
     sizes: list[AtSize]
     at_target: tuple[float, float]  # the mean, and its standard error
@@ -386,13 +386,13 @@ def _ranked(one: str, other: str, fit: _Fit, kept: float) -> Pair:
 
 
 def _kept(cases: Sequence[tuple[float, float]], beyond: float, independent: int) -> float:
-    """Return the expected share of an order's sureness that is left after a number of factors of ten.
+    """Return the expected share of an order's sureness at the measured sizes that is left at the target.
 
-    For two sizes whose orders have the signed sureness c and c', the likelihood that both follow one law is 1 +
-    exp(−rate · distance) c c'.
+    A pair with the signed sureness c at one size and c' at another has the likelihood 1 + exp(−rate · distance) c c'.
 
     Args:
-        cases: distance in factors of ten, and c c'. independent: the number of independent cases they count as.
+        cases: distance of two sizes in factors of ten, and c c'. beyond: distance of the target from the sizes.
+        independent: the number of independent cases that `cases` count as.
     """
     if not cases:
         return 1.0 if not beyond else math.nan

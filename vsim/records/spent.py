@@ -1,7 +1,7 @@
 """The cost of a run's results: bytes, time or dollars up to every row of its record; and budgets.
 
-A loss is a result once a node or a server has the model. If the global model is the mean of nodes that differ (FedAvg
-between two syncs, SPARTA at any time), the cost includes the all-reduce of the weights that would form the mean.
+A loss counts as a result once a node or a server holds the model. If the global model is the mean of nodes that differ
+(FedAvg between syncs, SPARTA at any time), the cost includes the all-reduce of the weights that would form the mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vsim.network.links import seconds
 from vsim.records.history import History
 from vsim.records.statistics import Crossing
 
-# Network and compute, from which hours are derived, in all forms that users may give.
+# The forms in which users may give the network and the compute from which hours are derived.
 AnyNetwork = Network | str | float | None
 AnyCompute = Compute | float | str | None
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ def forming_bytes(history: History, way: str, weights_bytes: float) -> float:
     """Return the bytes of a node (of a client on average, for cohorts) in an all-reduce of all weights.
 
     Args:
-        way: "payload" or "wire". weights_bytes: of one node.
+        way: "payload" or "wire". weights_bytes: bytes of one node's weights.
     """
     of_all = traffic("all_reduce", history.num_nodes)
     if history.is_of_cohorts:
@@ -42,16 +42,16 @@ def forming_bytes(history: History, way: str, weights_bytes: float) -> float:
 
 
 def forming_seconds(history: History, network: Network, weights_bytes: float) -> Floats:
-    """Return how long an all-reduce of all weights takes on a network: (1,); on a `grid` (N, 1)."""
+    """Return the seconds of an all-reduce of all weights on a network: (1,), or (N, 1) on a `grid` of N networks."""
     return network.seconds("all_reduce", network.kind(range(history.num_nodes)), weights_bytes)
 
 
 def spent(history: History, of: str, weights_bytes: float, priced: Priced = None) -> Floats:
-    """Return the cost (T,) of every row's result, with an all-reduce to form the model if none exists.
+    """Return the cost (T,) up to every row, with the all-reduce that forms the global model where none exists.
 
     Args:
         of: "wire" or "payload", in bytes; "time" in seconds or "cost" in dollars, which need `priced`; or a column.
-        weights_bytes: of one node.
+        weights_bytes: bytes of one node's weights.
 
     Raises:
         ValueError: "cost" without a price.
@@ -76,10 +76,10 @@ def spent(history: History, of: str, weights_bytes: float, priced: Priced = None
 
 
 def until(history: History, at: Crossing, costs: Floats) -> float:
-    """Return the cost of a crossing: of its first measurement or its first formed model; NaN without a crossing.
+    """Return the cost of a crossing: the lower of its first measurement's and its first formed model's; NaN without.
 
     Args:
-        costs: (T,) of every row, from `spent`.
+        costs: (T,) up to every row, from `spent`.
     """
     rows = np.searchsorted(history["step"], [step for step in at[:2] if not math.isnan(step)])
     return float(costs[rows].min()) if len(rows) else math.nan
@@ -89,9 +89,9 @@ class Use(NamedTuple):
     """How much of a budget the runs of a strategy used.
 
     Attributes:
-        share: of the budget that is used up first, at most 1. steps: of the runs. steps_needed: steps that would use up
-            the budget, in proportion; infinite for a run that costs nothing. ended: whether the runs ended before any
-            budget was used up: one more step like the most expensive one would still be within all of them.
+        share: used share of the budget that is used up first, at most 1. steps: steps of the runs. steps_needed: steps
+            that would use up the budget, in proportion; infinite for a run that costs nothing. ended: whether a run
+            ended before any budget was used up: repeating its most expensive step would stay within all budgets.
     """
 
     share: float

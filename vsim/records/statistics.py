@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from vsim.arguments import real_number
 
 Floats = NDArray[np.float64]
-# Chance of finding a difference, for which `seeds_needed` asks; more seeds than this are never proposed.
+# The chance of finding a difference for which `seeds_needed` asks, and the most seeds that it proposes.
 POWER, MOST_SEEDS = 0.8, 10**6
 
 
@@ -25,9 +25,9 @@ class Crossing(NamedTuple):
     make the step later.
 
     Attributes:
-        step: of the first measurement at or below the loss.
-        formed: of the first such measurement of a model that exists, rather than of a mean that no node has.
-        first: the earliest step at which the loss can have been reached: the one after the last measurement above it.
+        step: step of the first measurement at or below the loss.
+        formed: step of the first such measurement of a model that a node or a server holds, not of a mean of nodes.
+        first: the earliest step that can have reached the loss: the step after the measurement before `step`.
     """
 
     step: float
@@ -128,7 +128,7 @@ def power(effect: float, seeds: int, level: float = 0.95) -> float:
 
     limit = stats.t.ppf((1 + level) / 2, seeds - 1)
     shift = effect * math.sqrt(seeds)
-    # For some of the other tail scipy returns NaN, where the value is below 1e-9.
+    # In the other tail, scipy returns NaN for some values below 1e-9.
     return float(stats.nct.sf(limit, seeds - 1, shift) + np.nan_to_num(stats.nct.cdf(-limit, seeds - 1, shift)))
 
 
@@ -148,7 +148,7 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
     from scipy import stats
 
     effect = mean / deviation
-    # The number for a normal distribution is a little too small.
+    # Start from the number for a normal distribution, which is a little too small.
     normal = ((stats.norm.ppf((1 + level) / 2) + stats.norm.ppf(POWER)) / effect) ** 2
     if normal > MOST_SEEDS:
         return math.inf
@@ -159,7 +159,7 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
 
 
 def _paired_p(values: Sequence[Mapping[int, float]], pairs: NDArray[np.int64]) -> Floats:
-    """Return (m,) the p of `paired` for pairs (m, 2) of places in `values`."""
+    """Return the p-values (m,) of `paired` for pairs (m, 2) of indices into `values`."""
     seeds = sorted(set().union(*values))
     table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values]).reshape(len(values), len(seeds))
     apart = table[pairs[:, 0]] - table[pairs[:, 1]]
@@ -178,7 +178,7 @@ def _paired_p(values: Sequence[Mapping[int, float]], pairs: NDArray[np.int64]) -
 
 
 def pairwise_p(values: Mapping[str, Mapping[int, float]]) -> Floats:
-    """Return (n, n) p of the paired t-test of any two strategies, by Holm over all pairs; see `differences`."""
+    """Return (n, n) p-values of paired t-tests of any two strategies, by Holm over all pairs; see `differences`."""
     pairs = _pairs(len(values))
     found = np.full((len(values), len(values)), math.nan)
     found[tuple(pairs.T)] = found[tuple(pairs.T[::-1])] = holm(_paired_p(list(values.values()), pairs))[0]
@@ -186,7 +186,7 @@ def pairwise_p(values: Mapping[str, Mapping[int, float]]) -> Floats:
 
 
 def _pairs(n: int) -> NDArray[np.int64]:
-    """Return (n · (n - 1) / 2, 2) the pairs of n places."""
+    """Return all pairs of n indices, (n · (n - 1) / 2, 2)."""
     return np.stack(np.triu_indices(n, 1), 1)
 
 
@@ -236,7 +236,7 @@ def contenders(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     sound = {name: own for name, own in sorted(values.items()) if own and not _lacks_some(own)}
     shared = shared_seeds(sound.values())
     means = {name: fmean(own[seed] for seed in shared or own) for name, own in sound.items()}
-    return dict(sorted(means.items(), key=itemgetter(1)))  # ties: the first by name
+    return dict(sorted(means.items(), key=itemgetter(1)))  # of equal means, the first by name
 
 
 def shared_seeds(values: Iterable[Mapping[int, Any]]) -> list[int]:
@@ -246,7 +246,7 @@ def shared_seeds(values: Iterable[Mapping[int, Any]]) -> list[int]:
 
 
 class Ranking(NamedTuple):
-    """The best names of a table (equal to the last bit), and the names that do not differ significantly from them.
+    """The best names of a table (several if their values are equal), and the names not significantly different.
 
     Attributes:
         tested: whether a test was possible: there were at least two common seeds.
@@ -262,7 +262,7 @@ def ranking(
 ) -> Ranking:
     """Return the strategies with the lowest mean value, and strategies that do not differ significantly from them.
 
-    A strategy that lacks a value for some seeds is undecided if its other seeds leave the order open.
+    A strategy that lacks a value for some seeds is undecided if its other seeds do not decide the order.
 
     Args:
         values: strategy → seed → value, NaN for a run without one.

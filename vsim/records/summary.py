@@ -18,7 +18,7 @@ from vsim.records.losses import begun, compare_finals, diverged, final_loss, mea
 from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, forming_bytes, until
 from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, Marks, text_table
 
-_ALIKE = 0.02  # the largest difference in compression without a note
+_ALIKE = 0.02  # relative difference in compression up to which there is no note
 
 
 def rows(
@@ -34,17 +34,16 @@ def rows(
     Losses are the last measured losses of the global model on the validation data or, without validation, the mean
     training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the bytes
     that AllReduce sends on the wire in the same number of steps, divided by this strategy's bytes; NaN if nothing was
-    sent. For cohorts of clients, bytes are means over all clients, next to the busiest client's and the server's, and a
-    network's collectives go through a server unless its text names another algorithm. With a `client_val_dataset`,
-    "client accuracy" is the mean over the clients, next to their 10th percentile, the mean of the worst tenth and the
-    worst client; without accuracies, "client loss" with the 90th percentile. With a `test_dataset`, "test loss" and
-    "test accuracy" are the final global model's. With several seeds, every number is the mean over the runs that ended
-    (over all runs, if none ended; for costs until a loss, over all runs that began); if the runs differ, "<column> std"
-    follows, the standard deviation of the sample. If strategies may take different numbers of steps, "steps" lists
-    them. With a budget, "time used", "wire used" and so on are the used shares.
+    sent. For cohorts, bytes have columns for the mean over clients, the busiest client and the server, and a network
+    uses a server unless its text names another algorithm. With a `client_val_dataset`, "client accuracy" is the mean
+    over clients; its 10th percentile, the mean of the worst tenth and the worst client follow. Without accuracies, it
+    is "client loss", with the 90th percentile. "test loss" and "test accuracy" are the final global model's. With
+    several seeds, a number is the mean over the runs that ended (over all runs, if none ended; for costs until a loss,
+    over all runs that began). If the runs differ, "<column> std" follows, the standard deviation of the sample. "steps"
+    is a column if numbers of steps may differ. With a budget, "time used", "wire used" and so on are the used shares.
 
     Args:
-        loss: adds the steps and the bytes on the wire to this loss, see `steps_to`; NaN if a run never reaches it.
+        loss: adds the steps and wire bytes until this loss, see `steps_to`; NaN if a run never reaches it.
         network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
             hours to `loss`; see `vsim.timeline`; default: the comparison's.
         stays: see `steps_to`.
@@ -115,7 +114,7 @@ def _numbers(
 
 
 def times_less(runs: Runs, run: ComparedRun) -> float:
-    """Return how many times fewer bytes than AllReduce's a run sent in its steps; NaN if it sent nothing."""
+    """Return AllReduce's bytes on the wire in the steps of a run, divided by the run's; NaN if the run sent nothing."""
     of_one_step, steps = traffic("all_reduce", run.history.num_nodes), run.history.last("step")
     if runs.of_clients:
         sent, of_allreduce = run.ledger.total_wire_bytes, float(of_one_step.total)
@@ -129,7 +128,7 @@ def on_clients(runs: Runs, run: ComparedRun) -> dict[str, float]:
     measured, history = frozenset().union(*(one.measured_on_clients for one in runs.all_histories)), run.history
     if "accuracies" in measured:
         titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
-        values = values[~np.isnan(values)]  # without clients that have no label that counts
+        values = values[~np.isnan(values)]  # leave out clients without a label that counts
     elif "losses" in measured:
         titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
     else:
@@ -218,7 +217,7 @@ def tuning(runs: Runs) -> list[str]:
 
 
 def unformed(runs: Runs) -> list[str]:
-    """Return a note on final losses of models that no node has."""
+    """Return a note on final losses of global models that no node holds."""
     own = {name: [run.history for run in sound(runs.runs(name))] for name in runs.order}
     names = [n for n, has in own.items() if any(not h.formed.all() and h.last("global_formed") == 0 for h in has)]
     if not names:
@@ -230,7 +229,7 @@ def unformed(runs: Runs) -> list[str]:
 
 
 def resized(runs: Runs) -> list[str]:
-    """Return a note on strategies whose compression at the size of `at` differs from that at the trained size."""
+    """Return a note on strategies that compress differently at the size priced by `at` than at the trained size."""
     said = []
     for name in runs.order:
         measured, priced = runs[name].measured_less, times_less(runs, runs[name])

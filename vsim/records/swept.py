@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of settings: all `values` by name, and the varying values as text (`labels`)."""
+    """One combination of settings: `values`, name → value; and `labels`, name → text of a setting that varies."""
 
     values: dict[str, Any]
     labels: dict[str, str]
@@ -84,7 +84,7 @@ class Sweep(Comparison):
         """Return the setting that `tune=` takes: the best or, of settings that are tied with it, the one in the middle.
 
         A setting is tied with the best if the mean difference of their losses over the seeds is within its standard
-        error, so that with one seed only equal losses are. Of two in the middle, take the better one.
+        error; with one seed, only equal losses are tied. Of two settings in the middle, take the better one.
         """
         best, losses = self.best(), by_seed(self)
         tied = sorted(
@@ -95,13 +95,13 @@ class Sweep(Comparison):
         return tied[int(abs(places - places.mean(0)).sum(1).argmin())]
 
     def _place(self, name: str, key: str) -> int:
-        """Return the place of a value among the tried ones: numbers by size, other values in the given order."""
+        """Return the index of a run's value among the tried ones: numbers by size, other values in the given order."""
         tried = {point.labels[key]: point.values[key] for point in self.points.values()}
         order = sorted(tried, key=tried.__getitem__) if are_numbers(tried.values()) else list(tried)
         return order.index(self.points[name].labels[key])
 
     def sends_most(self, name: str, setting: str) -> bool:
-        """Return whether this value of a setting sends more than the setting's other values, all else being equal."""
+        """Return whether a run sends more than all runs that differ from it only in the value of `setting`."""
         sent, own = {key: self[key].history.last("wire_bytes") for key in self}, self.points[name].values
         others = [
             key
@@ -141,7 +141,7 @@ class Sweep(Comparison):
         Args:
             x, y: two settings that vary.
             ax: the axes to draw on; default: a new figure as wide as a column.
-            fixed: other varying settings, and the values to show; default: the best value of each.
+            fixed: values to show of other settings that vary; default: in each cell, the run with the best values.
 
         Raises:
             ValueError: there is no such setting, or no run with these values.
@@ -210,7 +210,7 @@ class Sweep(Comparison):
 
     @property
     def title(self) -> str:
-        """The strategy and the number of settings, before nodes, size and seeds."""
+        """The strategy and the number of settings, followed by nodes, size and number of seeds, as text."""
         return f"{self.strategy}, {len(self)} settings; {super().title}"
 
     _keys: tuple[str, ...] = ("allreduce_bytes", "runs", "strategy", "settings", "labels")

@@ -20,7 +20,7 @@ DIGITS = {
     **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
     **dict.fromkeys(("machine seconds", "validation seconds"), 1),
 }
-# Stand for LaTeX commands, which tabulate would escape.
+# Characters that stand for LaTeX commands, because tabulate would escape the commands.
 _BOLD, _END, _DAGGER, _PHANTOM = "\ue000", "\ue001", "\ue002", "\ue003"
 _COMMANDS = {_BOLD: r"\textbf{", _END: "}", _DAGGER: r"\rlap{$^{\dagger}$}", _PHANTOM: r"\phantom{"}
 _NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %| TB|×|)")
@@ -65,17 +65,17 @@ def text_table(
     """Return rows of numbers and text as a table.
 
     Args:
-        rows: column → number or text, with a dash for NaN; "<column> std" is the standard deviation of a column's
+        rows: column → number or text; NaN is shown as a dash. "<column> std" is the standard deviation of a column's
             number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but payload, perplexity and seconds of
-            validation. Notes stand below a text table that would be wider than a page with them.
-        digits: after the point, for all columns or by column; default by column.
+        columns: the other columns to show, in this order; default: all but `ON_DEMAND`, with the column "note" below a
+            text table that would be wider than a page with it.
+        digits: digits after the point, for all columns or by column; default: by column.
         marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and lines below
             that explain the † and how rows were compared.
         notes: lines below the table.
-        caption: of a LaTeX table, which is a float with a label; "" for a bare tabular.
+        caption: caption of a LaTeX table, which is then a float with a label; "": a bare tabular.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -147,7 +147,7 @@ def with_notes(table: str, notes: Sequence[str], format: str, caption: str = "")
 
 
 def _float(table: str, notes: Sequence[str], format: str, caption: str) -> str:
-    """Return a table of LaTeX with its notes and, unless it is bare or spans pages, its caption and label."""
+    """Return a LaTeX table with its notes; and, except for a bare tabular or a longtable, with caption and label."""
     from tabulate import LATEX_ESCAPE_RULES
 
     def text(own: str) -> str:
@@ -165,13 +165,13 @@ def _float(table: str, notes: Sequence[str], format: str, caption: str) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:
-    """Return text as a table in which no character is taken for a border.
+    """Return rows of text as a table; escape characters that the format would take for a border.
 
     Args:
         cells, header: the rows, and the names of the columns.
         format: one of tabulate's.
-        left: the number of columns that begin at their left edge, as names do; the others, numbers, end at their right
-            edge. Default: all.
+        left: the number of columns, such as names, that are aligned left; columns after them are aligned right.
+            Default: all.
 
     Raises:
         ValueError: there is no such format.
@@ -213,7 +213,7 @@ def cell(key: str, value: Any, deviation: float | None = None, digits: int | Non
     if deviation is None:
         return number + unit
     spread = f"{scale * deviation:.{digits}f}"
-    if spread.strip("0."):  # not all alike, to the digits shown
+    if spread.strip("0."):  # not 0 in the digits shown
         number += f" ± {spread if abs(value) < 1e5 else f'{scale * deviation:.3g}'}"
     return number + unit
 

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 # Default bandwidths in bit/s, and latencies in seconds.
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
-# Approximate number of a table's latencies, and how many of the strategies that do not reach the loss are named.
+# About how many latencies a table shows, and how many of the strategies that do not reach the loss a map names.
 _ROWS, _NAMED = 5, 6
-# Regions smaller than this share of the map have no label next to it; this is the largest number of such labels.
+# The smallest share of the map for which a region gets a label next to the map; and the most such labels.
 _SMALL, _BESIDE = 0.004, 4
-# Names in the label of a tie, and their letters.
+# The most names in the label of a tie, and the most letters of a name.
 _TIED, _LONG = 4, 24
-# Equal but for rounding.
+# Costs within this factor are equal but for rounding.
 _EQUAL = 1 + 1e-9
 
 
@@ -75,7 +75,7 @@ def winners(
     node, size = Compute.of(comparison.compute if compute is None else compute), comparison.allreduce_bytes
 
     def until_loss(run: ComparedRun, at: Crossing, might: float) -> Floats:
-        """Return (3, L, B) the costs of a `Race` of a run in seconds."""
+        """Return (3, L, B) the three costs of a run in a `Race`, in seconds."""
         known = at.step if math.isnan(at.formed) else at.formed
         steps = [run.history.last("step") if math.isnan(step) else step for step in (at.step, known, at.first, might)]
         reached, of_formed, first, least = seconds_on(run.ledger, *grid, node, [*map(int, steps)]).T
@@ -123,7 +123,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """The strategy that reaches a loss at the least cost, in cells such as networks, and the strategies tied with it.
+    """The strategy that reaches a loss at the least cost, and strategies tied with it, in each cell (say, a network).
 
     The first strategy has the least mean cost over the seeds common to all strategies that reach the loss with all
     seeds. Another strategy is tied with the first
@@ -134,16 +134,16 @@ class Race:
       the data chose the first: equal strategies are told apart with a chance of at most 5 %.
 
     Attributes:
-        costs: name → seed → (3, …) of cells: the cost until the loss is measured, infinite if never; the least possible
-            cost between measurements; and the least possible cost within noise, which is the run's cost if the run
-            ended above the loss.
+        costs: name → seed → (3, …) three costs for each cell: until the loss is measured, infinite if never; the least
+            possible cost between measurements; and the least possible cost within noise, which is the cost of the whole
+            run if the run ended above the loss.
     """
 
     costs: Mapping[str, Mapping[int, Floats]]
 
     @cached_property
     def means(self) -> dict[str, Floats]:
-        """Name → (3, …), the means over the seeds that decide, in alphabetical order."""
+        """Name → (3, …), the means of costs over the seeds by which strategies are compared, in alphabetical order."""
         reach = {name for name, own in self.costs.items() if all(np.isfinite(cost[0]).all() for cost in own.values())}
         shared = shared_seeds(self.costs[name] for name in reach)
         return {
@@ -153,12 +153,12 @@ class Race:
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """(…) the place in `means` of the first strategy."""
+        """(…) the index in `means` of the first strategy of each cell."""
         return np.argmin([own[0] for own in self.means.values()], axis=0)
 
     @cached_property
     def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return (M, …) whether a strategy is tied with the first of a cell, by noise and by validation."""
+        """Return (M, …) twice: whether noise, and whether rare validation, ties a strategy with the first of a cell."""
         names = list(self.means)
         lowest = np.min([own[0] for own in self.means.values()], axis=0)
         by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)
@@ -175,13 +175,13 @@ class Race:
 
     @property
     def ahead(self) -> NDArray[np.bool_]:
-        """(M, …) whether a strategy is the first, or tied with it."""
+        """(M, …) whether each of the M strategies in `means` is the first of a cell, or tied with it."""
         places = np.arange(len(self.means)).reshape(-1, *[1] * self.first.ndim)
         return np.logical_or(*self._tied) | (self.first == places)
 
     @property
     def left_open(self) -> NDArray[np.bool_]:
-        """(M, …) whether validation alone ties a strategy with the first."""
+        """(M, …) whether only rare validation, and not noise, ties a strategy with the first."""
         by_noise, by_validation = self._tied
         mean = np.array([own[0] for own in self.means.values()])
         return by_validation & ~by_noise & (mean > mean.min(0) * _EQUAL)
@@ -210,7 +210,7 @@ class Winners:
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
         times: name → seed → (3, L, B) seconds; see `Race`. Empty if no strategy reaches the loss with all seeds.
         never: name → text about a strategy that does not reach the loss with all seeds.
-        looks: of the strategies, by name. note: added to the title. remarks: sentences below map and table.
+        looks: looks of the strategies. note: added to the title. remarks: sentences below map and table.
     """
 
     loss: float
@@ -243,7 +243,7 @@ class Winners:
 
     @property
     def left_open(self) -> float:
-        """The share of the map in which validation alone ties strategies, which a smaller val_interval settles."""
+        """The share of the map where only rare validation ties strategies; a smaller val_interval would settle it."""
         return float(self._race.left_open.any(0).mean()) if self.times else 0.0
 
     def stretches(self) -> list[Stretch]:
@@ -301,7 +301,7 @@ class Winners:
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (bit/s)", ylabel="latency (ms)")
         shown = sorted({names for row in self.first for names in row if names})
         index = np.array([[shown.index(names) if names else -1 for names in row] for row in self.first])
-        ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")  # as wide as the map, also without winners
+        ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")  # the map's width, even without winners
         for i, names in enumerate(shown):
             self._fill(ax, bits, milliseconds, index == i, names)
         plain_ticks(ax.xaxis)
@@ -323,7 +323,7 @@ class Winners:
         ax.pcolormesh(bits, milliseconds, cells, cmap=ListedColormap(colours[:1]), **kind)
         if min(own.shape) < 2:
             return
-        # To the edges of the outer cells, not to their centres.
+        # Extend hatches to the edges of the outer cells, not only to their centres.
         level = np.pad(own.astype(float), 1, mode="edge")
         x, y = (
             np.concatenate([[v[0] ** 1.5 / v[1] ** 0.5], v, [v[-1] ** 1.5 / v[-2] ** 0.5]])
@@ -390,7 +390,7 @@ def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDA
 
 
 def _texts(names: tuple[str, ...]) -> list[str]:
-    """Return ways to write the names of a region, the widest first; of many names, only the first."""
+    """Return ways to break the names of a region into lines, the widest first; see `_short` for many names."""
     names = _short(names)
     whole = literal(" or ".join(names))
     lines = literal(" or\n".join(names))
@@ -400,7 +400,7 @@ def _texts(names: tuple[str, ...]) -> list[str]:
 
 
 def _short(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return tied names that fit a label: the first three and the number of others, with long names cut."""
+    """Return tied names, long ones cut, for a label; of more than four, the first three and the number of others."""
     few = names if len(names) <= _TIED else (*names[: _TIED - 1], f"{len(names) - _TIED + 1} others")
     return tuple(name if len(name) <= _LONG else f"{name[: _LONG - 1]}…" for name in few)
 
@@ -441,7 +441,7 @@ def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], ND
 
     line: Any = {"arrowstyle": "-", "color": "0.2", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
     frame = ax.get_window_extent()
-    labels: list[tuple[float, float, Any]] = []  # (height of its region, of the text, the text), as shares of the axes
+    labels: list[tuple[float, float, Any]] = []  # height of its region, of the text (shares of the axes), the text
     for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
         deepest = np.argwhere(depth == depth.max())
         i, j = deepest[deepest[:, 1].argmax()]  # the nearest to the text, so that the line crosses least of the map

@@ -1,4 +1,4 @@
-"""The protocol of loggers, the rows that loggers get, and the folders that runs are logged to."""
+"""The methods of a logger, the rows that loggers get, and the folders that runs are logged to."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def perplexity(loss: float) -> float:
 
 
 def x_of(row: Row, axis: str) -> int:
-    """Return where a row lies on the axis "step" or "examples"."""
+    """Return the position of a row on the axis "step" or "examples"."""
     return int(row["examples_trained" if axis == "examples" else "step"])
 
 
@@ -147,7 +147,7 @@ def check_run_name(run_name: str) -> str:
 
 
 def date_and_time() -> str:
-    """Return the name of a run without one: date and time."""
+    """Return date and time, the name of a run that was given none."""
     return datetime.now().strftime("%Y%m%d_%H%M%S")
 
 

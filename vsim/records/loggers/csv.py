@@ -20,7 +20,7 @@ class CSVLogger:
     """Files in `<log_dir>/<run_name>/`: `train.csv`, `validation.csv` and `config.json`.
 
     Every row is written to its file when it is logged, so that an interrupted or killed run keeps its files. Missing
-    values are empty fields; for a column that appears later, the file is written again. A folder that already holds a
+    values are empty fields. If a later row has a new column, the file is written again. A folder that already holds a
     run is not touched: the new run gets a number (`<run_name>-2`), and a warning says so. Without a run name, the date
     and time are the name.
 
@@ -69,7 +69,7 @@ class CSVLogger:
 
 
 class _Table:
-    """A CSV file that grows by a line at a time. A column that appears later is empty in the lines before."""
+    """A CSV file that grows line by line. A column that a later row adds is empty in the lines before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -85,7 +85,7 @@ class RunLog:
         config = {**self.config, "total_steps": run.max_steps, "minibatch_size": run.minibatch_size}
         with preserved():
             for logger in self.loggers:
-                self._started.append(logger)  # before it starts: a logger that fails may have opened files
+                self._started.append(logger)  # before `start`: a logger that fails may have opened files
                 logger.start(config)
 
     def on_step(self, run: Any) -> None:
@@ -94,7 +94,7 @@ class RunLog:
         if self._last is None:
             self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
         if self._is_due(row, run.max_steps):
-            metrics = self.config.get("metrics") or ()  # metrics belong to validations
+            metrics = self.config.get("metrics") or ()  # metrics are logged with validations
             self._tell("log_train", train_row({name: row[name] for name in row if name not in metrics}, self._last))
             self._last = row
 
@@ -124,7 +124,7 @@ class RunLog:
                     self.loggers.remove(logger)
 
     def __deepcopy__(self, memo: Any) -> RunLog:
-        return self  # in a comparison, every run already has a separate one
+        return self  # each run of a comparison already has its own
 
 
 @contextmanager

@@ -23,11 +23,11 @@ class WandbLogger:
             prints nothing and does not capture output; `settings=` changes that.
 
     Attributes:
-        run: the run object of the last run. url: its address, None offline.
+        run: W&B's object of the last run. url: the address of that run; None offline.
 
     Raises:
         ImportError: wandb is not installed.
-        TypeError: an argument is not one of `wandb.init`.
+        TypeError: an argument in `init` is not one of `wandb.init`'s.
         ValueError: there is no key, or Weights & Biases rejects it; raised when the run starts.
     """
 

@@ -31,10 +31,10 @@ from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import contenders
 from vsim.records.tables import DIGITS, ON_DEMAND, PERCENT, UNDECIDED
 
-# The sliders' first values once one is moved, if neither the caller nor the comparison gives a network or compute.
+# Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
-# Limits on a page of few runs, and on a page of many, such as a sweep's: measurements of a loss and of other columns,
-# steps of a clock, and rows of `node_losses`. Then the limits of nodes and of bars of a timeline.
+# Limits on a page of few runs, and on a page of many (a sweep): measurements of the loss and of other columns, steps of
+# a clock, rows of `node_losses`. Then: the most runs that are few, nodes with losses shown, and bars of a timeline.
 _FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
 _MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
 _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
@@ -62,7 +62,7 @@ def content(
     Args:
         network, compute: initial values of the sliders; default: the comparison's. Without them, the page
             has no hours until a slider moves.
-        cache: the clocks of earlier pages.
+        cache: holds the clocks of earlier pages.
 
     Raises:
         ValueError: there is no run, or the network or compute has another number of nodes.
@@ -86,7 +86,7 @@ class _Page:
         self.compute = Compute.of(COMPUTE if compute is None else compute)
         self.most = _FEW if len(comparison.all_runs) <= _MANY_RUNS else _MANY
         self.ledgers: list[dict[str, Any]] = []
-        self.places: dict[str, int] = {}  # digest of what a clock depends on → place in `ledgers`
+        self.places: dict[str, int] = {}  # digest of what a clock depends on → index in `ledgers`
         self.priced_on = [self.network.as_plain(), self.compute.as_plain()]
         self.columns = self._columns()
 
@@ -230,7 +230,7 @@ class _Page:
         }
 
     def _forming(self, history: History) -> dict[str, Any]:
-        """Return the cost of the all-reduce that forms a mean of nodes: bytes on the wire, and time as planes."""
+        """Return the cost of the all-reduce that forms the mean of the nodes: bytes on the wire, and time as planes."""
         size, ledger = self.comparison.allreduce_bytes, Ledger(history.ledger.num_nodes)
         ledger.steps = 1
         ledger.record(Event(1, 1, "weights", "all_reduce", "weights", size, (range(history.num_nodes),)))
@@ -238,7 +238,7 @@ class _Page:
         return {"planes": _rounded((own * [0, 1, 1]).ravel()), "wire": forming_bytes(history, "wire", size)}
 
     def _ledger(self, history: History, measured: NDArray[np.float64]) -> int:
-        """Return the place of a run's ledger among the ledgers of the page."""
+        """Return the index of a run's ledger in `ledgers`; add the ledger if no equal one is there."""
         ledger = history.ledger
         last = int(history.last("step")) if len(history) else 0
         steps = self._steps(ledger, last, measured)
@@ -252,7 +252,7 @@ class _Page:
         return self.places[digest]
 
     def _steps(self, ledger: Any, last: int, measured: NDArray[np.float64]) -> list[int]:
-        """Return steps between which time and bytes are about linear: all, or steps with measurements and syncs."""
+        """Return steps between which time and bytes are about linear: all, or those with measurements and syncs."""
         if last < self.most["steps"]:
             return list(range(last + 1))
         syncs = {step for event in ledger for at in (event.step, event.due) for step in (at - 1, at) if 0 <= at <= last}
@@ -288,7 +288,7 @@ class _Page:
         }
 
     def _node_losses(self, history: History) -> dict[str, Any] | None:
-        """Return training losses of some nodes, averaged over enough steps to leave few rows."""
+        """Return training losses of some nodes, averaged over enough consecutive steps to leave few rows."""
         losses = history.node_losses
         if not self.most["rows"] or not len(losses):
             return None
@@ -313,7 +313,7 @@ class _Page:
         first, last = around_first_event(ledger)
         spans: list[Span] = []
         try:
-            timeline(ledger, self.network, self.compute)  # raises if another compute decided the run's course
+            timeline(ledger, self.network, self.compute)  # raises an error if another compute decided the run
             Clock(ledger, self.network, self.compute, spans.append).run(last)
         except ValueError:
             return None
@@ -341,8 +341,8 @@ def _recorded(history: History, network: Network, compute: Compute) -> Any:
 
 
 def _bends(steps: Sequence[int], of_steps: Sequence[NDArray[np.float64]], sent: NDArray[np.float64]) -> list[int]:
-    """Return the places of the steps between which one plane, and bytes, are linear in the step; all steps if there are
-    several planes.
+    """Return indices of the steps between which bytes, and time if it is a single plane, are linear in the step; keep
+    steps with several planes.
     """
     kept = [0] if steps else []
     for i in range(1, len(steps)):
@@ -365,7 +365,7 @@ def _thinned(history: History, column: str, most: int) -> tuple[NDArray[np.float
 
 
 def _rounded(values: Any) -> list[float | None]:
-    """Return numbers with 7 digits, None where there is none."""
+    """Return numbers rounded to 7 digits; None for NaN and infinity."""
     return [_plain(float(f"{value:.7g}")) for value in values]
 
 
@@ -382,7 +382,7 @@ def _look(look: Look) -> dict[str, Any]:
 
 
 def _network(network: Network) -> dict[str, Any]:
-    """Return the sliders' values: bandwidth and latency of equal links, or factors of links that differ."""
+    """Return the sliders' values: bandwidth and latency if links are equal, else 1, their factor of all links."""
     plain = network.as_plain()
     equal = plain["place"] is None
     bandwidth = float(plain["bits_per_second"][0][0]) if equal else 1.0
@@ -397,7 +397,7 @@ def _network(network: Network) -> dict[str, Any]:
 
 
 def _quantiles(seeds: int, runs: int) -> dict[str, list[float]]:
-    """Return number of seeds → for 2, 3, … runs, the factor of the standard error in the interval of any one pair."""
+    """Return number of seeds → for 2, 3, … runs: Student's t for a pair's interval, by Bonferroni over all pairs."""
     if seeds < 2 or runs < 2:
         return {}
     from scipy import stats

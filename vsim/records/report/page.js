@@ -111,7 +111,7 @@
   };
   const secondsOf = (seed, i, at = place()) => secondsAt(seed, stepOf(seed, i), at) + formingTime(forming(seed, i), at);
 
-  /** As `vsim.records.statistics.crossing`: the measurements that reach a loss first, of any and of a formed model. */
+  /** As `vsim.records.statistics.crossing`: the first measurement that reaches a loss, of any and of a formed model. */
   const crossing = (seed, target) => {
     const [steps, losses] = seed.curves[P.loss] || [[], []], low = (loss) => loss !== null && loss <= target;
     const i = losses.findIndex(low), formed = losses.findIndex((loss, k) => low(loss) && !forming(seed, k));
@@ -483,7 +483,7 @@
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
       if (said || !timed) missing.push(`${isolated(run.name)} (${said || "no hours"})`);
       if (state.hide.has(i) || !timed || !at.some(Boolean)) return;
-      /** The step at which a run, but for noise, might have reached the target; null if not before the measured step. */
+      /** The first step that might have reached the target, but for noise; null if it is not before the measured step. */
       const might = (seed, own) => {
         if (!own) return seed.failed ? null : lastStep(seed);
         const early = at.length === 1 && finite(seed.se) ? crossing(seed, state.target + 1.96 * seed.se).step : own.step;
@@ -957,7 +957,7 @@
     ];
     return all;
   };
-  /** Lowest loss of any run, highest at a start, and one that the median run reaches with all seeds, before its end. */
+  /** The target's range, from the lowest loss to the highest initial loss; and a loss that the median run reaches. */
   const targets = () => {
     const runs = P.runs.map((run) => (run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length)).filter((own) => own.length);
     if (!runs.length) return [0, 1, 0.5];

@@ -71,7 +71,7 @@ def report(
         network, compute: initial values of the sliders; default: each comparison's. Without them, the page has no hours
             until a slider moves.
         title: the title of the page; default: the names of the comparisons.
-        section: heading and HTML of a section above all others, whose images are data URLs.
+        section: heading and HTML of a section above all others; its images must be data URLs.
 
     Raises:
         TypeError: the title is not text.
@@ -126,7 +126,7 @@ def _section(heading: str, content: str) -> str:
 
 
 def _policy(style: str, script: str, server: str) -> str:
-    """Return the policy: only this script may run, and only data from the server may load.
+    """Return the content security policy: only this script may run, and only data from the server may load.
 
     Images may be data URLs, which are part of the page.
     """
