@@ -96,7 +96,7 @@ def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
 
 
 def what_changed(error: RuntimeError) -> str | None:
-    """Return which guard failed, if torch.compile would have compiled again. A class of the error would replace it."""
+    """Return the failed guard if an error reports a recompilation, else None. A public class of it would replace it."""
     if "fail_on_recompile" not in str(error):
         return None
     guards = [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith("- ")]
@@ -147,7 +147,7 @@ def is_of_compiler(error: Exception) -> bool:
 
 
 def allow_saved_tensors_hooks() -> None:
-    """Allow hooks on saved tensors again after compilation failed in a checkpoint. A fix in torch would replace it."""
+    """Allow hooks on saved tensors again if compiling checkpointed code has failed. A fix in torch would replace it."""
     torch._C._autograd._saved_tensors_hooks_enable()
 
 
@@ -160,7 +160,7 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a leaf has hooks, which its copies would lack. Public access to hooks would replace it."""
+    """Return whether a leaf tensor has hooks, which copies would lack. Public access to hooks would replace it."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 

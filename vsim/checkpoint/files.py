@@ -47,10 +47,10 @@ class Checkpoint:
     """A snapshot of a run after a step.
 
     Attributes:
-        step: t, completed optimizer steps.
+        step: the number of completed steps.
         history: the record of the run up to this step.
         settings: argument → description for everything that determines the run; see `vsim.records.describe`.
-        held: the number of nodes of each process.
+        held: the number of nodes that each process held.
         stacked: name → encoded state with a row for each node. shared: name → encoded state that is equal on all nodes.
             See `vsim.checkpoint.tree`.
         path: the file from which the checkpoint was loaded, if any.

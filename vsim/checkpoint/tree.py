@@ -16,7 +16,7 @@ kind to its content:
     each         a value for each process, where the values differ
 
 Values are encoded as "stacked", where the first dimension of tensors is over the nodes, or as "shared". Filling writes
-to existing tensors, generators, optimizers, modules and objects, and calls no name from the encoded state.
+to existing tensors, generators, optimizers, modules and objects, and never imports or calls what encoded state names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, name_of, with_extra_state
 from vsim.records.describe import flat_bytes
 
-Encoded = Any  # see above
+Encoded = Any  # see the module's docstring
 _PLAIN = (type(None), bool, int, float, str)
 _DICTS: dict[str, Any] = {cls.__name__: cls for cls in (dict, collections.OrderedDict, collections.Counter)}
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozenset, collections.deque)}
@@ -155,7 +155,7 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
     """Cut these rows out of a stacked value. Of values per process, take those of the process that held these rows."""
     if isinstance(value, Tensor):
-        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or equal nodes share one
+        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or one row of all nodes
         return value if whole else value[list(rows)]
     if isinstance(value, list):
         return [cut(item, rows, held) for item in value]

@@ -44,7 +44,7 @@ class Batches:
 
     Args:
         datasets: one dataset that is split among the nodes as by DistributedSampler, or one for each node held here.
-        num_nodes: K.
+        num_nodes: the number of nodes K.
         batch_size: examples per node and step.
         shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.

@@ -57,7 +57,7 @@ def synthetic_federated(
 
     Args:
         alpha: α, at least 0. beta: β, at least 0.
-        num_clients: K; 30 in the paper, 100 in [Li et al. 2019, arXiv:1905.10497].
+        num_clients: the number of clients K; 30 in the paper, 100 in [Li et al. 2019, arXiv:1905.10497].
         seed: seed of all draws.
 
     Returns:

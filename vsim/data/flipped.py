@@ -19,7 +19,7 @@ class FlippedLabels:
         factory: f(rank, num_nodes, train_dataset), such as a `Partition`. Examples are (inputs, label), or dicts with a
             "label" or "labels".
         nodes: f(num_nodes) → the numbers of the nodes with flipped labels.
-        classes: C.
+        classes: the number of classes C.
 
     Raises:
         TypeError: the nodes share one dataset.

@@ -69,7 +69,7 @@ class Order:
 
     Args:
         lengths: the number of examples of every dataset: one dataset that the nodes share, or one for each node.
-        num_nodes: K.
+        num_nodes: the number of nodes K.
         batch_size: examples per node and step.
         shuffle, seed: see DistributedSampler.
         drop_last: drop the smaller last batch of an epoch.
@@ -102,7 +102,7 @@ class Order:
         """Raise a ValueError if the shared dataset has fewer examples than nodes, or a node has no batch.
 
         Args:
-            num_nodes: the user's name for the number of nodes.
+            num_nodes: the name of the user's argument that sets the number of nodes, for errors.
         """
         if self.shared and self.lengths[0] < self.num_nodes:
             nodes = "nodes" if num_nodes == "num_nodes" else "clients"

@@ -60,16 +60,16 @@ def partition(
     `min_size` examples draw their shares again, up to 1,000 times; the draws of other clients stay.
 
     Args:
-        dataset: map-style; not copied.
-        num_nodes: K.
+        dataset: a map-style dataset; not copied.
+        num_nodes: the number of clients K.
         alpha: α > 0 for "dirichlet" and "quantity": the smaller, the more the clients differ.
         min_size: fewest examples of a client, for "dirichlet", "quantity" and "power_law"; default 10.
         shards: pieces per client for "shards", default 2. classes: classes per client for "classes".
         exponent: exponent > 0 for "power_law": the larger, the more the sizes differ.
         sigma: σ > 0 for "noise", which is added to the first tensor of a TensorDataset or of a Subset of one.
         labels: the class of every example, whole numbers or text, as a sequence or as a function of an example. None:
-            the second tensor of a TensorDataset, or the second field of another dataset's examples, each of which is
-            then read once; "iid" and "noise" need no labels, and read no examples.
+            the second tensor of a TensorDataset; for other datasets, the second field of every example, which is read
+            once. "iid" and "noise" need no labels, and read no examples.
         seed: seed of the partition's own generator.
 
     Returns:
@@ -386,7 +386,7 @@ def _shuffled(stream: np.random.Generator, codes: Ints) -> list[Ints]:
 
 
 def _mixed(stream: np.random.Generator, codes: Ints) -> Ints:
-    """Return the examples, shuffled and spread evenly by class, so that any stretch has all classes in proportion."""
+    """Return the examples in a random order, in which every interval has all classes in proportion to their sizes."""
     own = _shuffled(stream, codes)
     places = np.concatenate([(np.arange(len(one)) + stream.random()) / len(one) for one in own])
     mixed: Ints = np.concatenate(own)[np.argsort(places)]
@@ -434,7 +434,7 @@ def _whole(exact: NDArray[np.float64], totals: Ints) -> Ints:
     """Round shares (C, K) to whole examples, class by class, so that each class has its total.
 
     Examples left over by rounding down go to clients that have a share of the class, first to the clients furthest
-    behind their exact shares so far. Otherwise, with large α, all classes would be rounded up at the same clients.
+    behind their exact shares so far. Without this order, large α would round all classes up at the same clients.
     """
     counts = np.floor(exact).astype(np.int64)
     behind = np.zeros(exact.shape[1])

@@ -328,9 +328,9 @@ def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tupl
     """MNIST-1D [Greydanus and Kobak 2020, arXiv:2011.14439]: ten classes of generated strokes of 40 numbers.
 
     A stroke is a template of 12 numbers, padded with 36 to 60 zeros, stretched to 72 numbers, scaled by 0.8 to 1.2 and
-    shifted cyclically by up to 47 places. Zeros become correlated noise, white noise and a shear are added to all
-    numbers, and the stroke is resampled to 40 numbers. Linear models are right on about a third of the validation data,
-    MLPs on two thirds.
+    shifted cyclically by up to 47 places. Then its zeros are replaced by correlated noise; white noise and a shear are
+    added to all numbers; and the stroke is resampled to 40 numbers. Linear models classify about a third of the
+    validation data correctly, MLPs two thirds.
 
     With the defaults, which are the defaults of the authors' generator, the examples equal the authors' up to rounding.
 

@@ -1,8 +1,8 @@
 """Operations of K models at once, on stacked tensors (K, …) with a slice for every node.
 
 Each operation is an ordinary function of plain tensors, and makes one call for all nodes where that is fast.
-`vsim.engine.rules` uses these functions in place of functorch's rules. A result equals the operation on one node alone
-up to rounding.
+`vsim.engine.rules` uses these functions in place of functorch's rules. Each node's slice of a result equals the result
+of the operation on this node's tensors, up to rounding.
 """
 
 from __future__ import annotations

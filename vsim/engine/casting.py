@@ -59,7 +59,7 @@ CAST = _LOWER | _FLOAT32 | _MIXED | _OF_VECTORS
 
 
 class Casting(TorchFunctionMode):
-    """Context in which the functions listed above get operands as autocast would cast them."""
+    """Context that casts the operands of the functions listed above as autocast would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -45,7 +45,7 @@ class AutoExecutor(Executor):
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
-    4. the proof fails, with a warning. If it fails only for later batches of other shapes, the loop takes only these.
+    4. a proof fails, with a warning. If it fails for a later shape of batch, the loop takes only batches of this shape.
 
     A model that cannot be compiled is vmapped, with a warning. The choice depends only on the model, shapes and
     settings, so that a resumed run chooses the same executor.

@@ -77,7 +77,7 @@ class CompileError(RuntimeError):
 
 
 class CompiledExecutor(VmapExecutor):
-    """`VmapExecutor` with losses and gradients compiled by torch.compile into one graph, by functorch's own rules.
+    """`VmapExecutor` whose losses and gradients are one graph of torch.compile, with functorch's rules, not vsim's.
 
     On a CPU, the nodes of one call keep at most ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
     number. On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. The model's random operations draw
@@ -88,7 +88,7 @@ class CompiledExecutor(VmapExecutor):
 
     Raises:
         CompileError: in the first step, the model breaks the graph (the message names the operation and its line), the
-            graph is wrong, or no compiler is installed; in a later step, the model's Python keeps changing.
+            graph is wrong, or no compiler is installed; in a later step, the model's Python state keeps changing.
     """
 
     name = "compiled"
@@ -96,10 +96,10 @@ class CompiledExecutor(VmapExecutor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compile_seconds: float | None = None
-        self.known: set[Any] = set()  # (nodes, whole, shapes) of the graphs compiled so far
+        self.known: set[Any] = set()  # compiled graphs: (number of nodes, whether the batch is whole, shapes)
         self._added: dict[tuple[float, bool], tuple[Tensor, Tensor]] = {}  # cache of `_added_of`
         self._draws = False  # whether the model draws random numbers; the loop draws other numbers
-        self.changes = 0  # recompilations because the model's Python changed
+        self.changes = 0  # recompilations because the model's Python state changed
         self._cuts_by_batch = self.settings.chunk_size is None
         of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
@@ -149,7 +149,7 @@ class CompiledExecutor(VmapExecutor):
             # PyTorch's own kernels use vectors of this width: skip the test program that would be compiled to find out.
             options |= {"cpp.simdlen": width, "cpp.vec_isa_ok": True}
         if self.captures:
-            options["triton.cudagraphs"] = True  # set by mode="reduce-overhead", which excludes options
+            options["triton.cudagraphs"] = True  # as mode="reduce-overhead", which excludes options
             if torch.__version__ < "2.15":  # fused sums over rows and columns may be wrong [issues/193061]
                 options["triton.mix_order_reduction"] = False
         return options
@@ -215,7 +215,7 @@ class CompiledExecutor(VmapExecutor):
             return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
 
     def _look(self, batch: Any) -> None:
-        """Note whether the model draws random numbers, and whether it casts, on one node's batch."""
+        """Detect on one node's batch whether the model draws random numbers, and whether autocast is on."""
         generator = default_generator(self.replicas.weights.device)
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()
@@ -267,7 +267,7 @@ class CompiledExecutor(VmapExecutor):
         return stacked if share == 1.0 else stacked * share
 
     def _called(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
-        """Return the losses of a piece; write or add share · gradients to their places."""
+        """Return the losses of piece `number`; write or (adds) add share · gradients to `grads`."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         added = None if whole else self._added_of(share, adds)

@@ -188,7 +188,7 @@ class Executor(ABC):
     def _leaf(self, rows: Tensor) -> Tensor:
         """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
 
-        `_moved_up_to_date` updates the copies before a step, and copies the model's writes back.
+        `_moved_up_to_date` updates the copies before a step, and copies the model's writes back after it.
         `vsim_kernels.alignment` says why alignment matters.
 
         Args:
@@ -387,7 +387,7 @@ def minibatches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 def check_examples(batch: Any, dim: int) -> None:
     """Raise a ValueError if a batch cannot be cut because its tensors differ in the length of dimension `dim`.
 
-    Cutting class weights, or sequences with time as the first dimension, would not select examples.
+    Tensors without examples in this dimension, such as class weights or sequences (T, B), must not be cut.
     """
     lengths = {keystr(path): t.shape[dim] for path, t in tree_flatten_with_path(batch)[0] if t.dim() > dim}
     if len(set(lengths.values())) > 1:

@@ -46,7 +46,7 @@ class Explanation:
             compiled, which do not count them.
         memory: bytes per node of weights, gradients, optimizer and activations. If K nodes share a row, each node's
             part is 1 / K of it.
-        num_nodes: K.
+        num_nodes: the number of nodes K.
         step_seconds: median duration of a step. gradient_flops: multiplications and additions for the losses and
             gradients of all nodes in a step. peak_flops: multiplications and additions per second in a large product.
     """

@@ -1,4 +1,4 @@
-"""Indices out of range on an accelerator: a NaN in one node's loss instead of a lost device.
+"""Handle indices out of range on an accelerator: one node's loss becomes NaN, and the process stays usable.
 
 How a lookup treats an index out of range depends on the device:
 

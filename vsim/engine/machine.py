@@ -77,7 +77,7 @@ def _numbered(device: torch.device) -> torch.device:
 def check_repeats(device: torch.device) -> None:
     """Raise a ValueError if `fit(deterministic=True)` cannot make runs on a device repeatable.
 
-    On MPS, backward passes of embeddings and indexing add in any order, even with torch.use_deterministic_algorithms
+    On MPS, backward passes of embeddings and indexing sum in varying order, even with use_deterministic_algorithms
     [github.com/pytorch/pytorch/issues/161029, 195404].
     """
     if device.type == "mps":

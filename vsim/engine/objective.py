@@ -72,15 +72,15 @@ class Objective(nn.Module):
         self.places = Places(model)
         self._arguments = _arguments_of(model)  # not a cached property, which the compiler cannot trace
         self._of_nodes: dict[int, Objective] = {}  # copies of all nodes but the first
-        self._at_first: Objective | None = None  # the original of these copies
+        self._at_first: Objective | None = None  # the source of these copies
         self._restored: dict[int, Mapping[str, Any]] = {}  # extra states of a resumed run, by node
         self._after_first_step: dict[str, bytes] | None = None
-        self.has_warned = False  # of attributes that are not saved
+        self.has_warned = False  # whether a warning about attributes that are not saved was given
 
     # Nodes with their own Python
 
     def copied(self) -> Objective:
-        """Return a deep copy that shares only the tensors of parameters, buffers and graphs."""
+        """Return a deep copy that shares only parameters, buffers, and tensors with an autograd graph."""
         tensors = [t for m in self.modules() for table in tensor_tables(m) for t in table.values() if t is not None]
         attached = [t for m in self.modules() for t in tree_leaves(list(vars(m).values())) if _is_attached(t)]
         memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
@@ -348,7 +348,7 @@ def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) 
 
 
 class Places:
-    """The places of a model's tensors in its modules' tables, where other tensors can be put in.
+    """The places of a model's tensors in its modules' tables; `put` replaces the tensors.
 
     Does the same as torch.func.functional_call, but searches the modules once instead of at every call.
     """

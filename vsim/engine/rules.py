@@ -413,7 +413,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     lowered = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32
-    if lowered and not batched.favors_loops(x.device):  # autocast's rule, except on the CPU
+    if lowered and not batched.favors_loops(x.device):  # as autocast does, except on the CPU
         (x, weight, bias), lowered = (cast(t, torch.float32) for t in (x, weight, bias)), False
     if lowered or x.is_complex() or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return NotImplemented
@@ -425,7 +425,7 @@ def _group_norm(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwarg
     x = None if torch.is_autocast_enabled(input.device.type) else nodes.of(input)
     if x is None or x.is_contiguous():
         return NotImplemented
-    nodes.way = "functorch"  # fails if the nodes' rows are not adjacent in memory
+    nodes.way = "functorch"  # its rule needs the nodes' rows to be adjacent in memory
     return operation(nodes.batch(x.contiguous()), *args, **kwargs)
 
 

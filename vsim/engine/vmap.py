@@ -80,8 +80,8 @@ class VmapExecutor(Executor):
     Nodes are computed in pieces that fit in the caches of a CPU or in the free memory of an accelerator, which is
     measured at the first batch of each shape.
 
-    The model's Python may read values from tensors (`if mask.all()`, `.item()`) that are the same on all nodes. The
-    loop computes the nodes of a call instead in three cases:
+    A model may read values from tensors in Python (`if mask.all()`, `.item()`) if they are equal on all nodes. In three
+    cases, the loop computes the nodes of a call instead:
 
     - a value that Python reads differs between nodes;
     - the model handles an error of an operation;
@@ -97,8 +97,8 @@ class VmapExecutor(Executor):
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
         on_accelerator = not batched.favors_loops(self.replicas.weights.device)
         self._fits_memory = self._cuts_by_batch = on_accelerator and self.settings.chunk_size is None
-        self._pieces_of: dict[Any, list[slice]] = {}  # by the shapes of a batch
-        self._rows_of: dict[Any, int] = {}  # rows that are evaluated at once, by the shapes of a batch
+        self._pieces_of: dict[Any, list[slice]] = {}  # shapes of a batch → pieces
+        self._rows_of: dict[Any, int] = {}  # shapes of a batch → rows that are evaluated at once
         self.calls: Counter[tuple[str, str]] = Counter()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
@@ -274,7 +274,7 @@ class VmapExecutor(Executor):
         return batch if len(self.pieces) == 1 else mapped(lambda t: t[piece.rows], batch)
 
     def _losses(self, piece: Piece, batch: Any, lowering: Lowering) -> Tensor:
-        """Return the losses of the nodes of a piece, with their graph.
+        """Return the losses of a piece's nodes, with their autograd graph.
 
         Raises:
             VmapError: modules have hooks on gradients; autograd works outside of vmap and would not call them.

@@ -1,12 +1,12 @@
 """The multi-process backend over torch.distributed.
 
-By default, each process trains one node in ordinary eager PyTorch, as a reference for the simulator. The loop,
-strategies, history and ledger are the simulator's. Three parts differ: the executor runs the module's forward and
-`loss.backward()`, batches come from DistributedSampler and DataLoader, and collectives from torch.distributed. With
+By default, each process trains one node in ordinary eager PyTorch, as a reference for the simulator. It uses the
+simulator's training loop, strategies, history and ledger. Three parts differ: the executor runs the module's forward
+and `loss.backward()`, batches come from DistributedSampler and DataLoader, and collectives use torch.distributed. With
 `num_processes`, each process computes a range of the nodes as the simulator does, so that a run may be larger than a
 device or machine; then only the collectives differ.
 
-Definitions in the caller's main module are shipped by value; definitions in other modules must be importable. On one
+Definitions in the caller's main module are pickled by value; definitions in other modules must be importable. On one
 machine, the processes communicate over the loopback interface, by nccl if each has its own GPU, else by gloo. On
 several machines, the same script runs under torchrun; see docs/torchrun.md and docs/scaling.md. docs/exactness.md lists
 where both backends agree bitwise, and where differences are only bounded.

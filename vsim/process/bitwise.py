@@ -43,8 +43,8 @@ class Difference:
     """One tensor, event or number of a node that differs between the simulator and the node's process.
 
     Attributes:
-        step: t; 0 is before training. node: the node's number.
-        what: the kind, one of KINDS.
+        step: the completed step; 0 before training. node: the node's number.
+        what: the kind of value, one of KINDS.
         name: of a parameter, buffer, optimizer state ("exp_avg of head.weight") or history column; an event's label.
         entries: the number of entries that differ, out of `size`.
         ulps: the largest distance of two entries in units in the last place: the number of floating-point steps from

@@ -104,7 +104,7 @@ def torch_settings() -> dict[str, Any]:
 def apply_torch_settings(settings: Mapping[str, Any]) -> None:
     """Apply the settings that `torch_settings` returned in another process to this process."""
     torch.set_default_dtype(settings["default_dtype"])
-    # Set only settings that differ: once set, the precision of an operation no longer follows its library's.
+    # Set only settings that differ: once the precision of an operation is set, it no longer follows its library's.
     own = torch_settings()
     if settings["float32_matmul_precision"] not in (None, own["float32_matmul_precision"]):
         torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
@@ -257,7 +257,7 @@ def _forward_warnings(parent: Connection) -> None:
         if os.getpid() != own_pid:  # a worker process of a DataLoader, forked from this one
             print_here(message, category, filename, lineno, file, line)
             return
-        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may lack other classes
+        known = next(c for c in category.__mro__ if c.__module__ == "builtins")  # the parent may not know other classes
         _say(parent, "warning", (str(message), known.__name__, filename, lineno))
 
     warnings.showwarning = show

@@ -19,7 +19,7 @@ def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[A
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None
     last = int(batches.shard_sizes.max()) % spec.batch_size
     own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None
-    single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # examples of any length
+    single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # examples may differ in length
     if own_collation or single:  # a collate_fn may pad to a node's longest example: only equal data agree in shape
         return spec.batch_size, spec.num_nodes, spec.seed, spec.shuffle, id(spec.participation)
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:

@@ -111,7 +111,7 @@ class Clients:
                 value[row] = own
 
     def of(self, owner: Stateful, client: int) -> dict[str, Tensor]:
-        """Return name → row of a client's last stored state, for one part of the strategy."""
+        """Return name → row of a client's last stored state, for `owner`, the strategy or a part of it."""
         self._check_whole()
         rows = zip(self._values(), self.kept.get(client, self._first), strict=True)
         return {name: row for (part, name, _), row in rows if part is owner}

@@ -31,8 +31,8 @@ from vsim.training.stack import Stack
 
 # Columns of the node matrix that are compared at once, to bound the memory of the comparison.
 _COLUMNS_AT_ONCE = 2**18
-_OF_ONE_MODEL = 8  # batches joined to one when a single model is evaluated
-_ONE_BY_ONE = 256  # examples for a standard error if the model cannot be vectorized over examples
+_OF_ONE_MODEL = 8  # number of batches that are joined when a single model is evaluated
+_ONE_BY_ONE = 256  # number of examples for a standard error if the model cannot be vectorized over examples
 
 
 class _Rows(NamedTuple):
@@ -192,7 +192,7 @@ def _cut(batch: Any, count: int, size: int) -> list[Any]:
 def _measured_together(
     executor: Executor, rows: Sequence[_Rows], pieces: Sequence[Any], objective: Objective | None = None
 ) -> tuple[_Measured, bool]:
-    """Measure rows in one call per piece of the data; also return whether the model drew random numbers."""
+    """Measure models in one call per piece of the data; also return whether the models drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
     found: list[Tensor] = []  # per piece: losses, then right and counted predictions if known; (1, R) or (3, R)

@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """A request to stop after the current step. In this context, the first Ctrl-C makes the request; a second raises.
+    """A request to stop after the current step; in this context, Ctrl-C makes it, and a second Ctrl-C raises at once.
 
     The handler is installed only in the main thread, and only in place of Python's default handler of SIGINT.
 

@@ -181,7 +181,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
 
 
 def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
-    """Take step number `step` with the runs of a stack; return whether any process wants the run to stop."""
+    """Take step number `step` with the runs of a stack; return whether any process was asked to stop after it."""
     runs = [run for run in stack.runs if run.is_running]
     started = time.perf_counter()
     device = runs[0].cluster.replicas.weights.device
@@ -305,7 +305,7 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run, and let the other runs continue; raise the error if they cannot, or have lost nothing."""
+    """Remove a failed run so that the others continue; raise the error if they cannot, or no progress would be lost."""
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, the other processes may not have this error
@@ -401,7 +401,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
 
 
 def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
-    """Report a step, and call the callbacks. With several processes, the first node's process has all losses."""
+    """Report a step, and call the callbacks; with several processes, they get the row of the first node's process."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
     run.row, report.segment = report.row, attendance[-1] if attendance else None

@@ -46,7 +46,7 @@ class Run:
     `vsim.training.setup` places a run in a matrix; until then the run has no rows, cluster or strategy.
 
     Attributes:
-        spec: the run's options. report: called with the outcome of every step.
+        spec: the run's options. report: called with the `StepReport` of every step.
         history: the record of the outcomes of all steps; None if this process keeps no record.
         collectives: how nodes communicate.
         batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
@@ -60,7 +60,7 @@ class Run:
         objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
         evaluator: measures the run on the validation data; None without validation data.
-        validation: the examples of the validation, on the run's device; None until they are found.
+        validation: the validation examples, on the run's device; None until they are found.
         examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
             together share the seconds of a step in proportion to their nodes.
         row: the history's row of the last step.
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def is_validated(self) -> bool:
-        """Whether a validation is due: for the first and the last row, at a rung, and every `val_interval` steps."""
+        """Whether a validation is due: at the start, at the end, at a rung, and every `val_interval` steps."""
         return self.evaluator is not None and (
             self.starts or self.is_over or self.done in self.rungs or _every(self.spec.val_interval, self.done)
         )
@@ -248,7 +248,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The live model, whose Python computes the losses of all nodes; its tensors belong to no node.
+        """The live model, which computes the losses of all nodes; its own tensors belong to no node.
 
         To change its weights, call `set_weights`, `freeze` or `unfreeze`: a callback that changes a parameter here ends
         the run. To change its attributes, call `each_model`.
@@ -312,7 +312,7 @@ class Run:
         process.
 
         Args:
-            names: of parameters, or of modules: "encoder" stands for all parameters in `model.encoder`.
+            names: names of parameters or modules; "encoder" stands for all parameters in `model.encoder`.
 
         Raises:
             ValueError: a name is unknown.

@@ -139,7 +139,7 @@ def bytes_of_node(spec: RunSpec) -> int:
 def _measured_at_the_end(spec: RunSpec) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """Return the validation data of every node or client, and a list of the test data; either may be empty."""
     clients, test, everyone = spec.client_val_dataset, spec.test_dataset, range(spec.population)
-    train = isinstance(clients, Partition)  # splits one dataset: the training data, or another
+    train = isinstance(clients, Partition)  # divides one dataset, the training data or another, among the clients
     return (
         [] if clients is None else resolve(clients, len(everyone), everyone, train, "client_val_dataset"),
         [] if test is None else resolve(test, spec.num_nodes, range(1), False, "test_dataset"),
@@ -329,7 +329,7 @@ def _place(run: Run, replicas: Replicas) -> None:
     measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and 0 in run.nodes:  # once a run
+    if spec.start is None and 0 in run.nodes:  # in one process
         _warn_of_what_comes_late(strategy, run)
     if run.client_data and strategy.is_personal and run.plan is not None and not run.plan.renews:
         raise ValueError(

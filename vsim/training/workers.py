@@ -1,9 +1,9 @@
 """Defer the local steps of asynchronous workers, and compute them together.
 
-Virtual time decides which steps are done, but not when they are computed, because workers do not depend on each other
-within a phase. Local steps are deferred until a worker's weights are read. Then all deferred steps are computed: each
-call takes one step of every worker that still has deferred steps. In that call, all other workers draw no random
-numbers and fetch no data, so the result does not depend on the grouping.
+Virtual time decides which local steps workers have taken. The simulator may compute these steps later, because workers
+do not depend on each other within a phase. Local steps are deferred until a worker's weights are read. Then all
+deferred steps are computed: each call takes one step of every worker that still has deferred steps. Other workers draw
+no random numbers and fetch no data in this call, so that the result does not depend on the grouping.
 """
 
 from __future__ import annotations
