@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from separate import TASKS, Task, small_cnn, small_mlp
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
+from vsim.cluster.reductions import groups_of
 from vsim.strategy import (
     Algorithm,
     AloneStrategy,
@@ -423,3 +425,10 @@ def test_state_of_the_optimizer_by_parameter() -> None:
         assert p in strategy.optim.state  # type: ignore[union-attr]
         with pytest.raises(TypeError, match="keep it in an attribute of the strategy"):
             strategy.optim.state[p] = {}  # type: ignore[union-attr]
+
+
+def test_nodes_are_whole_numbers_of_any_library() -> None:
+    for among in (np.array([0, 1]), [np.int64(0), torch.tensor(1)], torch.tensor([0, 1])):
+        assert groups_of(among, range(3)) == [[0, 1]]
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        groups_of([True, 2], range(3))
