@@ -1,12 +1,15 @@
-"""Strategies after DiLoCo's: eager and delayed DiLoCo, NoLoCo, SparseLoCo, MuLoCo and EDiT."""
+"""Strategies after DiLoCo's: eager and delayed DiLoCo, NoLoCo, SparseLoCo, MuLoCo, EDiT and GPA."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import test_strategies_common as common
 import torch
 from driven import Parameters, driven, normal, size, started
 from hypothesis import given, settings
@@ -14,9 +17,8 @@ from hypothesis import strategies as st
 from reproductions import formulas
 from resumed import fit, trainer_of, weights
 from separate import small_gpt, small_mlp, tokens, vectors
-from test_strategies_common import run
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from vsim import Trainer
 from vsim.cluster.optimizers import torch_optimizers
@@ -26,6 +28,7 @@ from vsim.strategy import (
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
+    GPAStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
@@ -271,9 +274,9 @@ def test_the_sum_is_limited_and_without_gate_and_limit_it_is_diloco_with_its_ave
 
 def test_edit_by_the_clock_and_after_averages_of_gradients() -> None:
     # The slower node takes a step in 2 s: two of them fit in 5 s.
-    trainer = run(EDiTStrategy(H=Seconds(5)), num_nodes=2, max_steps=6, compute=Compute(1.0, speeds=[1, 0.5]))
+    trainer = common.run(EDiTStrategy(H=Seconds(5)), num_nodes=2, max_steps=6, compute=Compute(1.0, speeds=[1, 0.5]))
     assert sorted({e.step for e in trainer.ledger}) == [2, 4, 6]
-    ledger = run(EDiTStrategy(H=PostLocal(2, then=2))).ledger
+    ledger = common.run(EDiTStrategy(H=PostLocal(2, then=2))).ledger
     sent = [(e.step, e.label) for e in ledger if "norms" not in e.label]
     assert sent == [(1, "gradients"), (2, "gradients"), (4, "outer gradient"), (6, "outer gradient")]
 
@@ -282,3 +285,42 @@ def test_edit_has_no_other_averages() -> None:
     for average in ("median", mean(), edit() | clip(1.0)):
         with pytest.raises(TypeError, match=r"average must be edit\(temperature\)"):
             EDiTStrategy(average=average)
+
+
+# GPA ------------------------------------------------------------------------------------------------------------------
+
+
+ADAMW = OptimSpec("adamw", lr=1e-2, weight_decay=0.1)
+
+
+def test_gpa_of_one_node_is_a_plain_loop() -> None:
+    strategy = GPAStrategy(ADAMW, mu_x=0.9, mu_y=0.7, max_norm=0.5)
+    trainer = common.run(strategy, num_nodes=1, data=common.examples(), executor="auto", deterministic=True)
+    z, x, y = (copy.deepcopy(common.model()) for _ in range(3))
+    optimizer = torch.optim.AdamW(z.parameters(), lr=1e-2, weight_decay=0.1)
+    sampler = DistributedSampler(common.examples(), num_replicas=1, rank=0, seed=42)
+    for batch in itertools.islice(DataLoader(common.examples(), batch_size=8, sampler=sampler), common.STEPS):
+        y.zero_grad()
+        y(batch).backward()
+        nn.utils.clip_grad_norm_(y.parameters(), 0.5)
+        for pz, py in zip(z.parameters(), y.parameters(), strict=True):
+            pz.grad = py.grad
+        optimizer.step()
+        with torch.no_grad():
+            for px, py, pz in zip(x.parameters(), y.parameters(), z.parameters(), strict=True):
+                px.copy_(0.9 * px + 0.1 * pz)
+                py.copy_(0.7 * px + 0.3 * pz)
+    assert trainer.strategy is not None
+    for held, module in ((common.weights(trainer)[0], y), (trainer.strategy.global_weights(), x)):
+        torch.testing.assert_close(held, nn.utils.parameters_to_vector(module.parameters()).detach())
+
+
+def test_what_gpa_evaluates_is_the_average() -> None:
+    trainer = Trainer(common.model(), common.examples(), common.examples(16, seed=9))
+    trainer.fit(strategy=GPAStrategy(ADAMW, mu_x=0.9), num_nodes=2, max_steps=common.STEPS, val_size=16, progress=False)
+    assert trainer.strategy is not None
+    model = common.model()
+    nn.utils.vector_to_parameters(trainer.strategy.global_weights(), model.parameters())
+    with torch.no_grad():
+        loss = model(common.examples(16, seed=9).tensors).item()
+    assert trainer.history.last("global_loss") == pytest.approx(loss) != trainer.history.last("average_loss")
