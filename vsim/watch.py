@@ -99,6 +99,8 @@ class Watch:
             self._server.serve_forever(poll_interval=0.2)
         finally:
             self._server.server_close()
+            with self._lock:  # an interpreter that exits while a thread reads the files may abort
+                pass
         if self._failed is not None:
             raise self._failed
 
