@@ -120,7 +120,7 @@ class Result:
         ]
         notes = [f"{name}: {row['note']}" for name, row in table["rows"].items() if row["note"] and name in self.found]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        cost = f"{self.seconds:.3g} s on {self.cores} cores, {self.date}, {versions}: `{self.command}`"
+        cost = f"{_seconds(self.seconds)} s on {self.cores} cores, {self.date}, {versions}: `{self.command}`"
         return "\n\n".join(
             [
                 f"## {table['title']}",
@@ -162,6 +162,10 @@ def bounds(expected: float | Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of values, and half of its 95 % interval by Student's t: 0 for one value."""
     n = len(values)
@@ -198,7 +202,7 @@ def page() -> str:
         anchor = "".join(c for c in result.table["title"].lower().replace(" ", "-") if c.isalnum() or c in "-_")
         links = f"[{result.table['source']}]({result.table['url']})"
         count = "a part, not compared" if result.table["is_part"] else f"{sum(good)} of {len(good)}"
-        summary.append(f"| [{result.table['title']}](#{anchor}) | {links} | {count} | {result.seconds:.3g} |")
+        summary.append(f"| [{result.table['title']}](#{anchor}) | {links} | {count} | {_seconds(result.seconds)} |")
     head = """# Reproduced results
 
 Which published numbers and formulas does vsim reproduce? In a checkout, `python -m tests.reproductions [NAME …]`

@@ -258,7 +258,7 @@ def attendance(history: History, ax: Axes | None = None) -> Axes:
     above = ax.inset_axes((0, 1.05, 1, 0.33), sharex=ax)
     counts = (cells == 1).sum(0)
     above.stairs(counts, steps, fill=True, color="0.5")
-    above.set(ylabel="present", ylim=(0, 1.15 * counts.max()))
+    above.set(ylabel="count", ylim=(0, 1.15 * counts.max()))
     above.tick_params("x", labelbottom=False, length=0)
     above.spines[["top", "right"]].set_visible(False)
     for axis in (above.yaxis, ax.yaxis):
