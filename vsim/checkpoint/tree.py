@@ -6,7 +6,7 @@ kind to its content:
     tuple, set, frozenset, deque   items
     dict, OrderedDict, Counter     pairs of key and value
     nodes        an item for each node
-    array        dtype, numbers and whether it is a scalar, of a NumPy array
+    array        a NumPy array's dtype, its numbers, and whether it is a scalar
     generator    the state of a random generator
     optimizer    class, groups, attributes and state of a torch optimizer
     joint        the optimizers of a joint optimizer
@@ -153,7 +153,7 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
 
 
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
-    """Cut these rows out of a stacked value. Of values per process, take those of the process that held these rows."""
+    """Cut these rows out of a stacked value. If processes have different values, take that of the rows' process."""
     if isinstance(value, Tensor):
         whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or one row of all nodes
         return value if whole else value[list(rows)]

@@ -563,7 +563,7 @@ def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
 
 
 def evened(batch: Any) -> Any:
-    """Return a batch for measuring memory: an `Uneven` becomes a batch whose rows all have the largest part's size."""
+    """Return a batch for measuring memory; for an `Uneven`, a batch in which all rows have its largest part's size."""
     if not isinstance(batch, Uneven):
         return batch
     rows = [0] * sum(map(len, batch.rows))

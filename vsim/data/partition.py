@@ -123,7 +123,7 @@ class Partition:
         self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, description: str
     ) -> None:
         self.dataset, self.num_nodes, self.classes, self._description = dataset, num_nodes, classes, description
-        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # −1: in another part of a split
+        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # owner −1: in another part of a split
         owners = owners[dealt]
         self._order = torch.from_numpy(dealt[np.argsort(owners, kind="stable")])  # (n,), client 0's first
         self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))

@@ -274,7 +274,7 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 
 
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function that treats each example of (N, …) separately to all nodes' examples (K, B, …) in one call.
+    """Apply `function`, which treats each example of (N, …) separately, to the examples (K, B, …) of all nodes at once.
 
     To avoid a copy, takes examples in the order of memory: in the output of `convolution`, the node dimension varies
     faster than the batch dimension. The result has the same memory order.

@@ -146,10 +146,10 @@ class CompiledExecutor(VmapExecutor):
         # on CUDA repeat masks of dropout since PyTorch 2.13 [github.com/pytorch/pytorch/issues/198333].
         options: dict[str, Any] = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if width := _WIDTHS.get(torch.backends.cpu.get_cpu_capability()):
-            # PyTorch's own kernels use vectors of this width: skip the test program that would be compiled to find out.
+            # PyTorch's own kernels use vectors of this width: skip the test program that inductor would compile.
             options |= {"cpp.simdlen": width, "cpp.vec_isa_ok": True}
         if self.captures:
-            options["triton.cudagraphs"] = True  # as mode="reduce-overhead", which excludes options
+            options["triton.cudagraphs"] = True  # mode="reduce-overhead" cannot be given with options
             if torch.__version__ < "2.15":  # fused sums over rows and columns may be wrong [issues/193061]
                 options["triton.mix_order_reduction"] = False
         return options
@@ -267,7 +267,7 @@ class CompiledExecutor(VmapExecutor):
         return stacked if share == 1.0 else stacked * share
 
     def _called(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
-        """Return the losses of piece `number`; write or (adds) add share · gradients to `grads`."""
+        """Return the losses of piece `number`; write share · gradients to `grads` or, if `adds`, add them."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         added = None if whole else self._added_of(share, adds)

@@ -118,7 +118,7 @@ class Objective(nn.Module):
         return any(own._plain != self._plain for own in self._of_nodes.values())
 
     def note(self) -> None:
-        """Note the plain attributes after the first step, for `unsaved`."""
+        """Record the plain attributes after the first step; `unsaved` compares them with later values."""
         if self._after_first_step is None:
             self._after_first_step = self._plain
 

@@ -270,7 +270,7 @@ def _of_state(
             pair = pair[0][replicas.first_node + row], pair[1][row]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
-        # A layer's gradient may be the rounding error of larger gradients: compare state with that of all parameters.
+        # A layer's gradient may be the rounding error of larger gradients: scale its state by that of all parameters.
         scale = largest_magnitude(*pair) if kind == "optimizer state" else None
         if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
             yield from difference(*pair, step, node, kind, name, scale)
@@ -295,7 +295,7 @@ def _of_events(
 
 
 def _optimizer_state(strategy: Algorithm) -> dict[str, Tensor]:
-    """Return name → tensor; (R, P) or (P,) for state shaped like all weights."""
+    """Return name → tensor of the optimizers' state; (R, P) or (P,) if a tensor covers all weights."""
     replicas = strategy.cluster.replicas
     found: dict[str, Tensor] = {}
     for prefix, optimizer in _optimizers(strategy):

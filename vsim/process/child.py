@@ -271,7 +271,7 @@ def _follows_from_a_loss(error: BaseException | None) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error, without its causes if a message is so long that Python would take seconds."""
+    """Return the traceback of an error; without its causes if formatting a long message would take seconds."""
     with suppress(Exception):  # in a user's __str__
         if (short := brief(text := str(error))) != text:
             return f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__qualname__}: {short}"

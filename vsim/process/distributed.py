@@ -73,7 +73,7 @@ class ProcessCollectives(Collectives):
         exact: gather all rows in the order of the nodes and reduce them with the simulator's kernel, so that results
             are bitwise equal to the simulator's. Otherwise reduce this process's rows, then use the process group's
             reduction.
-        num_nodes: the number of nodes in all processes; default: the ledger's, which may count clients instead.
+        num_nodes: the number of nodes in all processes; default: the ledger's number, which may count clients.
         tags: the counter that numbers messages, shared by runs that use the same processes; default: a new counter.
     """
 
@@ -206,7 +206,7 @@ class ProcessCollectives(Collectives):
         """Send bytes `payload(row, dst)` for every pair (src, dst); return those for this process's nodes, in order.
 
         Args:
-            payload: called as payload(index of the row of src among this process's rows, dst).
+            payload: returns the bytes; `row` is the row of the node src among this process's rows.
             like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.

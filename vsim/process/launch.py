@@ -57,7 +57,7 @@ _POLL_SECONDS = 0.5
 
 
 class NodeFailure(RuntimeError):
-    """A process of a run ended before the run.
+    """A process ended before its run was complete.
 
     Attributes:
         rank: the number of the process; with a process for every node, the node's number.

@@ -1,6 +1,6 @@
 """Train a range of the nodes in each process, so that the rows of a run's matrix lie in several processes.
 
-Each process computes its rows as the simulator does, in the executor of the user's choice. Only the collectives differ:
+Each process computes its rows as the simulator does, by the executor that the user chose. Only the collectives differ:
 they first reduce the process's rows, and then reduce between the processes.
 """
 

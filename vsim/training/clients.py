@@ -27,7 +27,7 @@ class Clients:
         claims: whether this process locks the folder; True in one process of a run.
 
     Raises:
-        TypeError: the strategy keeps state in its rows that is not kept by client: the next client would inherit it.
+        TypeError: the strategy keeps state for each row, but not for each client: the row's next client would get it.
         ValueError: another run uses the folder. OSError: the disk is full.
     """
 

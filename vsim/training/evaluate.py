@@ -328,7 +328,7 @@ def _of_cluster(run: Run, own_python: bool) -> _Rows:
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
-    """Return the distinct models, one in each `_Rows`, and for each element of `rows` the indices of its models."""
+    """Return the distinct models, each as `_Rows` of one row, and for each of `rows` its models' indices among them."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
     # Find candidates by the sum of a row's bits. A floating-point sum would depend on the number of rows on a GPU.

@@ -40,7 +40,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.insisted = False
-        self._installed: list[bool] = []  # by nested context: the comparison's, then the run's
+        self._installed: list[bool] = []  # for each nested context, the comparison's and the run's
 
     def request(self) -> None:
         """Ask the run to stop. May be called from any thread."""

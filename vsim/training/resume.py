@@ -374,7 +374,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
-    """Restore the inner optimizers' state; clear it if it does not fit, for instance with one row for all nodes."""
+    """Restore the inner optimizers' state; if the saved state does not fit (one row for all nodes), clear it."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
@@ -392,7 +392,7 @@ def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Return whether an optimizer has all state that its options need; one optimizer of all nodes, in every row."""
+    """Return whether an optimizer has all state that its options need, and, if it steps all nodes, in every row."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

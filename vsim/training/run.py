@@ -162,7 +162,7 @@ class Run:
         self.max_steps = self.done
 
     def begins_segment(self, step: int) -> bool:
-        """Return whether `step` is the next step, and the first of a segment of the plan, or of a new run."""
+        """Return whether `step` is the next step, and begins a new run or a segment of the run's plan."""
         if self.plan is None or not self.is_running or self.done != step - 1:
             return False
         return self.starts or self.plan.segment(step).first == step
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of the nodes (K,) in the last step, NaN for absent nodes; with a cohort, in the cohort's order."""
+        """The losses of the nodes (K,) in the last step, NaN for absent nodes; those of a cohort are in its order."""
         spec, losses = self.spec, self.node_losses
         if self.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
