@@ -10,8 +10,7 @@ import os
 import random
 import sys
 import textwrap
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +64,20 @@ class Notes:
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
 
+    def hear(self, kind: str, content: Any) -> None:
+        self.heard.append((kind, content if kind == "finish" else dict(content)))
+
     def start(self, config: Mapping[str, Any]) -> None:
-        self.heard.append(("start", dict(config)))
+        self.hear("start", config)
 
     def log_train(self, row: Mapping[str, float]) -> None:
-        self.heard.append(("train", dict(row)))
+        self.hear("train", row)
 
     def log_validation(self, row: Mapping[str, float]) -> None:
-        self.heard.append(("validation", dict(row)))
+        self.hear("validation", row)
 
     def finish(self, failure: str) -> None:
-        self.heard.append(("finish", failure))
+        self.hear("finish", failure)
 
     def steps(self, kind: str) -> list[int]:
         return [int(content["step"]) for k, content in self.heard if k == kind]
@@ -112,10 +114,10 @@ def test_the_files_say_what_the_history_says() -> None:
 
 
 def test_without_accuracy_and_validation() -> None:
-    fit(Trainer(nn.Linear(12, 5), vectors(), loss_fn=nn.CrossEntropyLoss()), run_name="no-val")
-    assert len(read("logs/no-val/train.csv")) == STEPS and not Path("logs/no-val/validation.csv").exists()
     data = torch.utils.data.TensorDataset(torch.ones(9, 12), torch.ones(9, 1))
-    fit(Trainer(nn.Linear(12, 1), data, data, loss_fn=nn.MSELoss()), run_name="mse")
+    for name, val in (("no-val", None), ("mse", data)):
+        fit(Trainer(nn.Linear(12, 1), data, val, loss_fn=nn.MSELoss()), run_name=name)
+    assert len(read("logs/no-val/train.csv")) == STEPS and not Path("logs/no-val/validation.csv").exists()
     assert "global_accuracy" not in read("logs/mse/validation.csv")[0]
 
 
@@ -233,29 +235,18 @@ class Failing(Notes):
         super().__init__()
         self.method = method
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        super().start(config)
-        self.fail("start")
-
-    def log_train(self, row: Mapping[str, float]) -> None:
-        super().log_train(row)
-        self.fail("log_train" if row["step"] == 2 else "")
-
-    def finish(self, failure: str) -> None:
-        super().finish(failure)
-        self.fail("finish")
-
-    def fail(self, method: str) -> None:
-        if self.method == method:
+    def hear(self, method: str, content: Any) -> None:
+        super().hear(method, content)
+        if method == self.method and (method != "train" or content["step"] == 2):
             raise OSError("disk full")
 
 
-@pytest.mark.parametrize(("method", "where"), [("log_train", "log_train of step 2"), ("finish", "finish")])
+@pytest.mark.parametrize(("method", "where"), [("train", "log_train of step 2"), ("finish", "finish")])
 def test_a_failing_logger_is_a_warning_and_training_goes_on(method: str, where: str) -> None:
     failing, notes = Failing(method), Notes()
     with pytest.warns(UserWarning, match=rf"Failing failed in {where} \(OSError: disk full\)"):
         fit(logger=[failing, notes])
-    assert failing.steps("train") == ([1, 2] if method == "log_train" else [1, 2, 3, 4, 5, 6])
+    assert failing.steps("train") == ([1, 2] if method == "train" else [1, 2, 3, 4, 5, 6])
     assert failing.heard[-1] == notes.heard[-1] == ("finish", "")
     assert notes.steps("train") == list(range(1, STEPS + 1))
 
@@ -273,10 +264,8 @@ def test_a_logger_that_cannot_start_stops_the_run_before_its_first_step() -> Non
 
 
 class Drawing(Notes):
-    def log_train(self, row: Mapping[str, float]) -> None:
-        torch.rand(3)
-        np.random.rand(3)  # noqa: NPY002
-        random.random()
+    def hear(self, kind: str, content: Any) -> None:
+        torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -297,100 +286,71 @@ def test_what_a_logger_draws_changes_nothing() -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
-# Weights & Biases
-
-
-def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a run's file: a header, then blocks of 32 KiB with pieces of (checksum, length, kind, data)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    raw, place, parts = path.read_bytes(), 7, b""
-    while place + 7 <= len(raw):
-        left = 2**15 - place % 2**15
-        length, kind = int.from_bytes(raw[place + 4 : place + 6], "little"), raw[place + 6]
-        if left < 7 or kind == 0:
-            place += left
-            continue
-        parts += raw[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            record = Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
 @pytest.fixture
-def wandb_rows(tmp_path: Path) -> Any:
-    """A function that reads back (run, rows, exit code) of the run of a `WandbLogger`."""
+def told(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """What the runs of W&B are given: step → row, and the codes at their ends."""
+    import wandb
 
-    def read_back(logger: WandbLogger) -> tuple[Any, list[dict[str, Any]], int]:
-        (path,) = Path(logger.run.dir).parent.glob("run-*.wandb")
-        patience = time.monotonic() + 20
-        while time.monotonic() < patience:  # W&B's own process writes the file, and is not always done with it
-            records = list(wandb_records(path))
-            if any(record.WhichOneof("record_type") == "exit" for record in records):
-                break
-            time.sleep(0.05)
-        run, rows, code = None, [], -1
-        for record in records:
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                run = record.run
-            elif kind == "history":
-                rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
-            elif kind == "exit":
-                code = record.exit.exit_code
-        return run, rows, code
+    rows: dict[int, dict[str, float]] = {}
+    codes: list[int] = []
+    log, finish = wandb.Run.log, wandb.Run.finish
 
-    return read_back
+    def note(run: Any, row: dict[str, float], step: int) -> None:
+        assert step >= max(rows, default=0)  # W&B drops others
+        rows.setdefault(step, {}).update(row)
+        log(run, row, step=step)
+
+    def end(run: Any, exit_code: int) -> None:
+        codes.append(exit_code)
+        finish(run, exit_code)
+
+    monkeypatch.setattr(wandb.Run, "log", note)
+    monkeypatch.setattr(wandb.Run, "finish", end)
+    return rows, codes
 
 
 def offline(tmp_path: Path, **options: Any) -> WandbLogger:
     return WandbLogger("vsim-tests", mode="offline", dir=str(tmp_path), **options)
 
 
-def test_wandb_offline(tmp_path: Path, wandb_rows: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline(tmp_path: Path, told: Any, capfd: pytest.CaptureFixture[str]) -> None:
     import wandb
 
-    logger = offline(tmp_path)
+    logger, (rows, codes) = offline(tmp_path), told
     states = random.getstate(), torch.get_rng_state()
     streams = sys.stdout, sys.stderr
-    trainer = fit(logger=logger, run_name="a run")
+    history = fit(logger=logger, run_name="a run").history
     assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
-    assert (sys.stdout, sys.stderr) == streams and wandb.run is None
-    run, rows, code = wandb_rows(logger)
-    assert run.project == "vsim-tests" and run.display_name == "a run" and code == 0 and logger.url is None
-    config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert config["num_nodes"] == 3 and config["strategy"]["class"] == "DiLoCoStrategy"
-    assert config["strategy"]["arguments"] == {"H": 2, "lr": 0.01} and not run.run_group
-    assert [row["_step"] for row in rows] == list(range(STEPS + 1))
-    history = trainer.history
-    assert [row.get("train_loss") for row in rows] == [None, *history["train_loss"][1:].tolist()]
-    assert [row["global_loss"] for row in rows if "global_loss" in row] == history.measured("global_loss")[0].tolist()
+    assert (sys.stdout, sys.stderr) == streams and wandb.run is None and codes == [0]
+    run = logger.run
+    assert (run.project, run.name, run.group, logger.url) == ("vsim-tests", "a run", "", None)
+    assert run.config["num_nodes"] == 3 and run.config["strategy"]["class"] == "DiLoCoStrategy"
+    assert run.config["strategy"]["arguments"] == {"H": 2, "lr": 0.01}
+    assert list(rows) == list(range(STEPS + 1))
+    assert [row.get("train_loss") for row in rows.values()] == [None, *history["train_loss"][1:].tolist()]
+    measured = [row["global_loss"] for row in rows.values() if "global_loss" in row]
+    assert measured == history.measured("global_loss")[0].tolist()
     assert "divergence" not in rows[1] and rows[1]["examples_trained"] == 12
-    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.rglob("run-*.wandb")) and capfd.readouterr() == ("", "")
 
 
-def test_wandb_over_examples_and_a_failed_run(tmp_path: Path, wandb_rows: Any) -> None:
-    logger = offline(tmp_path, experiment_name="mine", group="g")
+def test_wandb_over_examples_and_a_failed_run(tmp_path: Path, told: Any) -> None:
+    logger, (rows, codes) = offline(tmp_path, experiment_name="mine", group="g"), told
     with pytest.raises(KeyboardInterrupt):
         fit(logger=logger, run_name="theirs", log_x_axis="examples", train_loss_hook=interrupt)
-    run, rows, code = wandb_rows(logger)
-    assert run.display_name == "mine" and run.run_group == "g" and code == 1
-    assert [row["_step"] for row in rows] == [0, 12, 24, 30]
+    assert (logger.run.name, logger.run.group, codes) == ("mine", "g", [1])
+    assert list(rows) == [0, 12, 24, 30]
 
 
-def test_the_shorthand_for_wandb(tmp_path: Path, wandb_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shorthand_for_wandb(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     # What WANDB_MODE and WANDB_DIR would say; wandb reads them once in a process.
     settings = functools.partial(wandb.Settings, mode="offline", root_dir=str(tmp_path))
     monkeypatch.setattr(wandb, "Settings", settings)
     files, logger = fit(wandb_project="short", run_name="tuesday/both", max_steps=2).loggers
-    assert isinstance(files, CSVLogger) and isinstance(logger, WandbLogger)
-    run, rows, _ = wandb_rows(logger)
-    assert (run.project, run.display_name, run.run_group) == ("short", "tuesday/both", "tuesday") and len(rows) == 3
+    assert isinstance(files, CSVLogger) and isinstance(logger, WandbLogger) and list(told[0]) == [0, 1, 2]
+    assert (logger.run.project, logger.run.name, logger.run.group) == ("short", "tuesday/both", "tuesday")
     assert len(read("logs/tuesday/both/train.csv")) == 2
 
 
