@@ -161,12 +161,10 @@ def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: list[b
     assert "c: 1.000e+06, step 1" in texts(race.figure.legends[0])
 
 
-def test_a_run_that_never_began_shows_nothing(shown: list[bytes]) -> None:
+def test_a_run_that_never_began_shows_nothing(shown: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     LiveRace({"": [History()]}).close()
     assert shown == []
-
-
-def test_outside_of_a_notebook_it_is_an_error() -> None:
+    monkeypatch.setattr(progress, "_in_notebook", lambda: False)
     with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is none"):
         LiveRace({"": [History()]})
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from errors import refused
-from made import run
+from made import check_refusals, run
 
 from vsim import Comparison, scaling
 from vsim.scaling import penalty
@@ -104,22 +103,26 @@ def test_intervals_hold_the_truth() -> None:
     assert all(0.90 <= count / 150 <= 0.98 for count in held.values()), held
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        ({"loss": None}, {}, "column 'loss'"),
-        ({"loss": [1.0, -1.0]}, {}, "frame['loss'] … above 0"),
-        ({"M": [1.0]}, {}, "frame['M']"),
-        ({}, {"form": "cubic"}, "form … cubic"),
-        ({}, {"form": "interaction"}, "M does not vary"),
-        ({}, {"form": "floor"}, "3 parameters … 2 rows"),
-        ({}, {"bootstrap": -1}, "bootstrap"),
-    ],
-)
-def test_refused(change: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    frame = {"N": [1.0, 2.0], "loss": [2.0, 1.0], **change}
-    with refused(ValueError, said):
-        scaling.fit({name: values for name, values in frame.items() if values is not None}, **options)
+def test_refused() -> None:
+    frame: dict[str, Any] = {"N": [1.0, 2.0], "loss": [2.0, 1.0]}
+    runs = descending(("AllReduce", 20, 1.0, 0), ("slow", 200, 2.0, 0))
+    law = scaling.fit(drawn(power), "power", bootstrap=0)
+    check_refusals(
+        [
+            (lambda: scaling.fit({"N": [1.0, 2.0]}), ValueError, ["column 'loss'"]),
+            (lambda: scaling.fit(frame | {"loss": [1.0, -1.0]}), ValueError, ["frame['loss'] … above 0"]),
+            (lambda: scaling.fit(frame | {"M": [1.0]}), ValueError, ["frame['M']"]),
+            (lambda: scaling.fit(frame, form="cubic"), ValueError, ["form … cubic"]),  # type: ignore[arg-type]
+            (lambda: scaling.fit(frame, form="interaction"), ValueError, ["M does not vary"]),
+            (lambda: scaling.fit(frame, form="floor"), ValueError, ["3 parameters … 2 rows"]),
+            (lambda: scaling.fit(frame, bootstrap=-1), ValueError, ["bootstrap"]),
+            (lambda: law.predict(N=1e9), TypeError, ["N, M, H … predict() … N"]),
+            (lambda: penalty(runs, to="DDP"), ValueError, ["to must be … 'AllReduce' … 'DDP'"]),
+            (lambda: penalty(runs, loss=0.1), ValueError, ["loss must be one that AllReduce reaches … got 0.1"]),
+            (lambda: penalty(runs, loss=11.0), ValueError, ["loss must be … not before step 1, got 11"]),
+            (lambda: penalty(runs, level=1.0), ValueError, ["level must be … < 1, got 1"]),
+        ]
+    )
 
 
 def descending(*runs: tuple[str, int, float, int]) -> Comparison:
@@ -159,22 +162,3 @@ def test_the_penalty_by_hand() -> None:
     comparison.runs("late")[2].failure = comparison.runs("late")[2].failure or "non-finite loss"
     assert np.isnan(penalty(comparison).set_index("strategy").loc["late", "at_least"])
     assert list(penalty(comparison, "once", loss=2.0).set_index("strategy")["seeds"]) == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"to": "DDP"}, "to must be .*'AllReduce'.*'DDP'"),
-        ({"loss": 0.1}, r"loss must be one that AllReduce reaches .* got 0\.1"),
-        ({"loss": 11.0}, "loss must be .*not before step 1, got 11"),
-        ({"level": 1.0}, "level must be .*< 1, got 1"),
-    ],
-)
-def test_what_penalty_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        penalty(descending(("AllReduce", 20, 1.0, 0), ("slow", 200, 2.0, 0)), **options)
-
-
-def test_predict_takes_what_the_law_has() -> None:
-    with refused(TypeError, "N, M, H … predict() … N"):
-        scaling.fit(drawn(power), "power", bootstrap=0).predict(N=1e9)
