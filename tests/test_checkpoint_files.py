@@ -84,11 +84,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "foreign": (lambda path: save_file({"weight": torch.ones(3)}, path), "not a checkpoint of vsim"),
     "pickled": (lambda path: path.write_bytes(pickle.dumps(Trap(path.parent / "sprung"))), TORN),
     "torch": (lambda path: torch.save({"trap": Trap(path.parent / "sprung")}, path), TORN),
-    "text": (lambda path: path.write_text("not a checkpoint at all"), TORN),
-    "from the future": (
-        with_text(f'"format": {FORMAT}', '"format": 99'),
-        "has format 99",
-    ),
+    "from the future": (with_text(f'"format": {FORMAT}', '"format": 99'), "has format 99"),
     "swapped": (with_text('"step": 7', '"step": 8', valid=False), "checksum"),
     "senseless": (with_text('"settings": {', '"apart": {'), "does not hold what a checkpoint of vsim holds"),
 }
@@ -161,26 +157,21 @@ def test_a_state_that_was_written_by_hand(old: str, new: str, run: Path, tmp_pat
         fit(strategy(), resume=path, max_steps=9)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_flipped_bit_is_noticed(data: st.DataObject, run: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_and_every_truncation_is_noticed(data: st.DataObject, run: Path, tmp_path: Path) -> None:
     contents = bytearray((run / NAME).read_bytes())
     header_bytes = 8 + int.from_bytes(contents[:8], "little")
     end = data.draw(st.sampled_from([8, header_bytes, len(contents)]))  # the length, the text, the tensors
-    contents[data.draw(st.integers(0, end - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    place = data.draw(st.integers(0, end - 1))
+    if data.draw(st.booleans()):
+        del contents[place:]
+    else:
+        contents[place] ^= 1 << data.draw(st.integers(0, 7))
     spoiled = tmp_path / NAME
     spoiled.write_bytes(contents)
     with pytest.raises(CheckpointError, match=NAME):
         load_checkpoint(spoiled)
-
-
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cut=st.floats(0, 1, exclude_max=True))
-def test_every_truncation_is_noticed(cut: float, run: Path, tmp_path: Path) -> None:
-    contents = (run / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(contents[: int(cut * len(contents))])
-    with pytest.raises(CheckpointError, match=NAME):
-        load_checkpoint(tmp_path / NAME)
 
 
 def test_what_was_cut_off_while_writing_is_removed(run: Path, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_records_keep_them(tmp_path: Path) -> None:
         History.from_plain(plain)
 
 
+@pytest.mark.usefixtures("processes_stay")
 def test_processes_measure_the_same() -> None:
     ours = fitted(deterministic=True).history
     theirs = fitted(deterministic=True, backend="process", threads_per_process=1).history

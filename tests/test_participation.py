@@ -328,6 +328,25 @@ def test_those_who_join_are_copies_of_a_peer() -> None:
     assert joins == [(6, ((1, 0, 2),), 3 * 4 * (6 * 5 + 5 + 5 * 3 + 3))]
 
 
+class Linear(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return (batch[0] * self.w).mean()
+
+
+def test_who_joins_copies_the_first_that_stays() -> None:
+    """Gradients are 1, 0 and 3. Node 1 comes as node 0 goes, after two steps: it begins at 2's −6, and stays there."""
+    options: dict[str, Any] = {"num_nodes": 3, "max_steps": 3, "participation": Schedule({0: [0, 2], 2: [1, 2]})}
+    options["data"] = lambda rank, num_nodes, train: TensorDataset(torch.full((8,), [1.0, 0.0, 3.0][rank]))
+    _, trainer = trained(Strategy(optim_spec="sgd", lr=1.0), Linear(), **options)
+    assert trainer.strategy is not None and trainer.strategy.cluster.weights.flatten().tolist() == [-6, -9]
+
+
 @pytest.mark.filterwarnings("ignore:.*SimpleReduce")
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,16 +532,16 @@ def test_cohorts_by_hand() -> None:
 
 
 def test_local_epochs() -> None:
-    """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of batches of four; then they rest."""
+    """Clients of 4, 7 and 16 examples take 2, 4 and 8 steps for two epochs of batches of four, and rest. Twice."""
     data, steps, model = uneven(4, 7, 16), (2, 4, 8), Noisy(dropout=0.0)
-    found, trainer = by_vsim(8, model, data=data, max_steps=8, participation=Sample(3, of=3, epochs=2))
-    expected = fedavg_by_hand(model, data, [(range(3), steps)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    there = ~np.isnan(trainer.history.node_losses)
+    found, trainer = by_vsim(8, model, data=data, max_steps=16, participation=Sample(3, of=3, epochs=2))
+    expected = fedavg_by_hand(model, data, [(range(3), steps)] * 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    there = ~np.isnan(trainer.history.node_losses[:8])
     assert there.T.tolist() == [[step < own for step in range(8)] for own in steps]
-    assert trainer.history["examples"].tolist() == [0, 12, 23, 31, 38, 42, 46, 50, 54]
+    assert trainer.history["examples"].tolist()[:9] == [0, 12, 23, 31, 38, 42, 46, 50, 54]
     timeline = vsim.timeline(trainer, FREE, Compute([4.0, 2.0, 1.0]))
-    assert timeline.seconds[-1] == 8.0  # two steps of 4 s, four of 2 s, or eight of 1 s
+    assert timeline.seconds[8::8].tolist() == [8, 16]  # two steps of 4 s, four of 2 s, or eight of 1 s
     with refused(ValueError, "8 steps … round has 4"):
         trained(FedAvgStrategy(H=4), num_nodes=3, data=data, participation=Sample(3, of=3, epochs=2), max_steps=8)
     # When all clients have done their epochs there is no loss. 16 examples are four steps of four; a round has six.

@@ -576,20 +576,6 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(train: Callable[..., Any], f
 
 
 @pytest.mark.slow
-@linux
-def test_a_third_ctrl_c_leaves_no_node_behind(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while the caller waits for the nodes that the second has ended; the fixture finds none of them."""
-
-    def interrupted(self: Any, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
-
-    fault("strategy", "exit")
-    monkeypatch.setattr("multiprocessing.process.BaseProcess.join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fit(num_nodes=3, **in_processes(None))
-
-
-@pytest.mark.slow
 def test_a_caller_that_blocks_signals_hears_of_its_nodes_ends() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     try:
@@ -769,8 +755,8 @@ ASLEEP = "__import__('ctypes').PyDLL(None).sleep(60)"  # within C code: it keeps
 @linux
 @pytest.mark.parametrize(
     ("text", "until"),
-    [(script(nodes="num_nodes=4, num_processes=2"), "step 3"), (script(ASLEEP), "step 3"), (script(), "started")],
-    ids=["ranges", "within C code", "while they start"],
+    [(script(ASLEEP, "num_nodes=4, num_processes=2"), "step 3"), (script(), "started")],
+    ids=["within C code", "while they start"],
 )
 def test_the_processes_end_with_a_caller_that_is_killed(text: str, until: str, tmp_path: Path) -> None:
     process, mark = started(tmp_path, text)
