@@ -93,7 +93,7 @@ def compare(
         model: the initial model of all runs; or a function f(seed) → model, so that every seed has its own initial
             weights, the same for all strategies.
         train_dataset, val_dataset, loss_fn: see `Trainer`.
-        strategies: name → strategy; or name → dict of strategies, such as a `vsim.grid`, whose names get this prefix.
+        strategies: name → strategy; or name → dict of strategies, such as a `vsim.grid`; the name prefixes theirs.
         num_nodes: K.
         seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
             deviation, and figures bands.
@@ -125,8 +125,8 @@ def compare(
             steps.
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
             a comparison without a stop. "auto": resume if there is a comparison, else start one.
-        network, compute: the basis of hours, see `vsim.timeline`; kept in the comparison, whose tables then show hours
-            and utilization. Only asynchronous strategies need the two for training; else give them before or after it.
+        network, compute: what hours are derived from, see `vsim.timeline`; kept in the comparison, whose tables then
+            show hours and utilization. Only asynchronous strategies need them to train; else give them now or later.
         options: every other argument of `Trainer.fit`, the same for all strategies.
 
     Returns:
@@ -139,7 +139,7 @@ def compare(
     Raises:
         TypeError, ValueError: see `Trainer.fit`.
         CheckpointError: a ValueError: `save_dir` holds another comparison, or nothing to resume.
-        Exception: an error of a run in its first step, when no progress is lost yet, except for a non-finite loss.
+        Exception: any error of a run in its first step, when no progress is lost yet; not a non-finite loss.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
@@ -247,7 +247,7 @@ def _tuned(
 
 
 def _of_each(argument: str, given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return name → value for exactly these `names`."""
+    """Return `given` as a dict; raise a ValueError unless its names are exactly `names`."""
     for name in given:
         one_of(f"{argument}: a name", name, names)
     if lacking := [name for name in names if name not in given]:
@@ -311,7 +311,7 @@ def train_entries(
         entries: name → options of `Trainer.fit` for this entry; `options` are the same for all.
         max_steps: steps of all entries, or name → steps.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
-            Stopped entries are kept with `stopped_at`.
+            Runs of stopped entries stay in the result, with `stopped_at`.
         pruning: steps at which entries may end, and the `keep` of `Entries`, which returns those that continue.
         extend: a comparison whose runs are neither trained again nor in the result.
         interrupt: `requested` is true afterwards if the training was interrupted.
@@ -489,7 +489,7 @@ def _steps_within(
     with naming("budget"):
         network, compute = priced or (None, None)
         if {"time", "cost"} & amounts.keys() and priced is None:
-            network, compute = Network.of(None), Compute.of(None)  # raises the error
+            network, compute = Network.of(None), Compute.of(None)  # raises the TypeError
         if "cost" in amounts and compute is not None and compute.dollars_per_hour is None:
             raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
         batches: list[Batches] = []

@@ -306,7 +306,7 @@ def _gathered(path: Path, runs: Sequence[tuple[Path, SavedRun]]) -> Comparison:
 
 
 def _describe(run: SavedRun, config: Any) -> None:
-    """Set a run's configuration, seed and strategy from `config`, if `config` is a configuration."""
+    """Set a run's configuration, seed and strategy from `config`; set no configuration if `config` is invalid."""
     own = Comparison(0)
     own.add("", run)
     try:

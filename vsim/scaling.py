@@ -6,7 +6,7 @@
 
 with N parameters, M nodes (replicas) and H steps between syncs; a factor is left out if its variable does not vary. The
 fit follows "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for DiLoCo"
-[Charles et al. 2025, arXiv:2503.09799]: least Huber loss of the differences of logarithms, from many starts.
+[Charles et al. 2025, arXiv:2503.09799]: least Huber loss of log law − log measurement, started from many points.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
 
 
 def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
-    """Return the law, in N parameters and M replicas, of DiLoCo's published losses up to 2.4 billion parameters.
+    """Return the law that fits DiLoCo's published losses up to 2.4 billion parameters, in N parameters and M replicas.
 
     Source: arXiv:2503.09799; its joint fit of the power law has A = 19.226, a = −0.0985 and b = 0.0116. The paper gives
     no losses by H.
@@ -251,7 +251,7 @@ def penalty(
 
     Returns:
         A DataFrame `strategy, ratio, low, high, at_least, seeds, reached, tied`. ratio: the geometric mean over the
-        seeds of both strategies; NaN unless all runs reach the loss. at_least: the ratio if the remaining runs had
+        seeds of both strategies; NaN unless all runs reach the loss. at_least: the ratio if the other runs had
         reached the loss at their last steps. low, high: the interval of the ratio, by Student's t of its logarithms;
         NaN with one seed. reached: the number of seeds that reach the loss. tied: whether the interval contains 1.
 

@@ -222,12 +222,12 @@ class Trainer:
                 faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
-            backend: "stacked", the simulator; or "process": processes over torch.distributed, on this machine or, under
-                torchrun, this process as one of its ranks.
-            num_processes: with backend="process", the number of processes. Each computes a range of the nodes, of sizes
-                as equal as possible, as the simulator does. "auto": a process for every GPU or, for models of at least
-                200,000 weights, every core, else the simulator. None: a process for every node, in ordinary eager
-                PyTorch.
+            backend: "stacked", the simulator; or "process": processes over torch.distributed, started on this machine
+                or, under torchrun, already started.
+            num_processes: with backend="process", the number of processes. Each computes a range of the nodes as the
+                simulator does; ranges are as equal as possible. "auto": a process for every GPU; without GPUs, one for
+                every core if the model has at least 200,000 weights, else the simulator. None: a process for every
+                node, in ordinary eager PyTorch.
             devices: with backend="process", process k computes on devices[k mod len(devices)]. Default: a GPU for every
                 process if there are enough GPUs, else the CPU.
             threads_per_process: CPU threads of a process; default: the machine's cores divided by its processes, at
@@ -356,7 +356,7 @@ class Trainer:
             return self._last.mean_model()
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
-        """Train in several processes, or as this process's rank."""
+        """Train in several processes or, under torchrun, as the rank of this process."""
         device = self.device if spec.device is None else spec.device
         number = number_of_processes(spec, device)
         if number == 1 and spec.num_processes == "auto" and not under_torchrun():

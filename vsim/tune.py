@@ -65,7 +65,7 @@ def tune(
         space: a function of an `optuna.Trial` that returns a strategy, such as
             `lambda trial: DiLoCoStrategy(H=trial.suggest_int("H", 1, 50))`. It may raise `optuna.TrialPruned`.
         trials: the total number of trials in the study, including trials of earlier calls.
-        together: number of trials in a batch, which are requested before any of them is reported.
+        together: number of trials in a batch; all are requested before the first of them is reported.
         objectives: values to minimize: "loss", the mean final validation loss over the seeds; and, if given, "wire"
             (bytes per node), "time" (seconds) and "cost" (dollars) on the `network` and `compute`.
         sampler: optuna's sampler. Default: `TPESampler` with `constant_liar`, so that the trials of a batch differ. Its
@@ -86,8 +86,8 @@ def tune(
     Returns:
         A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. A trial with a diverged
         run is reported as pruned, so that the sampler avoids such values; a trial with another error is reported as
-        failed; both have the reason as their user attribute "failure". After an interrupt, the trials of the batch
-        stay in the state running in the storage.
+        failed; both have the reason as their user attribute "failure". After an interrupt, the storage keeps
+        the trials of the batch in the state "running".
 
     Raises:
         ImportError: optuna is not installed; it is in the extra `tune`.
@@ -246,7 +246,7 @@ class _Asking:
                 f"trial {left.number}: wait for it, or give another study_name"
             )
         self._seed(left.number)
-        # Only the id, which is not public, gives a trial from the storage that can suggest values and be reported.
+        # Only its private id turns a stored trial into one that can suggest values and be reported.
         trial = self.optuna.Trial(self.study, left._trial_id)
         trial.set_user_attr(_PROCESS, self.process)
         return trial
@@ -322,7 +322,7 @@ class _Pruning:
 
     def __init__(self, batch: Mapping[str, tuple[Any, Algorithm]]) -> None:
         self.trials = {name: trial for name, (trial, _) in batch.items()}
-        # Intermediate values reported by an earlier call that was killed.
+        # Steps and losses that an earlier call had reported before it was killed.
         known = {one.number: one.intermediate_values for one in next(iter(self.trials.values())).study.trials}
         self.reported = {name: set(known[trial.number]) for name, trial in self.trials.items()}
 

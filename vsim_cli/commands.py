@@ -196,7 +196,7 @@ class Sweep:
 
 @dataclass
 class Show:
-    """Print the tables of runs that were saved, or that are still going on."""
+    """Print the tables of saved runs, also of runs that are still training."""
 
     paths: _Paths
     """comparison.json or sweep.json, or their folders; a --save-dir; or a folder of CSV logs, LOG_DIR/NAME"""
@@ -226,7 +226,7 @@ class Report:
 
 @dataclass
 class Watch:
-    """Show a page of runs in this machine's browser, which follows as they train; Ctrl-C ends it."""
+    """Show a page of runs in this machine's browser, updated as they train; Ctrl-C ends it."""
 
     paths: _Paths
     """a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder"""
@@ -244,7 +244,7 @@ class Watch:
 
 @dataclass
 class Time:
-    """Tell how long runs would take on a network, without training."""
+    """Compute how long runs would take on a network, without training."""
 
     compute: Annotated[str, arg(metavar="SECONDS")]
     """time that a node computes in a step: 0.8, or '800 ms'"""

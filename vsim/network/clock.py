@@ -193,7 +193,7 @@ class Clock:
                 self.seconds[done] = self.now.max(1)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
-        if self.attendance:  # mean over present nodes; below 0 while they catch up with an absent node
+        if self.attendance:  # mean over present nodes; below 0 while these are behind an absent node
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 
@@ -303,7 +303,7 @@ class Clock:
         out, into = self.busy
         pair = event.collective == "send"
         free = np.maximum(out, into)[:, nodes]
-        if pair:  # out of the first, into the second
+        if pair:  # the source's line outwards, the target's inwards
             free = np.stack([out[:, nodes[::2]], into[:, nodes[1::2]]], 2).reshape(len(free), -1)
         first = np.maximum.reduceat(np.maximum(ready[:, nodes], free), starts, axis=1)
         last = np.maximum.reduceat(self.now[:, nodes], starts, axis=1)

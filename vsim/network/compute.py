@@ -37,7 +37,7 @@ class Compute:
         num_nodes: K; None: usable for any K.
 
     Raises:
-        TypeError, ValueError: a value is not above 0, or the numbers of values per node differ.
+        TypeError, ValueError: a value is not above 0, or arguments have values for different numbers of nodes.
     """
 
     @known_keywords
@@ -136,9 +136,9 @@ class Compute:
         return ComputedSteps(self, num_nodes)
 
     def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
-        """Return a function (first, last) → (K,), every node's compute seconds in these steps, counted from 1.
+        """Return a function (first, last) → (K,): the compute seconds of every node in steps first to last (from 1 on).
 
-        The function's third argument (K,) limits the number of steps that each node computes, from the first on.
+        The function's third argument (K,) is the number of these steps that each node computes before it rests.
         """
         done, steps = 0, self.steps(num_nodes)
 

@@ -32,7 +32,7 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
 
         ring              all-reduce: 2(n − 1) messages of S/n; reduce-scatter: n − 1 messages of S/n; all-gather: n − 1
                           messages of S; broadcast: flows through the nodes, n − 1 times the latency, and S once
-        tree              log₂ n rounds towards the first node and log₂ n rounds back, of S in a reduction
+        tree              log₂ n rounds towards the first node and log₂ n rounds back; messages of S in an all-reduce
         halving-doubling  log₂ n rounds of messages that halve (reduce-scatter) or double (all-gather), with the same
                           total size as in a ring; all-reduce: both in turn; broadcast: as in a tree
 

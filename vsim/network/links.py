@@ -119,8 +119,8 @@ class Network:
         server: float | str | None = None,
     ) -> None:
         self.collective = one_of("collective", collective, ALGORITHMS)
-        # Nodes are at places, and links lead from place to place; the diagonal holds the links inside a place. With
-        # alternative networks, see `grid`, a first dimension over these precedes the two dimensions of places.
+        # Nodes are at places. Entry (i, j) is the link from place i to place j; the diagonal has links inside a place.
+        # For alternative networks (see `grid`), a first dimension over the networks precedes these two.
         try:
             self._bits = np.array([[bits_per_second("bandwidth", bandwidth)]])
         except TypeError as error:
@@ -388,7 +388,7 @@ class Network:
         return np.maximum(out, into)
 
     def _around(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
-        """Return the seconds of a collective around the ring through places, from each node to the next."""
+        """Return the seconds of a collective around the ring of nodes at these places, from each node to the next."""
         links = np.stack([places, np.roll(places, -1)])
         starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # starts of runs of equal links
         starts = starts if len(starts) else np.zeros(1, dtype=np.int64)

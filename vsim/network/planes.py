@@ -28,12 +28,12 @@ from vsim.network.links import Network
 from vsim.network.timeline import timeline
 
 Floats = NDArray[np.float64]
-# The largest relative difference between the clock and the planes, which are raised by half of their gap; and the
-# relative error of slopes.
+# The allowed relative difference between the clock and the returned planes, which are found with up to twice this gap,
+# and then raised by half of it; and the allowed relative error of slopes.
 TOLERANCE, _LOST = 4.5e-4, 1e-4
-# Bound on the number of planes for one step.
+# The most planes for one step.
 _MOST_PLANES = 60
-# Bound on the memory for a map of networks, in numbers.
+# The most numbers in an array of the times on several networks.
 _NUMBERS = 1 << 22
 # The first points are these multiples of the latency, and of the 1/bandwidth, that alone takes as long as all compute.
 # Beyond the largest factor, the smallest term is negligible.
@@ -55,8 +55,8 @@ class Planes:
         computed: compute seconds until the last of the steps, divided by the seconds of one step; both are means over
             the nodes.
         compute: mean seconds of a step of the `Compute` that was given.
-        decided: the settings that decided the run's course: "", "compute", or "both" compute and network. Another
-            setting would be another run, so such a run must keep its compute.
+        decided: the settings that decided the run's course: "", "compute", or "both" compute and network. With
+            another setting, the run would be another one; its compute must therefore stay the same.
     """
 
     steps: NDArray[np.int64]

@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 
 # The picture ----------------------------------------------------------------------------------------------------------
 
-# Colours that differ with any kind of colour vision, and in grey.
+# Colours that are distinct for any kind of colour vision, and in grey.
 _COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
 _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 # Steps shown before and after the first event.

@@ -226,7 +226,7 @@ class Runs(Mapping[str, ComparedRun]):
         return Looks(looks.by_name) if len(self) <= MANY else looks
 
     def spent(self, run: ComparedRun, of: str, priced: Priced = None) -> Floats:
-        """Return the cost of the result of every row of a run; see `vsim.records.spent.spent`."""
+        """Return the cost (T,) of a run up to every row; see `vsim.records.spent.spent`."""
         return spent(run.history, of, self.allreduce_bytes, priced)
 
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:

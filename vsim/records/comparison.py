@@ -276,9 +276,9 @@ class Comparison(Runs):
         Args:
             title: the title; default: nodes and size; "" for no title, as in a paper.
             strategies: names to draw, default all.
-            x, network, compute: of the first panel, see `plot`.
+            x, network, compute: for the first panel, see `plot`.
             logy: whether the loss is on a logarithmic axis.
-            width: in inches; the width of a page (6.8), or of a column (3.3), in which the panels are stacked.
+            width: inches: the width of a page (6.8), or of a column (3.3), in which the panels are stacked.
         """
         if title is not None and not isinstance(title, str):
             raise TypeError(f"title must be a text, got {title!r}")

@@ -29,8 +29,8 @@ def steps_to(
         of: another column of `History` to return at that step, such as "wire_bytes", or "round" of a run with
             `participation`. If no node holds the global model, bytes include one more all-reduce, which would form it.
         stays: whether the loss counts as reached only if no later measurement is above it. Otherwise, the first
-            measurement at or below the loss counts. Noise makes that one early: of two equal curves, the noisier one
-            seems faster.
+            measurement at or below the loss counts. With noise, this is too early: of two equal curves, the noisier
+            one seems faster.
     """
     true_or_false("stays", stays)
     if (loss is None) == (accuracy is None):

@@ -2,8 +2,8 @@
 
 A record describes a run briefly. Two runs can be compared if their descriptions are equal except for the strategy, the
 seed, and settings that do not affect the losses, such as loggers and executors. A checkpoint describes everything that
-determines the run, which resumes if that description is the same. Functions are compared by name; tensors
-and data are compared by digests of some of their elements and examples.
+determines the run: only a run with the same description can resume from it. Functions are compared by name; tensors and
+data are compared by digests of some of their elements and examples.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _parts(value: Any, brief: bool) -> dict[str, Any]:
         tensors = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
         return {**plain, **dict(tensors), **dict(value.named_children())}
     if isinstance(value, LRSchedule) and not brief:
-        return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # HORIZON compares it
+        return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # compared as the setting HORIZON
     return {name: part for name, part in own.items() if not (brief and name.startswith("_"))}
 
 
@@ -226,7 +226,7 @@ _ARGUMENTS = (
     *("num_nodes", "batch_size", "minibatch_size", "seed", "shuffle", "autocast", "deterministic", "compile"),
     *("compute", "network", "loss_fn", "participation"),
 )
-# Names of settings for which a resumed run has rules of their own.
+# Names of settings that a run compares by special rules when it resumes.
 HORIZON = "steps of the learning-rate schedule"
 VERSIONS = "versions"
 # The words of `differences` between the saved run and the run that resumes.
@@ -406,7 +406,7 @@ class Conditions:
     def __init__(self, varied: Iterable[str] = ()) -> None:
         self._free = _FREE.union(varied)
         self._first: tuple[str, dict[str, Any]] | None = None
-        self._weights: dict[int, tuple[str, Any]] = {}  # seed → a run with it, and the digest of its initial weights
+        self._weights: dict[int, tuple[str, Any]] = {}  # seed → name of a run, digest of its initial weights
         self._strategies: dict[str, Any] = {}
         self._steps: dict[str, tuple[str, Any]] = {}  # name, or "" for all runs of one length → a run, and max_steps
 

@@ -30,8 +30,8 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
 
     Returns:
         A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
-        the mean of `to`, over the seeds with which both have a value. p: of the paired t-test, adjusted by Holm.
-        low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
+        the mean of `to`, over the seeds with which both have a value. p: p-value of the paired t-test, adjusted by
+        Holm. low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
         excludes 0 exactly if p ≤ 1 - level. seeds_needed: with this number of seeds, that test finds such a difference
         with a chance of 80 %; infinite without a difference. With one seed there are no intervals and no p.
 

@@ -80,7 +80,7 @@ class Front:
             t; with one seed, by its standard error over the validation examples), seeds, front, dominated_by, tied
             (dominated only by strategies whose losses do not differ significantly), steps, and equal_steps: the steps
             that would cost as much as the most expensive run, if a strategy's cost is proportional to its steps.
-        looks: looks of the strategies. loss: name of the loss. per: "node" or "client", for which bytes are counted.
+        looks: looks of the strategies. loss: name of the loss. per: whether bytes are per "node" or per "client".
     """
 
     cost: str

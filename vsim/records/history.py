@@ -320,8 +320,8 @@ class History:
         return bands({self.strategy or "run": self}, axis, y, ax, logy=logy)
 
     def plot_attendance(self, ax: Axes | None = None) -> Axes:
-        """Draw which nodes or clients took part in which steps of a run with `participation`, and above that, how many
-        did.
+        """Draw which nodes or clients took part in which steps of a run with `participation`, and in a panel above, how
+        many took part.
 
         Args:
             ax: where to draw; default the axes of a new figure, of the width of a column.
@@ -450,7 +450,7 @@ def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any
 
 @contextmanager
 def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
-    """Convert errors in a block that reads a file of another form to a ValueError that names the file."""
+    """Convert errors in a block, raised because a file's content is of another form, to a ValueError that names it."""
     try:
         yield
     except OSError:

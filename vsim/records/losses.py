@@ -107,7 +107,7 @@ def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]
 def ties(runs: Runs) -> dict[str, set[str]]:
     """Return name → the strategies whose final losses do not differ significantly from this strategy's.
 
-    By paired tests over the seeds; with one seed, a lower loss is tied if it is in the interval of this strategy's.
+    Decided by paired tests over the seeds; with one seed, a lower loss is tied if it is in this strategy's interval.
     """
     losses = by_seed(runs)
     names, open_ = list(losses), pairwise_p(losses) > 0.05

@@ -231,7 +231,7 @@ def rounds(history: History) -> NDArray[np.float64]:
 
 
 def attendance(history: History, ax: Axes | None = None) -> Axes:
-    """Draw which nodes took part in which steps, and above it their number; see `History.plot_attendance`.
+    """Draw which nodes took part in which steps and, above that, how many; see `History.plot_attendance`.
 
     Raises:
         ValueError: the run had no `participation`.
@@ -399,9 +399,9 @@ def overview(
     """Return a figure of two panels: loss against step, and the same loss against bytes on the wire (log).
 
     Args:
-        runs, y, looks, diverged, logy: see `bands`. x: of the first panel.
+        runs, y, looks, diverged, logy: see `bands`. x: the x axis of the first panel.
         title: the title; "" for no title, as in a paper, whose caption has it.
-        width: in inches; the width of a page, or of a column (3.3), in which the panels are stacked.
+        width: inches: the width of a page, or of a column (3.3), in which the panels are stacked.
 
     Raises:
         ValueError: the width is not from 1 to 100 inches.
@@ -523,7 +523,7 @@ def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -
 
     if not looks.key:
         handles, labels = ax.get_legend_handles_labels()
-        most = max(10, int(0.9 * _CHARACTERS * width) - _BESIDE)  # of wide letters
+        most = max(10, int(0.9 * _CHARACTERS * width) - _BESIDE)  # counted in wide letters
         labels = [label if len(label) <= most else textwrap.fill(label, most) for label in labels]
         if any(line.get_gid() == _MEAN_REPLICA for line in ax.get_lines()):
             handles.append(Line2D([], [], color="0.3", **_THIN))

@@ -339,7 +339,7 @@ class LiveTable:
     """
 
     def __init__(self, title: str = "", console: Any = None) -> None:
-        import rich.style  # noqa: F401 (draws from Python's random generator, before any run does)
+        import rich.style  # noqa: F401 (imported before any run, because it draws from Python's generator)
 
         self.title, self._console = title, console
         self._live: Any = None  # False: there is no terminal

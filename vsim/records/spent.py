@@ -76,7 +76,7 @@ def spent(history: History, of: str, weights_bytes: float, priced: Priced = None
 
 
 def until(history: History, at: Crossing, costs: Floats) -> float:
-    """Return the cost of a crossing: the lower of its first measurement's and its first formed model's; NaN without.
+    """Return the cost of a crossing: at its first measurement or its first formed model, whichever is lower; or NaN.
 
     Args:
         costs: (T,) up to every row, from `spent`.

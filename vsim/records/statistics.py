@@ -65,7 +65,7 @@ def crossing(
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, its confidence interval, and p of the two-sided paired t-test.
+    """The mean of paired differences, its confidence interval, and the p-value of the two-sided paired t-test.
 
     With fewer than two pairs, the interval and p are NaN.
     """
@@ -196,7 +196,7 @@ def differences(
     """Compare strategies with one of them, paired by the seeds with which both have a finite value.
 
     Args:
-        values: strategy → seed → value. to: the strategy to compare with. level: of all tests together, in (0, 1).
+        values: strategy → seed → value. to: the strategy to compare with. level: that of all tests together, in (0, 1).
         chosen: whether these values chose `to`. Any two strategies might then have been compared, and all pairs count
             as tests; otherwise, only the pairs with `to` do.
 

@@ -32,20 +32,21 @@ def rows(
     """Return one dict per strategy: the columns of the table as numbers.
 
     Losses are the last measured losses of the global model on the validation data or, without validation, the mean
-    training loss over the last tenth of the run; NaN for a run that diverged. `times less than AllReduce` is the bytes
-    that AllReduce sends on the wire in the same number of steps, divided by this strategy's bytes; NaN if nothing was
-    sent. For cohorts, bytes have columns for the mean over clients, the busiest client and the server, and a network
-    uses a server unless its text names another algorithm. With a `client_val_dataset`, "client accuracy" is the mean
-    over clients; its 10th percentile, the mean of the worst tenth and the worst client follow. Without accuracies, it
-    is "client loss", with the 90th percentile. "test loss" and "test accuracy" are the final global model's. With
-    several seeds, a number is the mean over the runs that ended (over all runs, if none ended; for costs until a loss,
-    over all runs that began). If the runs differ, "<column> std" follows, the standard deviation of the sample. "steps"
-    is a column if numbers of steps may differ. With a budget, "time used", "wire used" and so on are the used shares.
+    training loss over the last tenth of the run; NaN for a run that diverged. With several seeds, a number is the mean
+    over the runs that ended (over all runs, if none ended; for costs until a loss, over all runs that began). If the
+    runs differ, "<column> std" follows, the standard deviation of the sample. Some columns:
+
+    - times less than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if it sent none.
+    - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
+    - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
+      worst client; without accuracies, "client loss", with the 90th percentile.
+    - test loss, test accuracy: the final global model's. steps: a column if strategies may take different numbers.
+    - time used, wire used and so on: with a budget, the used shares.
 
     Args:
         loss: adds the steps and wire bytes until this loss, see `steps_to`; NaN if a run never reaches it.
         network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
-            hours to `loss`; see `vsim.timeline`; default: the comparison's.
+            hours to `loss`; see `vsim.timeline`; default: the comparison's. Cohorts use a server by default.
         stays: see `steps_to`.
     """
     if true_or_false("stays", stays) and loss is None:

@@ -122,7 +122,7 @@ def text_table(
 
 
 def _padded(column: Sequence[str]) -> list[str]:
-    """Return the cells of a column with invisible text that puts the points of its numbers below each other."""
+    """Return the cells of a column, with invisible text that aligns its numbers at their decimal points."""
     found = [_NUMBER.fullmatch(cell) for cell in column]
     widest = max((one[2] for one in found if one and one[2]), key=len, default="")
 

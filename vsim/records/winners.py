@@ -56,8 +56,8 @@ def winners(
 ) -> Winners:
     """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
 
-    Cells name all tied strategies; see `Race`. A warning says if validation leaves more than a tenth of the map open,
-    which a smaller `val_interval` would settle.
+    Cells name all tied strategies; see `Race`. A warning says if, on more than a tenth of the map, strategies are tied
+    only because validation is rare, which a smaller `val_interval` would settle.
 
     Args:
         loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.

@@ -19,7 +19,7 @@ from vsim.records.history import ACCURACIES, COLUMNS
 class Logger(Protocol):
     """The methods of a logger. Your own logger needs these methods, but need not inherit from this class.
 
-    All calls come in the process that called `fit`: first `start`, then rows, then `finish`, however the run ended. An
+    Calls are made in the process that called `fit`: first `start`, then rows, then `finish`, however the run ended. An
     error in `start` ends the run before its first step. An error in a later call becomes a warning, and the logger gets
     no more rows.
 

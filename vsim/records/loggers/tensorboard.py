@@ -20,8 +20,8 @@ class TensorBoardLogger:
     """An event file in `<log_dir>/<run_name>/`, for `tensorboard --logdir <log_dir>`: scalars, over steps or examples.
 
     The HParams page has a line for each run: the strategy and its arguments, nodes, batch size and seed, next to the
-    last losses and bytes. Rows are in the file within a second. Folders are named as by `CSVLogger`, and both loggers
-    can share a folder.
+    last losses and bytes. Rows are in the file within a second. Folders are named as `CSVLogger` names them, and both
+    loggers can share a folder.
 
     Args:
         log_dir: the folder of all runs; made if needed.

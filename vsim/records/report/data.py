@@ -306,7 +306,7 @@ class _Page:
         }
 
     def _timeline(self, history: History) -> dict[str, Any] | None:
-        """Return the activity of some nodes around the first sync, as bars: what, node, start, end, step, label."""
+        """Return what some nodes do around the first sync, as bars: (what, node, start, end, step, label)."""
         ledger = history.ledger
         if self.assumed or not self.most["rows"] or ledger.seconds or ledger.num_nodes > 1000:
             return None
