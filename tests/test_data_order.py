@@ -310,7 +310,7 @@ def test_batches_that_are_refused() -> None:
     with refused(ValueError, "tensors"):
         validation_examples(texts, 2, collate)
     with refused(ValueError, "2 examples … 3 clients … lower of"):
-        Batches([pairs(2)], 3, 1, True, 0, population="of")
+        Batches([pairs(2)], 3, 1, True, 0, argument="of")
     with refused(ValueError, "drop_last … 1 of 2 nodes … batch_size=5 … 1: 3"):
         Batches([pairs(8), pairs(3)], 2, 5, True, 0, {"drop_last": True})
 

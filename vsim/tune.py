@@ -266,7 +266,7 @@ class _Asking:
             if not isinstance(strategy, Algorithm):
                 raise TypeError(f"space(trial) must return a Strategy, got {strategy!r:.100}")
         except self.optuna.TrialPruned:
-            self._tell(trial, state=self.states.PRUNED)
+            self._report(trial, state=self.states.PRUNED)
             return None
         except Exception as error:
             self._fail(trial, f"{type(error).__name__}: {error}", self.states.FAIL)
@@ -283,19 +283,19 @@ class _Asking:
         diverged = [run.failure for run in runs if run.diverged_at is not None]
         failed = [run.failure for run in runs if run.failed]
         if values is not None and all(map(math.isfinite, values)):
-            self._tell(trial, list(values))
+            self._report(trial, list(values))
         elif failed and not diverged:
             self._fail(trial, failed[0], self.states.FAIL)
         elif failed or values is not None:
             self._fail(trial, (diverged or ["the loss is not finite"])[0], self.states.PRUNED)
         else:
-            self._tell(trial, state=self.states.PRUNED)
+            self._report(trial, state=self.states.PRUNED)
 
     def _fail(self, trial: Any, why: str, state: Any) -> None:
         trial.set_user_attr(_FAILURE, why)
-        self._tell(trial, state=state)
+        self._report(trial, state=state)
 
-    def _tell(self, trial: Any, values: Sequence[float] | None = None, state: Any = None) -> None:
+    def _report(self, trial: Any, values: Sequence[float] | None = None, state: Any = None) -> None:
         try:
             self.study.tell(trial, values, state=state)
         except RuntimeError:  # an exhausted sampler stops the study, for which optuna raises an error here

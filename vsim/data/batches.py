@@ -48,7 +48,7 @@ class Batches:
         batch_size: examples per node and step.
         shuffle, seed: see DistributedSampler.
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
-        population: the name of the user's argument that sets the number of nodes, for errors.
+        argument: the name of the user's argument that sets the number of nodes, for errors.
         held: the nodes held in this process; default: all.
         of_all: f(a number for each of `datasets`) → such numbers for the datasets of all nodes, in all processes.
 
@@ -66,14 +66,14 @@ class Batches:
         shuffle: bool,
         seed: int,
         dataloader_kwargs: Mapping[str, Any] | None = None,
-        population: str = "num_nodes",
+        argument: str = "num_nodes",
         held: range | None = None,
         of_all: Callable[[list[int]], list[int]] = list,
     ) -> None:
         options, drop_last = loader_options(dataloader_kwargs)
         self.lengths = of_all([_length(dataset) for dataset in datasets])
         order = Order(self.lengths, num_nodes, batch_size, shuffle, seed, drop_last)
-        order.check(population)
+        order.check(argument)
         self.order = order if held is None or len(held) == num_nodes else order.of_nodes(held)
         self.steps_per_epoch, self.epoch_steps = self.order.steps_per_epoch, self.order.epoch_steps
         self.shard_sizes = self.order.shard_sizes

@@ -98,17 +98,17 @@ class Order:
         self.epoch_steps = (self.shard_sizes + (0 if self.drop_last else self.batch_size - 1)) // self.batch_size
         self.steps_per_epoch = int(self.epoch_steps.max())
 
-    def check(self, num_nodes: str = "num_nodes") -> None:
+    def check(self, argument: str = "num_nodes") -> None:
         """Raise a ValueError if the shared dataset has fewer examples than nodes, or a node has no batch.
 
         Args:
-            num_nodes: the name of the user's argument that sets the number of nodes, for errors.
+            argument: the name of the user's argument that sets the number of nodes, for errors.
         """
         if self.shared and self.lengths[0] < self.num_nodes:
-            nodes = "nodes" if num_nodes == "num_nodes" else "clients"
+            nodes = "nodes" if argument == "num_nodes" else "clients"
             raise ValueError(
                 f"the training dataset has {self.lengths[0]} examples, fewer than the {self.num_nodes} {nodes}; "
-                f"lower {num_nodes}, or give more examples"
+                f"lower {argument}, or give more examples"
             )
         odd = (self.epoch_steps == 0).nonzero().flatten().tolist()
         if odd:

@@ -282,7 +282,7 @@ class _Run:
         while running := [child for child in self.children if not child.ended]:
             ready = wait([f for child in running for f in (child.connection, child.process.sentinel)], _POLL_SECONDS)
             if self.interrupt.requested:
-                self._tell_interrupt()
+                self._send_interrupt()
             for child in running:
                 if child.connection in ready:
                     self._receive(child)
@@ -315,7 +315,7 @@ class _Run:
             child.connection.close()
             child.lifeline.close()
 
-    def _tell_interrupt(self) -> None:
+    def _send_interrupt(self) -> None:
         """Ask the processes to stop after their current step, but only once, so that no send can block this process."""
         for child in [child for child in self.children if not (child.ended or child.interrupted)]:
             child.interrupted = True

@@ -179,7 +179,7 @@ class Entries:
     processes: Processes = field(default_factory=Processes)
     notify: Callable[[int, Any], None] = lambda number, message: None
     interrupt: Interrupt = field(default_factory=Interrupt)
-    _told: dict[Entry, tuple[Any, ...]] = field(default_factory=dict, init=False)
+    _sent: dict[Entry, tuple[Any, ...]] = field(default_factory=dict, init=False)
 
     def run(self, train: Callable[[], None] | None = None) -> None:
         """Train all entries to their last steps.
@@ -215,11 +215,11 @@ class Entries:
             while ensembles:
                 entries = ensembles.pop(0)
                 interrupted: BaseException | None = None
-                untold = [copied_callbacks(entry.spec) for entry in entries] if len(entries) > 1 else []
+                earlier = [copied_callbacks(entry.spec) for entry in entries] if len(entries) > 1 else []
                 try:
                     self._train(entries, watch)
                 except Drawn as drawn:
-                    self._separate(entries, untold, drawn)
+                    self._separate(entries, earlier, drawn)
                     ensembles = [[entry] for own in (entries, *ensembles) for entry in own]
                 except KeyboardInterrupt as error:
                     interrupted = error
@@ -300,7 +300,7 @@ class Entries:
         running = self._resumed(entries)
         for entry in entries:
             if entry.has_begun:
-                self._tell_outcome(entry, Outcome(record=(entry.history.as_plain(), int(entry.history["step"][-1]))))
+                self._notify_outcome(entry, Outcome(record=(entry.history.as_plain(), int(entry.history["step"][-1]))))
         if not running:
             return
         with ExitStack() as ending:
@@ -343,8 +343,8 @@ class Entries:
                         stacklevel=4,
                     )
 
-    def _separate(self, entries: Sequence[Entry], untold: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Discard the joint training of `entries`, and replace their callbacks by `untold`, their earlier copies.
+    def _separate(self, entries: Sequence[Entry], earlier: Sequence[list[Any]], drawn: Drawn) -> None:
+        """Discard the joint training of `entries`; give them back `earlier`, copies of their callbacks before it.
 
         Raises:
             ValueError: halving and pruners need runs that train together.
@@ -360,11 +360,11 @@ class Entries:
                 UserWarning,
                 stacklevel=4,
             )
-        for entry, callbacks in zip(entries, untold, strict=True):
+        for entry, callbacks in zip(entries, earlier, strict=True):
             entry.spec = replace(entry.spec, callbacks=callbacks)
             entry.history.continue_from(History(entry.spec.label, entry.spec.num_nodes, entry.spec.population))
             entry.model = entry.error = entry.stopped_at = entry.finished_at = None
-            self._tell_outcome(entry, Outcome(record=(entry.history.as_plain(), 0)))
+            self._notify_outcome(entry, Outcome(record=(entry.history.as_plain(), 0)))
 
     def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
         """Keep the models of complete runs, note which runs stopped early, and show the progress of all runs.
@@ -383,7 +383,7 @@ class Entries:
             if run.concluded and entry.model is None and (alone or not last):
                 entry.model = run.mean_model()
                 outcome = None if alone else Outcome.of(entry.model, entry.spec.callbacks)
-            self._tell_outcome(entry, outcome)
+            self._notify_outcome(entry, outcome)
             if not self.processes.is_first:
                 continue
             if entry.has_outcome and entry.folder is not None and not (entry.folder / "end.json").exists():
@@ -396,11 +396,11 @@ class Entries:
         watch.steps |= {entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)}
         watch.show(min(best, default=None), preparing, last)
 
-    def _tell_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
+    def _notify_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
         """Send an outcome; without one, send how the run ended, unless this was sent before."""
         known = _end_of(entry)
-        if outcome is not None or known != self._told.get(entry, (None, None, None)):
-            self._told[entry] = known
+        if outcome is not None or known != self._sent.get(entry, (None, None, None)):
+            self._sent[entry] = known
             outcome = outcome or Outcome()
             outcome.error, outcome.stopped_at, outcome.finished_at = known
             self.notify(self.entries.index(entry), outcome)

@@ -96,7 +96,7 @@ class Evaluator:
             if run.is_over:
                 # The first node's process computes the standard error.
                 se = self._standard_error(own, columns["global_loss"]) if 0 in run.nodes else math.nan
-                columns["global_loss_se"] = se if run.is_alone else _told_by_first(run, se)
+                columns["global_loss_se"] = se if run.is_alone else _of_first_process(run, se)
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
 
@@ -353,7 +353,7 @@ def _equal(one: _Rows, other: _Rows) -> bool:
     return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
-def _told_by_first(run: Run, value: float) -> float:
+def _of_first_process(run: Run, value: float) -> float:
     """Return the value that the first node's process has, in every process of a run."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():

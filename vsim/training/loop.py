@@ -144,7 +144,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         run.known_events = len(run.ledger)
     attend(ensemble.stacks, ensemble.training, first + 1)
     _report_start(ensemble)
-    _tell_ends(ensemble, ensemble.training)
+    _notify_ends(ensemble, ensemble.training)
     if ensemble.watch is not None:
         ensemble.watch(ensemble)
     for step in range(first + 1, ensemble.max_steps + 1):
@@ -167,7 +167,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
                     with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
                         resume.check_declared(run)
                 saved &= resume.save_if_due(run, stops)
-        _tell_ends(ensemble, reached)
+        _notify_ends(ensemble, reached)
         if ensemble.watch is not None:
             ensemble.watch(ensemble)
         if stops:
@@ -329,7 +329,7 @@ def _report_start(ensemble: Ensemble) -> None:
                 executor = stack.executor
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
-                _tell(ensemble, run, report)
+                _notify(ensemble, run, report)
                 if run.client_data or run.test_data:
                     _of_ended(stack, [run], briefly=True)  # raises before training if a client cannot be measured
             run.starts = False
@@ -364,7 +364,7 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                 }
                 events, run.known_events = ledger[run.known_events :], len(ledger)
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
-                _tell(ensemble, run, report)
+                _notify(ensemble, run, report)
                 if run.is_over:
                     if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
                         run.row = {**run.row, **_measurements(ensemble, [run])[run]}
@@ -400,7 +400,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
     return total / len(losses)
 
 
-def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
+def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     """Report a step, and call the callbacks; with several processes, they get the row of the first node's process."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
@@ -420,7 +420,7 @@ def _tell(ensemble: Ensemble, run: Run, report: StepReport) -> None:
         run.max_steps = int(last.min())
 
 
-def _tell_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
+def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
     for run in runs:
         if run.trains and run.is_over:
             with _own(ensemble, run), watching(run, ensemble.values):

@@ -95,13 +95,13 @@ class RunLog:
             self._last = {"step": 0, "examples": 0, "seconds": 0} if row["step"] == 1 else row
         if self._is_due(row, run.max_steps):
             metrics = self.config.get("metrics") or ()  # metrics are logged with validations
-            self._tell("log_train", train_row({name: row[name] for name in row if name not in metrics}, self._last))
+            self._pass_on("log_train", train_row({name: row[name] for name in row if name not in metrics}, self._last))
             self._last = row
 
     def on_evaluation(self, run: Any) -> None:
         """Log a validation."""
         self._last = dict(run.row) if self._last is None else self._last
-        self._tell("log_validation", validation_row(run.row))
+        self._pass_on("log_validation", validation_row(run.row))
 
     def on_exit(self, failure: str) -> None:
         """End the run for all loggers, including failed ones."""
@@ -115,7 +115,7 @@ class RunLog:
         step = int(row["step"])
         return step % self.interval == 0 or step == max_steps or "divergence" in row
 
-    def _tell(self, method: str, row: Row) -> None:
+    def _pass_on(self, method: str, row: Row) -> None:
         with preserved():
             for logger in list(self.loggers):
                 with _as_warning(logger, f"{method} of step {int(row['step'])}") as failed:
