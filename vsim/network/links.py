@@ -90,7 +90,7 @@ def delay(value: float) -> str:
 
 
 class Network:
-    """Nodes with a full-duplex link between each pair; messages on one link queue in order.
+    """Nodes with a link between each pair, over one full-duplex line per node; messages on one line queue in order.
 
         a message of S bytes takes  latency + 8 S / bandwidth
 

@@ -57,7 +57,7 @@ class History:
             CPU, the resident set. It is read at most every 50 ms.
         local_loss: validation loss of node 0. global_loss: validation loss of the global model, which is the strategy's
             own (DiLoCo's outer weights) or the mean replica. average_loss: validation loss of the mean replica.
-        node_loss_min, node_loss_max, node_loss_std: minimum, maximum and deviation of all nodes' validation losses.
+        node_loss_min, node_loss_max, node_loss_std: range and standard deviation of the nodes' validation losses.
         local_accuracy, global_accuracy: validation accuracy of node 0 and of the global model, if known; see the
             argument `accuracy` of `fit`.
         global_loss_se: standard error of global_loss over the validation examples, at the last step. NaN if the loss is

@@ -120,7 +120,7 @@ def ties(runs: Runs) -> dict[str, set[str]]:
 
 
 def diverged(runs: Runs) -> dict[str, str]:
-    """Return name → "diverged at step 4" for strategies all of whose runs diverged."""
+    """Return name → text, such as "diverged at step 4", for strategies with only diverged runs."""
     said = {}
     for name in runs:
         steps = [run.diverged_at for run in runs.runs(name) if run.diverged_at is not None]

@@ -131,7 +131,7 @@ class Race:
     - if its least possible cost, given rare validation, is at most the first's,
     - if its least possible cost, given noise, is at most the first's, or
     - if 0 is in the interval of the paired difference between the two, by Bonferroni over all pairs of strategies, as
-      the data chose the first: equal strategies are told apart with a chance of at most 5 %.
+      the data chose the first. Equal strategies then count as different with a chance of at most 5 %.
 
     Attributes:
         costs: name → seed → (3, …) three costs for each cell: until the loss is measured, infinite if never; the least
