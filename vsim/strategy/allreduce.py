@@ -14,12 +14,12 @@ class GradientAverage(CommunicationModule):
 
     Args:
         average: merges the gradients: "mean", "median", krum(faulty=1), compress(PowerSGD(2)), …; see
-            `vsim.strategy.average`. clip() limits each node's gradient, max_norm the average.
+            `vsim.strategy.average`. clip() limits each node's gradient; max_norm limits the average.
 
     Payload: all gradients, or the messages of `average`, every step.
     """
 
-    only_once = True  # afterwards the nodes' gradients are equal
+    only_once = True  # a second module would find equal gradients
 
     def __init__(self, average: AverageLike = "mean") -> None:
         self.average = average_of(average, "GradientAverage")
@@ -28,7 +28,7 @@ class GradientAverage(CommunicationModule):
         self.average.setup(cluster)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        grads = cluster.replicas.grads  # one row, already the mean, if the nodes share it
+        grads = cluster.replicas.grads  # (R, P); if all nodes share one row, (1, P): already the mean
         grads.copy_(self.average(grads, cluster, "gradients"))
 
 

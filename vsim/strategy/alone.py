@@ -1,4 +1,4 @@
-"""Training alone: the control that every comparison needs."""
+"""Training without communication: the control that every comparison needs."""
 
 from __future__ import annotations
 

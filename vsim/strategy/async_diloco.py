@@ -20,7 +20,7 @@ from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
 def none(staleness: int) -> float:
-    """Return 1: stale weights count as much as fresh ones."""
+    """Return 1: stale weights count as much as fresh weights."""
     return 1.0
 
 
@@ -36,27 +36,27 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
     """DiLoCo whose server steps after every `buffer` arrivals, and whose workers do not wait [Liu et al. 2024,
     arXiv:2401.09135].
 
-        worker k   takes φ, H inner steps, sends its result; takes φ again
-        server     of every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
+        worker k   pulls φ, takes H inner steps, sends θ_k; pulls φ again
+        server     after every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
 
-    φ_k is the φ that worker k took last, and s_k the number of outer steps since. buffer=1 is FedAsync's scheme, a
-    larger buffer is FedBuff's, both with DiLoCo's optimizers.
+    φ_k is the φ that worker k pulled last. s_k, its staleness, is the number of outer steps since then. buffer=1 is
+    FedAsync's scheme, a larger buffer is FedBuff's, both with DiLoCo's optimizers.
 
     Args:
-        H: inner steps from taking φ to sending the result, at least 1.
+        H: inner steps from pulling φ to sending θ_k, at least 1.
         outer_optim, outer_lr: see `DiLoCoStrategy`.
         staleness: the weight w(s): "sqrt" for 1 / √(1 + s), "none" for 1, or a function of s with values of at least 0.
         buffer: arrivals per outer step, at least 1. Default: 1.
-        patience: in place of `buffer`: arrivals per outer step, at most K, where workers wait for the step. With
-            math.inf all workers wait for each other, which is DiLoCo, bitwise if deterministic.
+        patience: replaces `buffer` if workers wait for the outer step: arrivals per outer step, at most K. With
+            math.inf, all workers wait for each other, which is DiLoCo, bitwise if deterministic.
         average: merges the w(s_k) (φ_k − θ_k); see `vsim.strategy.average`. Messages arrive one by one and cannot be
             compressed.
         options: see `Algorithm`.
 
-    Payload: all weights, up and down, after every H steps of a worker.
+    Payload: all weights, to the server and back, after every H steps of a worker.
 
-    Deviations from the paper: none; it is the paper's baseline. FedAsync [arXiv:1903.03934] and FedBuff
-    [arXiv:2106.06639] mix weights or take plain outer steps.
+    Deviations from the paper: none; the strategy is the paper's baseline. FedAsync [arXiv:1903.03934] mixes weights,
+    and FedBuff [arXiv:2106.06639] takes plain outer steps.
     """
 
     family = "asynchronous"

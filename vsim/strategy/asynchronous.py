@@ -32,12 +32,12 @@ class OwnOptimizers(JointOptimizers):
 class AsynchronousStrategy(Algorithm):
     """Base class of a server with outer weights φ and workers that train alone between two visits to the server.
 
-        worker k   takes φ, trains alone for H_k local steps, pushes θ_k, and waits until it may pull φ again
+        worker k   pulls φ, takes H_k local steps, pushes θ_k, and waits until `receive` lets it pull φ again
         server     at every arrival, in the order of virtual time: `receive`
 
     Events happen in the order of virtual time; simultaneous events, in the order of the nodes. The run reaches step s
-    after s·K local steps of all workers together, with the number of examples of step s in lockstep. Events before the
-    next local step is done belong to step s. The learning rate is that of the run's step.
+    after s·K local steps of all workers together: as many examples as after s synchronous steps. Events until the next
+    local step ends belong to step s, too. All workers have the learning rate of the run's current step.
 
     Args:
         H: local steps from pulling to pushing, at least 1.
@@ -45,7 +45,7 @@ class AsynchronousStrategy(Algorithm):
 
     Attributes, besides `Algorithm`'s:
         clock: the workers in virtual time; set before `setup`.
-        step_workers: set by the training loop; called with the number of local steps that each worker owes.
+        step_workers: set by the training loop; called with `owed`, to compute these local steps.
 
     Payload: all weights, from a worker to the server and back, once a visit.
     """
@@ -55,14 +55,14 @@ class AsynchronousStrategy(Algorithm):
 
     clock: VirtualClock
     outer_weights: Tensor  # φ, shared (P,)
-    taken: Tensor  # φ as each worker took it, stacked (K, P)
-    messages: dict[int, tuple[Tensor, Any]]  # in flight: number → a shared row, and its facts
+    taken: Tensor  # the φ that each worker pulled last, stacked (K, P)
+    messages: dict[int, tuple[Tensor, Any]]  # messages in flight: number → a shared row, and facts about it
     version: int  # the number of outer steps of φ so far
-    versions: list[int]  # (K,) the version that each worker took
+    versions: list[int]  # (K,) the version of φ that each worker pulled last
     waiting: list[int]  # workers that have arrived at the server and may not continue yet
     owed: list[int]  # local steps of each worker, done in virtual time but not computed yet
-    until: list[int]  # the local step that ends each worker's phase
-    seen: list[int]  # examples of each worker, or tokens where batches hold token ids
+    until: list[int]  # the local step that ends each worker's phase, from pulling φ to pushing θ_k
+    seen: list[int]  # examples that each worker has trained on, or tokens if batches hold token ids
     outer_optims: list[Optimizer]  # the optimizers that step φ, if any
     losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first
     step_workers: Callable[[Sequence[int]], None]
@@ -94,27 +94,27 @@ class AsynchronousStrategy(Algorithm):
         rows = [replicas.rows(node, node + 1) for node in range(self.cluster.num_nodes)]
         return OwnOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
 
-    # What a strategy says ---------------------------------------------------------------------------------------------
+    # Methods of a strategy --------------------------------------------------------------------------------------------
 
     def phase(self, node: int) -> int:
-        """Return the number of local steps of a worker's next phase. Default: H."""
+        """Return the number of local steps from a worker's next pull to its push. Default: H."""
         return self.H
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         """Process a worker's weights at the server; return the waiting workers that pull φ now.
 
         Args:
-            weights: θ_k, shared (P,); `taken[node]` is the φ it started from. staleness: outer steps of φ since then.
+            weights: θ_k, shared (P,), trained from φ = `taken[node]`. staleness: outer steps since φ was pulled.
         """
         raise NotImplementedError(f"{type(self).__name__} must define receive")
 
     def first_visit(self, node: int) -> int:
-        """Return the local steps before a worker's first message, known after `setup`. Default: one phase."""
+        """Return the number of local steps before a worker's first message, known after `setup`. Default: one phase."""
         return self.until[node]
 
     @property
     def first_step(self) -> int:
-        """The run's step of the first message, by the mean seconds of local steps."""
+        """The step of the run in which the first message is sent, if local steps take their mean seconds."""
         own, nodes = self.clock.compute.node_seconds, range(self.cluster.num_nodes)
         seconds = [float(own[node % len(own)]) for node in nodes]
         first = min(self.first_visit(node) * seconds[node] for node in nodes)
@@ -177,10 +177,10 @@ class AsynchronousStrategy(Algorithm):
         self.messages[self.clock.send(node, sent.nbytes, to_server=False)] = sent, facts
 
     def arrived(self, node: int, message: tuple[Tensor, Any]) -> None:
-        """Take a worker's message at the server."""
+        """Process a worker's message at the server."""
         self.waiting.append(node)
         ready = self.receive(node, message[0], self.version - self.versions[node])
-        # A worker that does not wait continues with its weights: two phases of one worker would run at once.
+        # A worker that does not wait is training: if it pulled φ now, two of its phases would run at once.
         if not isinstance(ready, Sequence) or len({*ready}) < len(ready) or not {*self.waiting}.issuperset(ready):
             raise ValueError(
                 f"receive must return a list of some of the workers that wait, {sorted(self.waiting)}, each once; "
@@ -191,7 +191,7 @@ class AsynchronousStrategy(Algorithm):
             self.pull(one, self.outer_weights, facts=self.version)
 
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
-        """Make a waiting worker pull φ and begin its next phase."""
+        """Give a worker the φ that it has pulled, and begin its next phase."""
         weights, self.versions[node] = message
         self.taken[node] = weights
         self.cluster.weights[node] = weights

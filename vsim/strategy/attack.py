@@ -25,25 +25,25 @@ class Attack:
     Attackers know the mean μ and standard deviation σ, by entry, of the other nodes' vectors g_i, and send:
 
     - "sign_flip": −scale · g.
-    - "gaussian": normal noise of deviation `scale`.
+    - "gaussian": Gaussian noise of standard deviation `scale`.
     - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
       Φ⁻¹((n − m − s) / (n − m)) for n nodes and m attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1.
-    - "min_max", "min_sum": μ + γ p with the largest γ for which the vector is as near to each other node as two of
-      them are to each other, max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖; or as near to all of them together,
-      Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² [Shejwalkar and Houmansadr 2021, NDSS].
+    - "min_max", "min_sum": a = μ + γ p, with the largest γ for which a is as close to the g_i as these are to each
+      other: max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖ for "min_max", Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² for "min_sum"
+      [Shejwalkar and Houmansadr 2021, NDSS].
     - "label_flip": the vector computed from data with labels C − 1 − y in place of y.
 
     Args:
         kind: one of the above.
         share: fraction of the nodes that attack, in (0, 1); their number is rounded up, and `seed` draws them.
         nodes: numbers of the attackers, in place of `share`.
-        scale: of "sign_flip" (1), "gaussian" (1) and "alie".
+        scale: see "sign_flip", "gaussian" (default 1 in both) and "alie" above.
         direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
-        classes: C, for "label_flip". It needs a dataset for each node, such as a `vsim.data.partition`, whose examples
-            are (inputs, label), or dicts with a "label" or "labels".
-        seed: of the draw of attackers.
+        classes: C, for "label_flip". This attack needs a dataset for each node, such as a `vsim.data.partition`, with
+            examples (inputs, label), or dicts with a "label" or "labels".
+        seed: seeds the draw of attackers.
 
-    Attackers receive the same average as other nodes. The ledger does not bill their knowledge of other vectors.
+    Attackers receive the same average as other nodes. How they learn the other nodes' vectors is not billed.
     """
 
     kind: str
@@ -124,7 +124,7 @@ class Attack:
                 rows[row].copy_(vector)
 
     def vector(self, others: Tensor, attackers: int) -> Tensor:
-        """Return the vector (P,) of attackers, given all others' rows (n − m, P): "alie", "min_max", "min_sum".
+        """Return the vector (P,) of "alie", "min_max" or "min_sum", given the other nodes' rows (n − m, P).
 
         γ has a closed form, since the squared distances are quadratic in γ.
         """
@@ -151,7 +151,7 @@ class Attack:
         return mean + gamma.to(mean) * toward
 
     def deviations(self, others: int, attackers: int) -> float:
-        """Return z of "alie" for these numbers of other nodes and attackers; 0 if too few others remain."""
+        """Return z of "alie" for numbers of other nodes and of attackers; 0 if there are too few other nodes."""
         if self.scale is not None:
             return self.scale
         supporters = max(1, (others + attackers) // 2 + 1 - attackers)

@@ -49,10 +49,10 @@ from vsim.strategy.when import When, schedule_of, syncs
 
 
 class CommunicationModule(Configured):
-    """A way of communicating. A subclass defines `sync`, which is called after the steps that H selects.
+    """One kind of communication. A subclass defines `sync`, which is called after the steps that H selects.
 
     Attributes:
-        H: a number of steps, or a schedule of `vsim.strategy.when`; 1 if a subclass sets none.
+        H: steps from one sync to the next, or a schedule of `vsim.strategy.when`; 1 if a subclass sets none.
         average: merges the nodes' vectors, and in a warm-up their gradients; the mean if a subclass sets none.
         only_once: whether a second module of the same class, whatever its settings, would have nothing to do.
     """
@@ -61,7 +61,7 @@ class CommunicationModule(Configured):
     average: Average = Average()
     only_once = False
 
-    warmup: Average  # of gradients, with separate compression errors; only with a warm-up
+    warmup: Average  # averages gradients in a warm-up, with separate compression errors; unset without a warm-up
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
@@ -83,7 +83,7 @@ class CommunicationModule(Configured):
 
     @property
     def personal_bytes(self) -> int:
-        """Bytes of a client's personal weights, which a node does not pull with the shared ones."""
+        """Bytes of a client's personal weights, which are not pulled with the shared weights."""
         return 0
 
     @property
@@ -92,15 +92,15 @@ class CommunicationModule(Configured):
         return ()
 
     def remember(self, cluster: Cluster) -> None:
-        """Update the clients' state if the module otherwise writes it only at a sync. Default: no-op."""
+        """Write the clients' state now, if the module otherwise writes it only at a sync. Default: no-op."""
 
     def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Write a client's personal values into a copy of the global weights (P,) and buffers, making them its model.
+        """Turn copies of the global weights (P,) and buffers into a client's model, in place.
 
         Default: no-op, since clients use the global model.
 
         Args:
-            own: name → row of the client's state that this module declares by `keep_client`.
+            own: the client's row of every tensor that this module declares by `keep_client`, by name.
         """
 
     def shared_weights(self, weights: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class CommunicationModule(Configured):
     def communicate_gradients(self, cluster: Cluster) -> None:
         """Change `cluster.grads` in place, before clipping and the optimizer step number `cluster.step`.
 
-        Default: `average` them in the warm-up of a `PostLocal` schedule.
+        Default: merge the gradients by `average` in the warm-up of a `PostLocal` schedule.
         """
         if self.when.is_warmup(cluster.step):
             cluster.grads.copy_(self.warmup(cluster.grads, cluster, "gradients"))
@@ -137,7 +137,7 @@ class CommunicationModule(Configured):
             self.sync(cluster)
 
     def follow(self, cluster: Cluster) -> None:
-        """Called in place of `sync` in a warm-up, when weights are equal. Default: copy them to the outer weights."""
+        """Called in place of `sync` in a warm-up, while weights are equal. Default: copy them to `outer_weights`."""
         if isinstance(outer := vars(self).get("outer_weights"), Tensor):
             outer.copy_(self.shared_weights(cluster.weights)[0])
 
@@ -156,7 +156,7 @@ class CommunicationModule(Configured):
         return {}
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context that swaps in the weights to evaluate, for outer optimizers that keep separate ones."""
+        """Return a context that swaps in the weights to evaluate, if the outer optimizer keeps such weights."""
         return nullcontext()
 
 
@@ -203,31 +203,31 @@ class Algorithm(Configured):
         communication_modules: communicate in this order. Default: none; every node trains alone.
         inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its name in small letters. Default
             AdamW. EXO Gym's name, optim_spec, is accepted as well.
-        lr: its learning rate; also inner_lr.
+        lr: the inner learning rate. EXO Gym's name, inner_lr, is accepted as well.
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
         lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while
             s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
             step s of T.
         lr_scheduler_kwargs: arguments of the scheduler.
         attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
-        warmup_steps: w. cosine_anneal: on for "cosine", off for "lambda_cosine". max_steps: T; default the run's.
+        warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T; default: the
+            run's number of steps.
 
     Attributes during a run:
         cluster: the nodes. optim: the inner optimizer.
         settings: the strategy's arguments, which must be the same in a run that resumes.
 
-    `str(strategy)` is the call that makes the strategy. vsim's strategies set `family`, their section in
-    docs/strategies.md, whose tables are generated from the classes.
+    `str(strategy)` is the call that makes the strategy. `family` is its section in docs/strategies.md.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
     common = (Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim"), *OPTIONS)
 
-    # Whether all nodes have equal weights at every step by construction, so that one row is enough for all, and whether
-    # only the mean of their gradients is used. A subclass does not inherit these promises, but has to repeat them.
+    # Whether all nodes have equal weights at every step by construction, so that one row is enough for all nodes; and
+    # whether only the mean of their gradients is used. A subclass must repeat these promises: they are not inherited.
     shares_weights = False
     shares_grads = False
-    # Whether its nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
+    # Whether nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
     is_asynchronous = False
     # Methods of `Strategy` that this class never calls.
     uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
@@ -278,7 +278,7 @@ class Algorithm(Configured):
             if not isinstance(module, CommunicationModule):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
         for i, module in enumerate(communication_modules):
-            for other in communication_modules[:i]:  # a module holds state, and may be idempotent
+            for other in communication_modules[:i]:  # a module has state; a second one may have no effect
                 again = module.only_once or not (vars(module) or vars(other))
                 if module is other or (type(module) is type(other) and again):
                     raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
@@ -288,7 +288,7 @@ class Algorithm(Configured):
         if self.attack is not None:
             self.communication_modules = self._attacked(self.attack)
         if self.attack is not None or not all(one.average.takes_mean for one in self.communication_modules):
-            self.shares_grads = False  # each node's own is needed
+            self.shares_grads = False  # each node's own gradient is needed
         given_optim, rates = {"inner_optim": inner_optim}, {"lr": options.get("lr")}
         self.optim_spec = resolve_optim(where, given_optim, rates, default=self.default_inner_optim())
         for module in self.communication_modules:
@@ -435,7 +435,7 @@ class Algorithm(Configured):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return a context that swaps in the weights to evaluate, for optimizers that keep separate ones."""
+        """Return a context that swaps in the weights to evaluate, if optimizers keep such weights."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.optim, self.cluster.replicas.weights))
             for module in self.communication_modules:
@@ -469,7 +469,7 @@ class Algorithm(Configured):
         """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.
 
         Args:
-            mean: the mean replica (P,), if known; comparing with it spares a node from sending its weights.
+            mean: the mean replica (P,), if known. Nodes then compare with the mean, and none sends its weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
         held = type(self).global_weights is not Algorithm.global_weights or cluster.replicas.shares_weights
@@ -485,7 +485,7 @@ class Algorithm(Configured):
 
     @property
     def period(self) -> int:
-        """Steps from one sync to the next: the longest period of its communication modules."""
+        """Steps from one sync to the next: the longest period of the communication modules."""
         return max((module.when.period or 1 for module in self.communication_modules), default=1)
 
     @property
@@ -515,10 +515,10 @@ class Algorithm(Configured):
     def dry_run(
         self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: ComputeSeconds | None = None
     ) -> Ledger:
-        """Return the messages of a run without training: the strategy's code runs on tensors without values.
+        """Return the ledger of a run without training: the strategy's code runs on tensors without values.
 
         Args:
-            model: on the meta device. seconds: how long nodes compute, for schedules that depend on it.
+            model: on the meta device. seconds: the nodes' compute seconds, for schedules that depend on them.
 
         Raises:
             ValueError: the strategy is asynchronous, or its messages depend on values.

@@ -1,4 +1,4 @@
-"""Collectives for per-node code: in place, on stacked tensors, as torch.distributed would be called on one node."""
+"""Collectives for code written as if for one node: called like torch.distributed's, in place, on stacked tensors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def all_reduce(
     Args:
         tensor: stacked (K, …), changed in place.
         op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
-        label: its name in the ledger.
+        label: the name of the call in the ledger.
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes that reduce
             separately; default all. Other nodes neither send nor pay, and keep their rows. When nodes come and go,
             `self.cluster.active` lists the participating nodes.
-        payload_bytes: bytes that one node sends, if not those of its row, for instance with fewer bits.
+        payload_bytes: bytes that one node sends, if they are not the bytes of its row (fewer bits per number).
         summable: whether a sum of messages is no larger than one message, as with numbers in bfloat16. Codes with a
             scale per node cannot be summed: send them by all_gather. Fewer bytes without summable=True get a warning.
     """
@@ -63,7 +63,7 @@ def broadcast(
     label: str = "broadcast",
     payload_bytes: Bytes = None,
 ) -> None:
-    """Replace every node's row of stacked `tensor` (K, …) by that of node `src`, by default the first.
+    """Replace every node's row of stacked `tensor` (K, …) by the row of node `src`, by default the first.
 
     Other arguments: see all_reduce.
     """
@@ -103,7 +103,7 @@ def all_gather(
 
 
 def send(tensor: Tensor, pairs: Pairs, *, label: str = "send", payload_bytes: Bytes = None) -> None:
-    """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by that of node `src`.
+    """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by the row of `src`.
 
     All pairs send at the same time. A node is a source at most once, and a destination at most once.
     """

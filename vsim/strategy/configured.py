@@ -20,10 +20,10 @@ _OF_ALL = ("inner_optim", "lr")  # arguments of every strategy
 class Configured(Stateful):
     """Base of strategies, communication modules, compressors and selectors.
 
-    `repr` is the call that makes the object. `derived` of a subclass adds to its parent's.
+    `repr` is the call that makes the object. `derived` of a subclass includes its parents' `derived`.
 
     Attributes:
-        common: the arguments that **options of an `__init__` stands for.
+        common: the arguments that `**options` in an `__init__` stands for.
     """
 
     __slots__ = ("_given",)  # apart from the attributes, which are state or settings
@@ -51,7 +51,7 @@ def arguments_of(configured: Configured) -> dict[str, Any]:
 
 
 def names_of(arguments: list[str]) -> list[str]:
-    """Return the names of arguments with EXO Gym's spellings of them."""
+    """Return the names of arguments, followed by EXO Gym's spellings of these arguments."""
     return [*arguments, *(theirs for theirs, ours in SPELLINGS.items() if ours in arguments)]
 
 
@@ -71,7 +71,7 @@ def shown(value: Any) -> str:
 
 
 def _checked(init: Callable[..., None], common: tuple[Parameter, ...]) -> Callable[..., None]:
-    """Make `init` accept EXO Gym's spellings and reject unknown arguments; the outermost call records them."""
+    """Make `init` accept EXO Gym's spellings and reject unknown arguments; the outermost `init` records arguments."""
     given = inspect.signature(init)
     parameters = []
     for parameter in given.parameters.values():

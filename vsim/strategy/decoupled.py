@@ -25,18 +25,18 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     """AsyncDiLoCo in fragments, merged once a quorum has arrived and a grace period has passed: Decoupled DiLoCo
     [Douillard et al. 2026, arXiv:2604.21428].
 
-        learner k      after every H of its steps, fragment by fragment:  send θ_k; train on
-        syncer of a    once `quorum` learners have arrived, and a share γ of the slack has passed:
-        fragment           φ ← outer optimizer(φ, merger of φ_k − θ_k, weighted by tokens²/steps);  send φ to them
-        learner k      τ steps after sending, or when the answer arrives:  θ_k ← φ
+        learner k      after every H of its steps, for each fragment:  send θ_k, and continue training
+        syncer of a    once `quorum` learners have arrived, and then a share γ of the slack has passed:
+        fragment           φ ← outer optimizer(φ, average of φ_k − θ_k weighted by tokens²/steps);  answer with φ
+        learner k      τ steps after sending, or when the answer arrives if that is later:  θ_k ← φ
 
-    The slack is the time from the quorum until the first of the arrived learners needs its answer; the syncer waits for
-    a share γ of the slack. A learner that arrives later joins the next round. A learner that still awaits a fragment's
-    answer does not send the fragment again. With τ > 0 no learner waits.
+    The slack is the time from the quorum until the first of the arrived learners needs its answer. A learner that
+    arrives after the wait for a share γ of the slack joins the next round. A learner that still awaits a fragment's
+    answer does not send the fragment again. With τ > 0, no learner waits.
 
     Args:
         H: steps of a learner between two syncs of one fragment, at least the number of fragments. The paper uses 24.
-        fragments, pattern: see `StreamingDiLoCoStrategy`. The paper has 24.
+        fragments, pattern: see `StreamingDiLoCoStrategy`. The paper has 24 fragments.
         delay: τ, 0 ≤ τ < H. With 0 a learner waits for its answers.
         quorum: the number of learners that a merge needs, from 1 to K.
         grace: γ in [0, 1].
@@ -46,7 +46,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             batches hold no token ids). Messages arrive one by one and cannot be compressed.
         options: see `Algorithm`.
 
-    Payload: each fragment, up and down, after every H steps of a learner.
+    Payload: each fragment, to the syncer and back, after every H steps of a learner.
 
     Deviation from the paper: the slack follows from the run's `compute` and `network`; there is no failure detector.
     """
@@ -79,12 +79,12 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             raise ValueError(f"delay must be below H, after which a fragment is sent again; got {delay} for H={H}")
 
     outer_gradient: Tensor  # shared (P,)
-    came: list[list[tuple[int, Tensor, float, float]]]  # per fragment: node, θ_k (n,), weight, time of need
+    came: list[list[tuple[int, Tensor, float, float]]]  # per fragment: node, θ_k (n,), weight, answer's deadline
     closing: list[float]  # per fragment: the time at which its current round ends
     sent: list[list[list[int]]]  # per learner and fragment: the learner's steps and tokens at the last send
-    awaited: list[list[bool]]  # the same shape: whether an answer is on its way
-    answers: list[dict[int, Tensor]]  # per learner: fragment → φ (n,)
-    timers: dict[int, int]  # number → fragment
+    awaited: list[list[bool]]  # per learner and fragment: whether the learner awaits an answer
+    answers: list[dict[int, Tensor]]  # per learner, answers to apply later: fragment → φ (n,)
+    timers: dict[int, int]  # number of a timer → fragment
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")
 
     def setup(self, cluster: Cluster) -> None:
@@ -129,7 +129,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
             self.clock.step(node)
 
     def _take(self, node: int, i: int, phi: Tensor) -> None:
-        """θ_k ← φ (n,) on fragment i of a learner."""
+        """Set fragment i of a learner's weights to φ (n,)."""
         part = self.parts[i]
         for matrix in (self.cluster.weights, self.taken):
             for view, piece in zip(part.views(matrix[node]), part.cut(phi), strict=True):
@@ -153,7 +153,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self._merge(self.timers[number])
 
     def _merge(self, i: int) -> None:
-        """Step a fragment with the arrived updates, in the order of the nodes, and answer."""
+        """Step φ on fragment i with the arrived updates, in the order of the nodes, and send φ to these nodes."""
         nodes, weights, share, _ = zip(*sorted(self.came[i], key=lambda one: one[0]), strict=True)
         self.came[i], self.closing[i] = [], math.inf
         self._forget_timers(i)
@@ -177,7 +177,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     def returned(self, node: int, message: tuple[Tensor, Any]) -> None:
         phi, i = message
         if self.delay:
-            self.answers[node][i] = phi  # during a local step, to be taken after the step
+            self.answers[node][i] = phi  # arrives during a local step, and is applied after the step
             return
         self._take(node, i, phi)
         if not any(self.awaited[node]):

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: a server that steps at every arrival, and moves its momentum at every N-th."""
+"""Delayed Nesterov: a server that steps at every arrival, and updates its momentum at every N-th arrival."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from vsim.strategy.base import Optim, StrategyOptions
 
 
 class DelayedNesterovStrategy(AsynchronousStrategy):
-    """AsyncDiLoCo whose momentum moves at every N-th arrival; slow workers may take fewer steps [Liu et al. 2024,
+    """AsyncDiLoCo with a momentum updated at every N-th arrival; slow workers may take fewer steps [Liu et al. 2024,
     arXiv:2401.09135].
 
-        worker k   takes φ, H_k inner steps, sends g = φ_k − θ_k; takes φ again
+        worker k   pulls φ_k = φ, takes H_k inner steps, sends g = φ_k − θ_k; pulls φ again
         server     at every arrival:    Δ ← Δ + g
                    if it is the N-th:   m ← β m + Δ/N;  φ ← φ − ε ((1 − cN + c) β m + g/N);  Δ ← 0
                    else:                φ ← φ − ε (c β m + g/N)
 
-    A momentum that decayed at every arrival would forget K times as fast as in lockstep, and amplify stale directions.
+    A momentum that decayed at every arrival would forget K times as fast as in DiLoCo, and amplify stale directions.
 
     Args:
-        H: inner steps of a phase, at least 1; with `dylu` the fastest worker's.
-        buffer: N, arrivals from one move of the momentum to the next. Default K.
-        c: in [0, 1/N], the share of the momentum in each of the steps between.
+        H: inner steps H_k of a worker from pulling φ to sending g, at least 1; with `dylu`, of the fastest worker.
+        buffer: N, arrivals from one update of the momentum to the next. Default K.
+        c: the share of the momentum that each step between two updates applies, in [0, 1/N].
         outer_lr: ε. momentum: β in [0, 1].
-        dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, with the speeds v of `compute`, so that all
-            phases take about the same time.
+        dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, where `compute` sets the speed v_k of worker k,
+            so that all workers send about equally often.
         options: see `Algorithm`.
 
-    Payload: all weights, up and down, of a worker after every H_k of its steps.
+    Payload: all weights, to the server and back, after every H_k steps of worker k.
 
     With equal speeds, N = K, c = 0 and equal g, N arrivals are one step of torch's Nesterov SGD with gradient g.
     """
@@ -77,7 +77,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
             return self.H
         seconds = self.clock.compute.node_seconds
         own = self.H * float(seconds.min() / seconds[node % len(seconds)])
-        return max(1, math.floor(own + 1e-9))  # 1e-9, since rounding may fall below a whole number
+        return max(1, math.floor(own + 1e-9))  # 1e-9: rounding errors may end below a whole number
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         N, c, g = self.N, self.c, self.taken[node] - weights

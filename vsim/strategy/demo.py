@@ -13,13 +13,13 @@ from vsim.strategy.compression import DCTTopK
 
 
 class DeMoStrategy(Algorithm):
-    """Send the largest cosine coefficients of the momentum, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
+    """Send the momentum's largest cosine coefficients, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
 
     As in the authors' code:
 
         θ ← (1 − lr·λ) θ;  δ_k ← β δ_k + lr·g_k
         q_k = the largest DCT coefficients of every tile of δ_k;  δ_k ← δ_k − DCT⁻¹(q_k)
-        θ ← θ − lr · sign(DCT⁻¹(mean of the q_k, of each coefficient over the nodes that sent it))
+        θ ← θ − lr · sign(DCT⁻¹(mean of each coefficient over the nodes that sent it in q_k))
 
     The weights of all nodes stay bitwise equal; each node has its own momentum δ_k. See `DCTTopK` for tiles, bytes and
     warnings.
@@ -72,7 +72,7 @@ class DeMoStrategy(Algorithm):
         return type(self) is DeMoStrategy and not self.communication_modules
 
     def gradients(self) -> None:
-        super().gradients()  # clips, since the optimizer only sees signs
+        super().gradients()  # clips now, since the optimizer gets only signs
         cluster = self.cluster
         if self.weight_decay:
             for frozen, own in ranges(cluster.replicas.layout, lambda name: cluster.frozen.get(name, False)):

@@ -17,7 +17,7 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"
 
 
 class StateAverage(CommunicationModule):
-    """s_k = mean_j s_j after every H-th step, for one kind of state s that the inner optimizer keeps.
+    """Average one kind of state s of the inner optimizer, after every H-th step: s_k ← mean_j s_j.
 
     Args:
         name: the optimizer's name for s, such as "exp_avg". H: steps between syncs.
@@ -37,7 +37,7 @@ class StateAverage(CommunicationModule):
         sizes = [tensor.numel() for tensor in nodes[0]]
         flat = [[tensor.reshape(-1) for tensor in node] for node in nodes]
         rows = torch.stack([own[0] if len(own) == 1 else torch.cat(own) for own in flat])  # (R, P)
-        with cluster.collectives.joined():  # with all averages due in the same step
+        with cluster.collectives.joined():  # one message with all other averages of this step
             mean = cluster.collectives.all_reduce(rows, "mean", label=self.name)
         parts = [part.view_as(tensor) for part, tensor in zip(mean.split(sizes), nodes[0], strict=True)]
         torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
@@ -49,27 +49,27 @@ class DESLOCStrategy(Algorithm):
         θ_k, m_k, v_k ← inner optimizer(θ_k, g_k)
         θ_k ← mean_j θ_j after every H-th step, m_k ← mean_j m_j after every H_m-th, v_k ← mean_j v_j after every H_v-th
 
-    with m and v the moments that the optimizer keeps: Adam's and its kin's, the momentum of SGD, the second moment of
-    RMSprop or Adagrad. H = H_m = H_v is local Adam; without the moments, this is FedAvg.
+    m and v are the moments that the optimizer keeps: both in Adam and its variants, only m in SGD with momentum, only v
+    in RMSprop or Adagrad. H = H_m = H_v is local Adam; without averages of the moments, this is FedAvg.
 
-    A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token it has not met) has
-    v_k = 0 there. If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode. With
-    sparse gradients, average v and m together, H_v = H_m, or choose a larger eps.
+    A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token that the node never
+    met) has v_k = 0 there. If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode.
+    With sparse gradients, average v and m together, H_v = H_m, or choose a larger eps.
 
     Args:
         H: steps between averagings of the weights, at least 1. K_x in the paper.
-        H_m: of the first moment; default 3 H. K_u in the paper.
-        H_v: of the second moment; default 6 H. K_v in the paper.
+        H_m: steps between averagings of the first moment; default 3 H. K_u in the paper.
+        H_v: steps between averagings of the second moment; default 6 H. K_v in the paper.
         options: see `Algorithm`.
 
-    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step, in one message where averagings meet.
+    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step; averagings in the same step are one message.
     AMSGrad's maximum of the second moments is averaged with them, for the same number of bytes again.
 
     Raises:
-        TypeError: the inner optimizer keeps none of the moments, or not the one that a period is given for; or is two
+        TypeError: the inner optimizer keeps no moment, or not the moment for which a period is given; or it is two
             optimizers, each of which would need its own periods.
 
-    Deviations from the paper: none in the update; `max_norm` clips by norm where its analysis clips by element.
+    Deviations from the paper: none in the update; `max_norm` clips by norm, but the paper's analysis clips by element.
     """
 
     family = "local steps"

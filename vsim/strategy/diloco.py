@@ -13,8 +13,8 @@ class DiLoCoCommunicator(OuterStep):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = average_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    The inner optimizer's state survives the sync. With the default outer optimizer the first move is 0.7 · 1.9 · Δ, by
-    torch.optim.SGD's definition of Nesterov momentum.
+    The inner optimizer's state survives the sync. With the default outer optimizer, the first sync moves φ by
+    0.7 · 1.9 · Δ, because of torch.optim.SGD's definition of Nesterov momentum.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`. The paper uses 500.

@@ -31,8 +31,8 @@ class DionStrategy(Algorithm):
         M_k ← M_k − (1 − μ) P R_kᵀ
         X ← (1 − lr·λ) X − lr √(n/m) P Qᵀ
 
-    and of all other parameters: X ← inner optimizer(X, mean_k g_k). The weights of all nodes stay equal; each node has
-    its own momentum M_k. Only the mean of the M_k matters: one node with the mean gradient would take the same steps.
+    and for every other parameter: X ← inner optimizer(X, mean_k g_k). The weights of all nodes stay equal; each node
+    has its own momentum M_k. Only the mean of the M_k matters: one node with the mean gradient takes the same steps.
 
     Args:
         inner_optim: the optimizer of the other parameters: vectors, embeddings and the last linear layer. Default AdamW
@@ -40,18 +40,18 @@ class DionStrategy(Algorithm):
         rank_fraction: in (0, 1]; the rank r of P (n, r) and Q (m, r) is this share of min(n, m), rounded up.
         mu: μ in [0, 1], the share of an applied step that remains in the momentum.
         weight_decay: λ of the matrices, decoupled, at least 0.
-        only: names of the matrices, or patterns such as "blocks.*.weight". Default: the hidden ones; see `OptimSpec`.
-        options: see `Algorithm`. lr is the rate of the matrices, and of other parameters unless `inner_optim` has its
-            own: 1e-3 by default, 0.02 in the authors' configurations. max_norm clips every node's gradient before M_k.
+        only: names of the matrices, or patterns such as "blocks.*.weight". Default: hidden matrices; see `OptimSpec`.
+        options: see `Algorithm`. lr, default 1e-3 (authors' configurations: 0.02), is the rate of the matrices, and of
+            other parameters unless `inner_optim` has an lr. max_norm clips a node's gradient before it enters M_k.
 
-    Payload: 4·r·(n + m) bytes a matrix, 4 bytes of every other parameter, every step. For a matrix with r·(n + m) ≥
-    n·m, the gradient is sent instead, with the same steps.
+    Payload: 4·r·(n + m) bytes per matrix, 4 bytes per entry of other parameters, every step. If r·(n + m) ≥ n·m, a
+    matrix's gradient is sent instead, with the same steps.
 
     Raises:
         ValueError: in the setup, the model has no hidden matrix, or `only` names a vector.
 
-    Deviations from the paper: M_k is reduced with the node's own R_k; the authors' code uses the mean of all R_k. The
-    mean of the M_k is the same, but the M_k do not drift apart.
+    Deviations from the paper: the node's own R_k is subtracted from M_k; the authors' code uses the mean of all R_k.
+    The mean of the M_k is the same, but the M_k do not drift apart.
     """
 
     family = "data parallel"
@@ -75,7 +75,7 @@ class DionStrategy(Algorithm):
         self.mu = real_number("mu", mu, at_least=0, at_most=1)
         decay = real_number("weight_decay", weight_decay, at_least=0)
         rest = OptimSpec("adamw", betas=(0.9, 0.95)) if inner_optim is None else inner_optim
-        # The step of the matrices takes the place of their gradient.
+        # SGD applies the steps of the matrices, which are written in place of their gradients.
         with naming("inner_optim"):
             optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=only)
         super().__init__(inner_optim=optim, **options)
@@ -90,7 +90,7 @@ class DionStrategy(Algorithm):
                 f"DionStrategy: only={self.optim_spec.only} has vectors, {vectors}, and must have matrices"
             )
         momentum, basis = {}, {}
-        self.averaged = [c.name for c in replicas.layout if c.name not in names]  # whose gradients are sent as they are
+        self.averaged = [c.name for c in replicas.layout if c.name not in names]  # sent uncompressed
         for name, shape in shapes.items():
             n, m = matrix_shape(shape)
             rank = round_up(self.rank_fraction * min(n, m))
@@ -102,7 +102,7 @@ class DionStrategy(Algorithm):
         self.keep_shared(basis=basis)
 
     def gradients(self) -> None:
-        super().gradients()  # clips, since the optimizer sees steps of the matrices
+        super().gradients()  # clips now, since the optimizer gets the matrices' steps
         cluster = self.cluster
         grads = cluster.replicas.views(cluster.replicas.grads)  # name → (R, *shape)
         means = average_message([grads[name] for name in self.averaged], cluster, "gradients")
@@ -124,7 +124,7 @@ class DionStrategy(Algorithm):
             grads[name].copy_(step.view(grads[name].shape[1:]))
 
     def _means(self, factors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-        """Average stacked factors (R, …) over the nodes, except factors that are equal on all: name → shared (…)."""
+        """Average stacked factors (R, …) over the nodes, name → shared (…); skip those that are equal on all nodes."""
         sent = [name for name in factors if name not in self.averaged]
         means = average_message([factors[name] for name in sent], self.cluster, label)
         return {name: rows[0] for name, rows in factors.items()} | dict(zip(sent, means, strict=True))

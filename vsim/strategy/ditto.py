@@ -14,9 +14,9 @@ from vsim.strategy.when import When, sync_interval
 
 
 class PersonalModels(CommunicationModule):
-    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step, where φ is all nodes' weights after every H-th step.
+    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step; φ: the nodes' equal weights after the last H-th step.
 
-    Place this module after the one that makes the weights equal. max_norm clips the gradients at θ_k.
+    Place this module after the module that makes the weights equal. max_norm clips the gradients at θ_k only.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -58,12 +58,12 @@ class DittoStrategy(Algorithm, of=(AveragingCommunicator, PersonalModels), names
         v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)),  θ_k ← optimizer(θ_k, g_k);  after every H-th step
         φ ← Σ_j w_j θ_j, θ_k ← φ
 
-    Client k uses v_k, which never leaves the client; both models see the same batches. λ = 0 is training alone.
+    Client k uses v_k, which never leaves the client; v_k and θ_k see the same batches. With λ = 0, v_k ignores φ.
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: v_k takes one step for each step of θ_k, by plain SGD whatever the inner optimizer; the
-    running statistics of v_k are those of the global model.
+    Deviations from the paper: v_k takes one step for each step of θ_k, by plain SGD whatever the inner optimizer; a
+    personal model has the running statistics of the global model.
     """
 
     family = "federated"

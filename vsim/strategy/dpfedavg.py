@@ -18,7 +18,7 @@ from vsim.strategy.base import Algorithm
 from vsim.strategy.fedavg import AveragingCommunicator
 from vsim.strategy.when import When, sync_interval
 
-LEAST_NOISE = 1e-3  # below it, ε is meaningless, and its computation overflows
+LEAST_NOISE = 1e-3  # with a smaller z, ε is meaningless, and its computation overflows
 
 
 class PrivateAverage(AveragingCommunicator):
@@ -29,7 +29,7 @@ class PrivateAverage(AveragingCommunicator):
             φ ← φ + 1/n · (Σ_k (θ_k − φ) · min(1, C / ‖θ_k − φ‖) + noise),  θ_k ← φ
             noise ~ N(0, (z·C)²) in every entry
 
-    The history's column "epsilon" is the ε of (ε, δ)-differential privacy spent so far: it limits what all weights sent
+    The history's column "epsilon" is the ε of (ε, δ)-differential privacy spent so far. ε limits what the weights sent
     to clients reveal about whether a given client, with all its data, took part.
 
     Args:
@@ -43,21 +43,21 @@ class PrivateAverage(AveragingCommunicator):
     Raises:
         ImportError: with noise, if Google's dp-accounting is not installed.
 
-    The noise simulates that of a trusted server. It comes from the nodes' shared generator, which is not a
-    cryptographic one: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics,
+    The noise simulates the noise of a trusted server. It is drawn from the nodes' shared generator, which is not
+    cryptographic: simulated models are no more private than their seed. Buffers, such as BatchNorm's statistics,
     and the losses in the history are not protected.
 
-    ε is computed by Rényi differential privacy. It assumes Poisson sampling, where every client joins a round
+    ε is computed by Rényi differential privacy. ε assumes Poisson sampling, where every client joins a round
     independently with probability q, and neighbouring populations that differ by one client added or removed. With
-    participation=Sample(n, of=N), q is n/N, as is common, though such cohorts have a fixed size: for them, and one
+    participation=Sample(n, of=N), q is n/N, as is common, though cohorts have a fixed size. For fixed cohorts, and one
     client replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are
-    drawn but arrive too late count as well. Without Sample, or if rounds= keeps a cohort for several averagings, q is
-    1.
+    drawn but arrive too late count in q. Without Sample, or if rounds= keeps a cohort for several averagings, q is 1.
 
-    Deviations from the paper: n is the round's, not its expectation; the paper uses the moments accountant.
+    Deviations from the paper: n is the round's number of nodes, not its expectation; the paper uses the moments
+    accountant.
     """
 
-    rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with this share of the population and noise
+    rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with sampling probability q and noise z
     begun: int  # the step of the last sync
     carried = ("rounds",)
 
@@ -103,7 +103,7 @@ class PrivateAverage(AveragingCommunicator):
         return torch.randn(phi.shape, generator=cluster.generator, dtype=phi.dtype).mul_(std).to(phi.device)
 
     def measured(self, cluster: Cluster) -> Mapping[str, float]:
-        """ε spent so far, as the column "epsilon"; none without noise."""
+        """Return the ε spent so far as the column "epsilon"; no column without noise."""
         if not self.noise_multiplier:
             return {}
         return {"epsilon": epsilon(self.rounds, self.delta)}
@@ -114,9 +114,7 @@ def _share(cluster: Cluster, begun: int) -> float:
     if cluster.plan is None or not cluster.plan.renews:
         return 1.0
     segment = cluster.plan.segment(cluster.step)
-    if (
-        segment.first - 1 < begun or segment.last > cluster.step
-    ):  # a cohort for several averagings, not drawn for this one
+    if segment.first - 1 < begun or segment.last > cluster.step:  # one cohort for several averagings
         return 1.0
     return (len(segment.nodes) + len(segment.late)) / cluster.population  # late clients were drawn, too
 

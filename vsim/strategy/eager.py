@@ -1,4 +1,4 @@
-"""Overlapped DiLoCo: the outer gradient travels during the next round; eager updates do not wait for their own part."""
+"""Overlapped DiLoCo: outer gradients travel during the next round; eager updates apply a node's own part at once."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from vsim.strategy.when import When, sync_interval
 
 
 class EagerDiLoCoCommunicator(CommunicationModule):
-    """After every H-th step each node takes an outer step with the result of the round before.
+    """Take an outer step on each node after every H-th step, with the mean outer gradient of the previous round.
 
         θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step, t times H:  d_k(t) = φ_k − θ_k, and D(t) = mean_j d_j(t) is due H steps later
-            g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (delayed: g_k = D(t−1))
+        after step t·H, t = 1, 2, …:  d_k(t) = φ_k − θ_k;  its mean D(t) = mean_j d_j(t) is due H steps later
+            g_k = D(t−1) + (d_k(t) − d_k(t−1)) / K        (eager=False: g_k = D(t−1))
             φ_k ← outer optimizer(φ_k, g_k);  θ_k ← φ_k
 
-    with D(0) = d_k(0) = 0. In the mean that arrives, each node replaces its old distance by its fresh one, so that the
-    nodes' outer weights differ. With one node this is DiLoCo. The global model is the mean of the φ_k.
+    with D(0) = d_k(0) = 0. In the mean that arrives, each node replaces its own old d_k by its new d_k, so that the
+    nodes' outer weights differ. With one node, this is DiLoCo. The global model is the mean of the φ_k.
 
     Args:
         H: inner steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        outer_optim, outer_lr: see `DiLoCoCommunicator`; elementwise.
-        eager: whether each node adds its fresh part at once. False: delayed; the φ_k are then equal.
+        outer_optim, outer_lr: see `DiLoCoCommunicator`; the optimizer must be elementwise.
+        eager: whether each node replaces its own part of the mean; if False, the φ_k are equal.
 
     Payload: all weights every H steps, due H steps later; the last messages of a run are never applied.
     """
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
     outer_optim: Optimizer
-    distances: Tensor  # d_k, stacked (R, P), of the round before
-    pending: list[Pending]  # D, shared (P,), of the round before
+    distances: Tensor  # d_k of the previous round, stacked (R, P)
+    pending: list[Pending]  # D of the previous round, shared (P,)
 
     derived = ("outer_gradient",)
 

@@ -26,30 +26,30 @@ class EDiTCommunicator(OuterStep):
             D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
         Δ ← Δ · min(1, outer_max_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    ‖D_k‖ is anomalous if it is not finite, or above the moving average of the node's past norms by more than
-    `threshold` standard deviations (times the standard deviation of the recent z, if above 1). An anomalous norm does
-    not enter the average. A tensor whose moves are all anomalous does not change.
+    ‖D_k‖ is anomalous if it is not finite, or if z > threshold · max(1, σ), where z is its distance from the moving
+    average of the node's past norms in standard deviations, and σ the standard deviation of the last `gate_after` z.
+    Anomalous norms do not enter the average. A tensor whose moves are all anomalous does not change.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
             gradients during a warm-up, as the paper does; Seconds(T) syncs by the clock, which is A-EDiT.
         outer_optim: see `DiLoCoCommunicator`. Default SGD, lr 0.8, momentum 0.85, Nesterov.
-        outer_lr: its learning rate.
-        average: edit(temperature), above 0; `vsim.strategy.average.edit`.
-        threshold: above 0.
+        outer_lr: the outer learning rate.
+        average: edit(temperature), with a temperature above 0; see `vsim.strategy.average.edit`.
+        threshold: see above; above 0.
         gate_after: syncs of a node before any norm is judged, at least 1.
         outer_max_norm: the largest 2-norm of Δ, above 0; None for no limit.
 
     Payload: all weights and 4 bytes for each parameter tensor every H steps.
 
-    Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs its average is
-    a plain mean, so that 10 syncs are enough to judge by. The outer momentum of an unchanged tensor decays.
+    Deviations from the paper: tensors, not modules, are judged and weighted. In a node's first 50 syncs, the moving
+    average is a plain mean, so that 10 syncs suffice to judge a norm. The outer momentum of an unchanged tensor decays.
     """
 
     default_optim = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
 
-    mean: Tensor  # of the norms of a client's moves, by parameter tensor, stacked (R, L)
-    variance: Tensor  # of those norms, stacked (R, L)
+    mean: Tensor  # moving average of the norms of a client's moves, per parameter tensor, stacked (R, L)
+    variance: Tensor  # variance of these norms, stacked (R, L)
     count: Tensor  # number of syncs behind mean and variance, stacked (R, L)
     scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
 
@@ -107,7 +107,7 @@ class EDiTCommunicator(OuterStep):
         judged = (self.count >= self.gate_after) & (self.variance > 0)
         z = torch.where(judged, away / positive(self.variance).sqrt(), 0.0)
         anomalous = ~norms.isfinite() | (z > self.threshold * self.scores.std(2, correction=0).clamp(min=1.0))
-        share = (1 / (self.count + 1)).clamp(min=ALPHA)  # of the first syncs, the plain mean and variance
+        share = (1 / (self.count + 1)).clamp(min=ALPHA)  # in the first syncs, for the plain mean and variance
         self.variance = torch.where(anomalous, self.variance, (1 - share) * (self.variance + share * away.square()))
         self.mean = torch.where(anomalous, self.mean, self.mean + share * away)
         self.count = self.count + (~anomalous).to(self.count)

@@ -18,20 +18,20 @@ class AveragingCommunicator(CommunicationModule):
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
 
     Args:
-        island_size: average only within random islands of this many nodes, drawn again at every sync; the last may be
-            smaller. Default: all nodes.
+        island_size: average only within random islands of this many nodes, drawn again at every sync; the last island
+            may be smaller. Default: all nodes.
         every: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
             post-local SGD, QSR(…) the quadratic synchronization rule.
         average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. An average that needs moves takes those since the last sync, where all nodes must
-            have been equal: not with islands.
+            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, after which all
+            nodes must have been equal; it cannot be used with islands.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
     """
 
-    outer_weights: Tensor  # φ, the start of the moves, shared (P,); only where moves are averaged
+    outer_weights: Tensor  # φ, the start of the moves, shared (P,); only if moves are averaged
 
     def __init__(self, island_size: int | None = None, every: int | When = 1, *, average: AverageLike = "mean") -> None:
         self.island_size = None if island_size is None else whole_number("island_size", island_size)
@@ -66,7 +66,7 @@ class AveragingCommunicator(CommunicationModule):
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
 
 
-# The arguments of averaging in strategies that need equal weights after every round.
+# `names=` for averaging in strategies that need equal weights after every round: without islands.
 FEDERATED = {"every": "H", "island_size": None}
 
 

@@ -20,7 +20,7 @@ class LocalNorms(PersonalAverage):
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
 
-    The parameters of batch, group, layer and RMS norms never leave a client; running statistics never do.
+    The parameters and running statistics of batch, group, layer and RMS norms never leave a client.
 
     Args:
         H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.

@@ -20,9 +20,9 @@ class DynamicRegularizer(SharedWeights):
         after every H-th step, for n nodes of a population of N:
             h_k ← h_k − α (θ_k − φ);  h ← h − α · n/N · mean_k (θ_k − φ);  φ ← mean_k θ_k − h / α;  θ_k ← φ
 
-    which are steps on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Once clients reach the minimum of that
-    loss, h_k is their gradient there, and φ is stationary only where the h_k sum to 0. h / α is the sum of all earlier
-    moves: if clients stay far from their minimum in a round (a small α · lr · H), φ may oscillate.
+    The first line is a step on the loss of node k plus α/2 · ‖θ_k − φ‖² − ⟨h_k, θ_k⟩. Once client k reaches the minimum
+    of this sum, h_k is the gradient of its loss there, and φ is stationary only where the h_k sum to 0. h / α is the
+    sum of all earlier moves: if clients stay far from their minimum in a round (α · lr · H is small), φ may oscillate.
 
     Args:
         H: local steps of a round, at least 1.

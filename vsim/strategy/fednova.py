@@ -13,13 +13,13 @@ from vsim.strategy.when import When, sync_interval
 
 
 class NormalizedAverage(SharedWeights):
-    """Average each client's move per step, after every H-th step.
+    """Average the clients' moves, each divided by the client's number of steps, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
 
     If all clients take the same number of steps, this is FedAvg. With Sample(n, of=N, epochs=E), each client takes E
-    epochs of its own data, so that the numbers differ: FedAvg would then minimize another loss, in which clients count
-    by p_k τ_k.
+    epochs of its own data, so that the τ_k differ. FedAvg would then minimize another loss, which weights clients by
+    p_k τ_k.
 
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -32,7 +32,7 @@ class NormalizedAverage(SharedWeights):
     has other divisors for momentum and proximal terms.
     """
 
-    steps: Tensor  # τ_k, of the round so far, stacked (R, 1)
+    steps: Tensor  # τ_k in the round so far, stacked (R, 1)
 
     def __init__(self, *, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
         self.H = sync_interval(H)
@@ -54,7 +54,7 @@ class NormalizedAverage(SharedWeights):
         self.steps.zero_()
 
     def sync(self, cluster: Cluster) -> None:
-        moves = (cluster.weights - self.outer_weights).div_(self.steps.clamp(min=1))  # (R, P), of a step
+        moves = (cluster.weights - self.outer_weights).div_(self.steps.clamp(min=1))  # (R, P), per step
         shares = self.average.weights(cluster)
         moved = self.average(moves, cluster, "normalized moves")
         with cluster.collectives.joined():

@@ -22,7 +22,7 @@ from vsim.strategy.when import When
 class FedAdam(Optimizer):
     """m ← β₁ m + (1 − β₁) Δ;  v ← β₂ v + (1 − β₂) Δ²;  φ ← φ − lr · m / (√v + τ),  from m = 0 and v = τ².
 
-    torch's Adam divides m by 1 − β₁ᵗ and v by 1 − β₂ᵗ, begins with v = 0, and has an eps of 1e-8.
+    Differences in torch's Adam: m is divided by 1 − β₁ᵗ and v by 1 − β₂ᵗ, v starts at 0, and eps (τ here) is 1e-8.
 
     Args:
         lr: at least 0. betas: (β₁, β₂), each in [0, 1]. tau: τ, above 0; the larger, the less adaptive.
@@ -57,7 +57,7 @@ class FedAdam(Optimizer):
                 p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(tau), value=-lr)
 
     def adapt_(self, v: Tensor, squares: Tensor, beta: float) -> None:
-        """Move v by Δ²."""
+        """Update v in place by `squares`, Δ²."""
         v.mul_(beta).add_(squares, alpha=1 - beta)
 
 
@@ -93,18 +93,18 @@ class ServerStep(DiLoCoCommunicator):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
 
-    Unlike in DiLoCo, the inner optimizers begin every round without state, since other clients may take part in it.
+    Unlike in DiLoCo, the inner optimizers begin every round without state, since its clients may be others.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        outer_optim: "adam" (`FedAdam`), "yogi", "adagrad", or "sgd" with lr 1, which is FedAvg, "momentum" with
-            lr 1 and momentum 0.9, which is FedAvgM; or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
-        outer_lr: its learning rate, above 0; 0.03 by default, 0.1 for "adagrad".
+        outer_optim: "adam" (`FedAdam`), "yogi" (`FedYogi`), "adagrad" (`FedAdagrad`), "sgd" (lr 1: FedAvg),
+            "momentum" (lr 1, momentum 0.9: FedAvgM), or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
+        outer_lr: the outer learning rate, above 0. Default: 0.03; 0.1 for "adagrad", 1 for "sgd" and "momentum".
         average: merges the φ − θ_k; see `vsim.strategy.average`.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
-    Deviations from the paper: Δ has the opposite sign, as a gradient has. H counts steps, not epochs.
+    Deviations from the paper: Δ has the opposite sign, so that it acts as a gradient. H counts steps, not epochs.
     """
 
     def __init__(

@@ -23,13 +23,13 @@ class PersonalAverage(AveragingCommunicator):
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    Personal parameters never leave a client. A client that has not taken part yet has the initial model's. The global
-    model that is validated has the mean of the nodes' personal parameters, which no client uses: `local_loss` is node
-    0's loss, and `client_val_dataset` measures every client's own model.
+    Personal parameters never leave a client. Before a client first takes part, it has the initial model's. The
+    validated global model has the mean of the nodes' personal parameters, which no client uses. `local_loss` is the
+    loss of node 0's own model; give `client_val_dataset` to measure every client's own model.
 
     Args:
         H: local steps between averagings, at least 1.
-        personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
+        personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's parameters.
         average: merges the shared parameters; see `AveragingCommunicator`.
 
     Payload: the shared weights every H steps.
@@ -37,7 +37,7 @@ class PersonalAverage(AveragingCommunicator):
     Deviations from the paper: H counts steps, not epochs.
     """
 
-    personal_weights: Tensor  # as clients left them, stacked (R, p)
+    personal_weights: Tensor  # each client's personal parameters, as last recorded, stacked (R, p)
     derived: ClassVar[tuple[str, ...]] = ("shared", "own")
 
     def __init__(self, *, H: int | When = 10, personal: Personal = None, average: AverageLike = "mean") -> None:

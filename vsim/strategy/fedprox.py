@@ -12,9 +12,9 @@ from vsim.strategy.when import When, sync_interval
 
 
 class ProximalTerm(CommunicationModule):
-    """g_k ← g_k + μ (θ_k − φ) before every optimizer step, where φ is all nodes' weights after every H-th step.
+    """g_k ← g_k + μ (θ_k − φ) before every optimizer step; φ: the nodes' equal weights after the last H-th step.
 
-    Place this module after the one that makes the weights equal. max_norm clips the gradient with the term in it.
+    Place this module after the module that makes the weights equal. max_norm clips the gradient including the term.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -44,7 +44,7 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
         θ_k ← optimizer(θ_k, g_k + μ (θ_k − φ));  after every H-th step φ ← Σ_j w_j θ_j, θ_k ← φ
 
-    which are steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². μ = 0 is FedAvg.
+    The optimizer steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². With μ = 0, this is FedAvg.
 
     Payload: all weights every H steps.
 

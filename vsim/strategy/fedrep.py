@@ -16,16 +16,16 @@ from vsim.strategy.when import When
 class AlternatingAverage(PersonalAverage):
     """Average a common representation after every H-th step; a round first trains personal parameters.
 
-        steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k), the others: θ_k[shared] ← optimizer(…);
+        steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k); later steps: θ_k[shared] ← optimizer(…);
         after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    The part that a step does not train stays as it is. See `PersonalAverage` for personal parameters.
+    The part that a step does not train stays unchanged. See `PersonalAverage` for personal parameters.
 
     Args:
         H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
         head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of the
             round.
-        personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's.
+        personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's parameters.
         average: merges the shared parameters; see `AveragingCommunicator`.
 
     Payload: the shared weights every H steps.
@@ -35,8 +35,8 @@ class AlternatingAverage(PersonalAverage):
     """
 
     begun: int  # the step after which the round began
-    length: int  # steps of the round
-    resting: tuple[Fragment, Tensor] | None = None  # in a step: the untrained part, and its weights (R, p)
+    length: int  # the number of steps of the round
+    resting: tuple[Fragment, Tensor] | None = None  # during a step: the untrained part, and its weights (R, p)
     derived = (*PersonalAverage.derived, "resting")
 
     def __init__(

@@ -21,8 +21,8 @@ class Fragment:
     """A group of parameters, by their columns in the matrix.
 
     Attributes:
-        parameters: in the order of their columns.
-        ranges: the same columns with adjacent parameters in one range, (start, stop).
+        parameters: the columns of each parameter, in ascending order.
+        ranges: the same columns as ranges (start, stop), with adjacent parameters in one range.
     """
 
     def __init__(self, parameters: Sequence[Columns]) -> None:
@@ -33,24 +33,24 @@ class Fragment:
             self.ranges.append((begun, c.stop))
 
     def views(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of its ranges, (…, n) each, in a stacked matrix (R, P) or a shared row (P,)."""
+        """Return views of the fragment's ranges, (…, n) each, in a stacked matrix (R, P) or a shared row (P,)."""
         return [matrix[..., start:stop] for start, stop in self.ranges]
 
     def tensors(self, row: Tensor) -> list[Tensor]:
-        """Return views of its parameters, each in its own shape, in a shared row (P,)."""
+        """Return views of the fragment's parameters, each in its own shape, in a shared row (P,)."""
         return [row[c.start : c.stop].view(c.shape) for c in self.parameters]
 
     def of(self, matrix: Tensor) -> Tensor:
-        """Return its columns (…, N): a view where they are adjacent, otherwise a copy."""
+        """Return the fragment's columns (…, N) of a matrix (…, P): a view if they are adjacent, otherwise a copy."""
         views = self.views(matrix)
         return views[0] if len(views) == 1 else torch.cat(views, dim=-1)
 
     def cut(self, values: Tensor) -> list[Tensor]:
-        """Cut its columns (…, N) into its ranges."""
+        """Cut the fragment's columns (…, N), a result of `of`, into the fragment's ranges."""
         return list(values.split([stop - start for start, stop in self.ranges], dim=-1))
 
     def alone(self, cluster: Cluster) -> Cluster:
-        """Return the cluster reduced to these parameters; a view if their columns are adjacent."""
+        """Return the cluster reduced to the fragment's parameters: views if their columns are adjacent, else copies."""
         layout, stop = [], 0
         for c in self.parameters:
             layout.append(Columns(c.name, c.shape, stop, stop + c.stop - c.start))
@@ -61,7 +61,7 @@ class Fragment:
 
 
 def checked_fragments(fragments: Fragments, H: int) -> Fragments:
-    """Return checked `fragments=`; a number is from 1 to H, since each fragment is sent once in H steps."""
+    """Return `fragments` after checks; there are 1 to H fragments, since each is sent once in H steps."""
     if not isinstance(fragments, list | tuple):
         return None if fragments is None else whole_number("fragments", fragments, at_most=H)
     whole_number("fragments: their number", len(fragments), at_most=H)
@@ -81,11 +81,11 @@ def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> 
 
     Args:
         layout: the columns of all parameters.
-        wanted: their number, or lists of names: of parameters, or of modules for all of their parameters. None: one for
-            every layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
-            norm, head) are in the first fragment. With fewer layers than fragments, the modules that hold the
-            parameters take the layers' place, such as blocks.3.attention.
-        pattern: "strided", layer l is in fragment l mod n; or "sequential", neighbouring layers in one.
+        wanted: the number of fragments; or for each, a list of names of parameters or of modules (with all their
+            parameters). None: a fragment for every layer. Layers are the numbered modules, such as blocks.3; parameters
+            of no layer (embedding, final norm, head) are in the first fragment. With fewer layers than fragments, the
+            modules that hold the parameters take the layers' place, such as blocks.3.attention.
+        pattern: "strided", layer l is in fragment l mod n; or "sequential", a fragment has neighbouring layers.
 
     Raises:
         ValueError: there are fewer modules than fragments; a name matches no parameter, or a parameter is in no list or

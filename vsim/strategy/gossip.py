@@ -1,4 +1,4 @@
-"""Gossip: each node averages with its neighbours on a graph, and no two have equal weights."""
+"""Gossip: each node averages with its neighbours on a graph, so that the nodes' weights differ."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RandomGraph:
     """A connected graph in which every node has the same number of neighbours, drawn by random swaps of edges.
 
     Args:
-        degree: neighbours of a node, below the number of nodes; degree · nodes is even.
-        seed: of the draw, independent of the run's seed.
+        degree: the number of neighbours of a node, below the number of nodes; degree · nodes must be even.
+        seed: seeds the draw, independently of the run's seed.
     """
 
     degree: int
@@ -68,11 +68,11 @@ Topology = str | RandomGraph | tuple[Pair, ...]
 
 @dataclass(frozen=True)
 class Mixing:
-    """One multiplication by W, by rounds of messages in which every node sends at most once and receives at most once.
+    """One multiplication by W, in rounds of messages; in a round, a node sends at most once and receives at most once.
 
     Attributes:
-        rounds: pairs (source, destination) of places. received: (rounds, n), the weight of the message that a node
-            receives in a round.
+        rounds: for each round, pairs (source, destination) of places in `active`. received: (rounds, n), the weight of
+            the message that a node receives in a round.
         own: (n,), the weight of a node's own row.
     """
 
@@ -91,7 +91,7 @@ class Mixing:
 
 @lru_cache(maxsize=64)
 def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixing:
-    """Return the mixing of the participating nodes `active` that follows `number` earlier mixings."""
+    """Return mixing number `number`, counted from 0, of the participating nodes `active`."""
     n = len(active)
     if topology == "one_peer_exponential":
         hop = 2 ** (number % _cycle(topology, n))
@@ -110,7 +110,7 @@ def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixi
 
 @lru_cache(maxsize=64)
 def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
-    """Return 1 − |λ₂(W)|; for graphs that change, 1 − the mean contraction in a cycle: ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
+    """Return 1 − |λ₂(W)|; if the graph repeats after t > 1 mixings, 1 − their mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
 
     NaN for more than 1024 nodes.
     """
@@ -124,9 +124,9 @@ def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
 
 
 def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
-    """Return the edges among the nodes that take part, as places among them; a named graph has only these nodes.
+    """Return the edges among the participating nodes, as pairs of places in `active`.
 
-    A list of edges and a `RandomGraph` number all nodes, and keep the edges whose two ends take part.
+    A named graph is built on these nodes. Other graphs number all nodes, and keep the edges whose two ends take part.
     """
     n = len(active)
     if topology == "torus":
@@ -143,7 +143,7 @@ def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
 
 
 def _cycle(topology: Topology, n: int) -> int:
-    """Return the number of mixings after which graphs repeat: ⌈log₂ n⌉ for one peer."""
+    """Return the number of mixings after which the graph repeats: ⌈log₂ n⌉ for "one_peer_exponential", else 1."""
     return max(1, (n - 1).bit_length()) if topology == "one_peer_exponential" else 1
 
 
@@ -171,7 +171,7 @@ def _connected(edges: Iterable[Pair], num_nodes: int) -> bool:
 def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
     """Split arcs into d rounds, for the largest degree d; in a round, a node sends and receives at most once.
 
-    The edges of a bipartite graph, of sources and destinations, are coloured by alternating paths [König 1916].
+    Rounds are edge colours of the bipartite graph of sources and destinations, by alternating paths [König 1916].
     """
     out: dict[int, dict[int, int]] = defaultdict(dict)  # source → round → destination
     into: dict[int, dict[int, int]] = defaultdict(dict)  # destination → round → source
@@ -194,7 +194,7 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def topology_of(given: Any) -> Topology:
-    """Return a user's graph as a name, a `RandomGraph` or checked edges."""
+    """Return a graph that a user gives as a name, a `RandomGraph` or checked edges."""
     if isinstance(given, RandomGraph):
         return given
     if isinstance(given, str) and not given.endswith(".csv"):
@@ -202,7 +202,7 @@ def topology_of(given: Any) -> Topology:
     if isinstance(given, str | Path):
         rows = [row for row in csv.reader(read_text(Path(given)).splitlines()) if row]
         numbers = [[int(n) if n.strip().isdecimal() else n for n in row] for row in rows]
-        given = numbers[1:] if rows and not any(isinstance(n, int) for n in numbers[0]) else numbers  # after names
+        given = numbers[1:] if rows and not any(isinstance(n, int) for n in numbers[0]) else numbers  # skips a header
     elif hasattr(given, "edges") and hasattr(given, "nodes"):  # a networkx graph
         if given.is_directed():
             raise ValueError("topology: the edges of a graph go both ways, got a directed graph")
@@ -224,11 +224,11 @@ class GossipCommunicator(CommunicationModule):
     """Average with the neighbours on a graph, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
-        W_kj = 1 / (1 + max(d_k, d_j)) of neighbours with degrees d, W_kk = 1 − Σ_j W_kj [Metropolis weights]
+        W_kj = 1 / (1 + max(d_k, d_j)) for neighbours of degrees d_k, d_j; W_kk = 1 − Σ_j W_kj [Metropolis weights]
 
-    W is symmetric, and its rows and columns sum to 1: a mixing keeps the mean of the nodes, and shrinks their distance
-    from the mean to at most |λ₂(W)| of it. The column `spectral_gap` of the history is 1 − |λ₂(W)|. With tracking
-    [DIGing, Nedić et al. 2017, arXiv:1607.03218] the optimizer takes y_k, which follows the mean gradient, in place of
+    W is symmetric, and its rows and columns sum to 1. A mixing therefore keeps the nodes' mean, and multiplies the
+    nodes' distance from the mean by at most |λ₂(W)|. The history's column `spectral_gap` is 1 − |λ₂(W)|. With tracking
+    [DIGing, Nedić et al. 2017, arXiv:1607.03218], the optimizer takes y_k, which follows the mean gradient, in place of
     the node's gradient, so that nodes with different data reach the optimum of the mean loss at a constant learning
     rate:
 
@@ -237,21 +237,21 @@ class GossipCommunicator(CommunicationModule):
     Args:
         topology: the graph: "ring"; "torus", with sides as equal as possible, a ring if K is prime; "exponential", k ±
             2^m; "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to k
-            + 2^(t mod ⌈log₂ K⌉), and averages its row with the one it receives; "complete"; `RandomGraph(degree)`; a
-            list of edges, a CSV file of them, one a row, or an undirected graph of networkx.
+            + 2^(t mod ⌈log₂ K⌉), and averages its row with the row it receives; "complete"; `RandomGraph(degree)`; a
+            list of edges, a CSV file with one edge per row, or an undirected networkx graph.
         H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
         tracking: whether to track gradients; with H = 1.
 
-    Payload: all weights, with tracking twice, to each neighbour every H steps: d successive rounds of messages for the
-    largest degree d, in each of which a node sends once and receives once. The ledger holds the edges that each round
-    uses, so that a network prices a node by its own links alone.
+    Payload: all weights (twice with tracking) to each neighbour every H steps, in d rounds of messages for the largest
+    degree d. In a round, a node sends at most once and receives at most once. The ledger has the edges of each round,
+    so that a network prices a node by its own links alone.
 
     Deviations from the paper: weights are averaged after the gradient step, not during it. When nodes come and go, a
-    named graph is built for those that take part; other graphs keep the edges among them. Tracking then starts again.
+    named graph is built on the participating nodes; other graphs keep the edges among these. Tracking starts again.
     """
 
     correction: Tensor  # W y − g, stacked (R, P); with tracking
-    mixings: int  # so far on this graph
+    mixings: int  # the number of mixings on this graph so far
     derived = ("graph",)
 
     def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
@@ -275,7 +275,7 @@ class GossipCommunicator(CommunicationModule):
 
     def attend(self, cluster: Cluster) -> None:
         self.mixings = 0
-        if self.tracking:  # Σ y = Σ g would not hold among other nodes
+        if self.tracking:  # among other nodes, Σ y = Σ g would not hold
             self.correction = torch.zeros_like(cluster.weights)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
@@ -293,7 +293,7 @@ class GossipCommunicator(CommunicationModule):
             cluster.weights.copy_(self._mixed(cluster.weights, cluster, "weights"))
 
     def _mixed(self, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
-        """Return W times stacked `rows` (R, p): products and sums by entry, in the order of the rounds."""
+        """Return W times stacked `rows` (R, p), added up entry by entry, in the order of the rounds."""
         active, nodes = cluster.active, cluster.collectives.nodes
         now = mixing(self.graph, active, self.mixings % _cycle(self.graph, len(active)))
         self.mixings += 1
@@ -318,7 +318,7 @@ class GossipStrategy(Algorithm, of=GossipCommunicator):
     family = "local steps"
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
-        """Return W (K, K) of mixing number `number`, from 0, on which graphs that change depend."""
+        """Return W (K, K) of mixing number `number`, from 0; "one_peer_exponential" depends on the number."""
         (gossip,) = self.communication_modules
         assert isinstance(gossip, GossipCommunicator)
         n, graph = whole_number("num_nodes", num_nodes), gossip.topology

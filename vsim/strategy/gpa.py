@@ -1,4 +1,4 @@
-"""GPA: DiLoCo on one worker, smoothed: in every step the optimizer's iterates are averaged, instead of every H-th."""
+"""GPA: DiLoCo on one worker, smoothed: the optimizer's iterates are averaged at every step, not at every H-th step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsim.strategy.base import Algorithm, Optim, StrategyOptions
 
 
 class GPAStrategy(Algorithm):
-    """Average gradients at an average of the iterates, DiLoCo's outer step smoothed: generalized primal averaging
+    """Average gradients taken at an average of the iterates, as a smooth outer step: generalized primal averaging
     [Defazio et al. 2025, arXiv:2512.17131].
 
         g = mean_k ∇f_k(y);  z ← inner optimizer(z, clip(g));  x ← μ_x x + (1 − μ_x) z;  y = μ_y x + (1 − μ_y) z
@@ -24,8 +24,8 @@ class GPAStrategy(Algorithm):
 
     Args:
         mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
-            the default, 0.9967, to H = 32. 0 is the inner optimizer alone.
-        mu_y: μ_y in [0, 1]: how near to x the gradients are taken. 0 takes them at z, so that x is only an average.
+            the default, 0.9967, to H = 32. With 0, GPA is the inner optimizer.
+        mu_y: μ_y in [0, 1]: the share of x in y. With 0, gradients are taken at z, and x does not influence training.
         options: see `Algorithm`.
 
     Payload: all gradients, every step.

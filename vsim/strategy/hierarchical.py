@@ -19,7 +19,7 @@ from vsim.strategy.when import When, sync_interval
 
 
 class GroupAverage(CommunicationModule):
-    """Average in groups of neighbouring nodes: gradients at every step where H is 1, else weights every H steps.
+    """Average in groups of neighbouring nodes: gradients at every step if H is 1, else weights every H steps.
 
     Args:
         size: nodes in a group: 0 … size − 1, size … 2·size − 1, and so on.
@@ -64,18 +64,18 @@ class HierarchicalStrategy(Algorithm):
         levels = {4: 1, 16: 50}:  g_k ← mean of the gradients in k's group of 4, at every step;
                                   θ_k ← mean of all 16 nodes' weights, after every 50th step
 
-    A group has neighbouring nodes, as `Network.regions` numbers them: an inner level then uses the links inside a
+    A group has neighbouring nodes, in the numbering of `Network.regions`: an inner level then uses the links inside a
     region. If several levels would average weights after the same step, or gradients in a warm-up, only the largest
-    does.
+    level does.
 
     Args:
         levels: nodes in a group → H. Each size is a multiple of the one before, with a longer period; the largest is
             all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H may be a schedule of
             `vsim.strategy.when`.
         outer: an outer optimizer for the largest level, which is then DiLoCo: an `OptimSpec`, class or name.
-        outer_lr: its learning rate.
-        average: merges vectors: for all levels, or size → average. Only the largest level takes clip() and compress(),
-            and rules that need moves.
+        outer_lr: the outer learning rate.
+        average: merges vectors: one average for all levels, or a dict, nodes in a group → average. Only the largest
+            level takes clip(), compress(), and rules that need moves.
         options: see `Algorithm`.
 
     Payload: all gradients or weights at each level, in its groups.

@@ -1,4 +1,4 @@
-"""NoLoCo: DiLoCo without an all-reduce. Every round the nodes meet in random pairs, and no two have equal weights."""
+"""NoLoCo: DiLoCo without an all-reduce. In every round, nodes exchange in random pairs; the nodes' weights differ."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vsim.strategy.when import When, sync_interval
 
 
 class PairCommunicator(CommunicationModule):
-    """After every H-th step each node takes an outer step towards the mean of itself and of a random other node.
+    """Take an outer step on each node towards the mean of this node and a random other node, after every H-th step.
 
         θ_k ← inner optimizer(θ_k, g_k)
-        after every H-th step node k meets one other, j, in pairs drawn each time:
+        after every H-th step, node k is paired with a random node j:
             Δ_k = θ_k − φ_k;  m_k ← α m_k + β (Δ_k + Δ_j) / 2 + γ ((φ_k + φ_j) / 2 − φ_k);  φ_k ← φ_k + m_k;  θ_k ← φ_k
 
-    Each node has its own φ_k; γ pulls the φ_k of a pair together and, since pairs change, all φ_k. If the number of
-    nodes is odd, one has no partner, and takes the step with j = k.
+    Each node has its own φ_k. γ pulls the φ_k of a pair together, and thereby all φ_k, since pairs change. If the
+    number of nodes is odd, one node has no partner, and takes the step with j = k.
 
     Args:
         H: inner steps between rounds, at least 1, or a schedule of `vsim.strategy.when`.
@@ -31,9 +31,8 @@ class PairCommunicator(CommunicationModule):
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
 
     Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
-    drawn a round ahead, so that φ_k travels while the nodes train, and only Δ_k is waited for. In the first round all
-    φ_k are equal and are not sent; the φ_k sent last are not used. The global model that is evaluated is the mean
-    replica.
+    drawn a round ahead, so that φ_k travels while the nodes train, and nodes wait for Δ_k only. In the first round, all
+    φ_k are equal and are not sent; the φ_k sent last are not used. The evaluated global model is the mean replica.
 
     Deviations from the paper: random routing through pipelines is left out. With γ = β the mean of θ_k and θ_j would be
     enough; Δ_k and φ_k are sent nevertheless.
@@ -41,8 +40,8 @@ class PairCommunicator(CommunicationModule):
 
     outer_weights: Tensor  # φ_k, stacked (R, P)
     momentum: Tensor  # m_k, stacked (R, P)
-    pairs: Tensor  # of the next round, both ways, shared (2 · ⌊K / 2⌋, 2)
-    arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all are equal
+    pairs: Tensor  # pairs (src, dst) of the next round, in both directions, shared (2 · ⌊K / 2⌋, 2)
+    arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all φ_k are equal
 
     def __init__(
         self, *, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None
@@ -65,13 +64,13 @@ class PairCommunicator(CommunicationModule):
 
     def attend(self, cluster: Cluster) -> None:
         self.pairs = self._drawn(cluster)
-        if self.arriving is not None:  # partners drawn again, who have not sent φ_j yet
+        if self.arriving is not None:  # the new partners have not sent φ_j yet
             message = (self.outer_weights, self.pairs)
             until = self.when.until_next(cluster) % (self.when.period or sys.maxsize)
             self.arriving = cluster.collectives.start("send", *message, delay=until, label="outer weights")
 
     def sync(self, cluster: Cluster) -> None:
-        # A node without a partner gets its own rows: its own Δ_k, and no pull.
+        # A node without a partner gets its own rows: Δ_j = Δ_k, and φ_j = φ_k.
         own = cluster.weights - self.outer_weights  # Δ_k, stacked (R, P)
         others = cluster.collectives.send(own, self.pairs, label="outer gradient")
         self.momentum.mul_(self.alpha).add_((own + others).mul_(self.beta / 2))

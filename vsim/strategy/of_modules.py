@@ -1,4 +1,4 @@
-"""Strategies that consist of communication modules, and take their arguments."""
+"""Strategies that consist of communication modules, and take the modules' arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def init_of(
     An argument of several modules is passed to all of them; its default is the last module's.
 
     Args:
-        names: a module's name of an argument → the strategy's; None if the strategy does not take the argument.
+        names: a module's name of an argument → the strategy's name for it; None if the strategy does not take it.
         positions: arguments that may be given by position, in this order.
         compose: called with the strategy, its modules, inner_optim, and the options by name.
     """
@@ -59,8 +59,8 @@ def init_of(
 def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | None]) -> str:
     """Return the docstring of a strategy: the strategy's text, and the arguments and sections of its modules.
 
-    One module adds its text without the first paragraph, several modules add none. A section, such as `Payload:`, is
-    the strategy's own if present, otherwise the last module's.
+    A single module adds its text except the first paragraph; several modules add no text. A section, such as
+    `Payload:`, is the strategy's own if present, otherwise the last module's.
     """
     text, sections = _parts(own)
     entries: list[str] = []
@@ -74,7 +74,7 @@ def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | No
 
 
 def _parts(docstring: str) -> tuple[list[str], dict[str, str]]:
-    """Return the paragraphs of a docstring, and its sections by their first words."""
+    """Return the paragraphs of a docstring before its sections, and its sections by their first words."""
     text: list[str] = []
     sections: dict[str, str] = {}
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):

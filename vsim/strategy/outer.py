@@ -21,7 +21,7 @@ NESTEROV = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class SharedWeights(CommunicationModule):
-    """Shared weights φ, which are the global model. Base of modules."""
+    """Base of modules with shared weights φ, which are the global model."""
 
     outer_weights: Tensor  # φ, shared (P,)
 
@@ -34,9 +34,9 @@ class SharedWeights(CommunicationModule):
 
 
 class OuterStep(SharedWeights):
-    """Shared weights φ, and an outer optimizer that steps them by a gradient Δ. Base of modules.
+    """Base of modules with shared weights φ, and an outer optimizer that steps φ by a gradient Δ.
 
-    A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and gives φ to the nodes.
+    A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and copies φ to the nodes.
 
     Attributes:
         default_optim: the default outer optimizer.
@@ -72,10 +72,10 @@ class OuterStep(SharedWeights):
 
 
 def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = NESTEROV) -> OptimSpec:
-    """Return an outer optimizer given as an `OptimSpec`, a class or a name, with `outer_lr` if given.
+    """Return the specification of an outer optimizer: an `OptimSpec`, a class or a name, with `outer_lr` if given.
 
     Raises:
-        ValueError: its learning rate is 0.
+        ValueError: the learning rate is 0.
     """
     spec = resolve_optim("outer optimizer", {"outer_optim": outer_optim}, {"outer_lr": outer_lr}, default)
     if spec.kwargs.get("lr") == 0:
@@ -86,7 +86,7 @@ def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = 
 def outer_optimizer(
     spec: OptimSpec, cluster: Cluster, weights: Tensor, gradient: Tensor, part: Fragment | None = None
 ) -> Optimizer:
-    """Build the optimizer that steps shared `weights` (P,), or a part of them, in place by `gradient` (P,)."""
+    """Build the optimizer that steps shared `weights` (P,), or only the columns of `part`, by `gradient` (P,)."""
     part = part or Fragment(cluster.replicas.layout)
     tensors = part.views if spec.elementwise else part.tensors
     return spec.build_shared(tensors(weights), tensors(gradient), cluster.deterministic)

@@ -50,7 +50,7 @@ class Strategy(Algorithm):
 
     Attributes during a run:
         model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
-        optim: the inner optimizer. num_nodes: K. local_step: completed steps. cluster: everything else.
+        optim: the inner optimizer. num_nodes: K. local_step: the number of completed steps. cluster: everything else.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("_stepped",)
@@ -132,12 +132,12 @@ class Strategy(Algorithm):
     def step(self) -> None:
         """One step of all nodes: gradients → communicate → clip → optimizer → communicate → schedule."""
         self.before_optimizer()
-        if self.cluster.collectives.position.moment == "gradients":  # a subclass may have stepped
+        if self.cluster.collectives.position.moment == "gradients":  # a subclass may have called optim.step()
             super().optimize()
         self.after_optimizer()
 
     def before_optimizer(self) -> None:
-        """Communicate the gradients, then clip them; if a subclass defines `step`, clip before the optimizer steps."""
+        """Communicate the gradients, then clip them; if a subclass defines `step`, `optim.step()` clips them later."""
         self.model.write_back()
         if self.defines_step:
             self.communicate_gradients()
@@ -174,7 +174,7 @@ class Strategy(Algorithm):
             self.clip()
 
         def note(*_: Any) -> None:
-            self.cluster.collectives.position.moment = "weights"  # of everything communicated from now on
+            self.cluster.collectives.position.moment = "weights"  # the moment of all collectives from now on
 
         optimizers = torch_optimizers(self.optim)
         with ExitStack() as hooks, self._as_one_node("step"):
@@ -191,8 +191,8 @@ class Strategy(Algorithm):
     def _as_one_node(self, method: str) -> Iterator[None]:
         """Return a context for a subclass's method, which may communicate and assign tensors, but not mix nodes.
 
-        Only the first step is checked for mixed nodes, since the same code runs at every step. Nodes that share weights
-        have no stacked parameters.
+        Only the first step is checked for mixed nodes, since the same code runs at every step. If nodes share one row
+        of weights, parameters are not stacked, and nothing is checked.
         """
         replicas, is_own = self.cluster.replicas, getattr(type(self), method) is not getattr(Strategy, method)
         shared = len(replicas.weights) != len(replicas.grads)
@@ -211,7 +211,7 @@ class StackedModel(nn.Module):
     """The user's model with stacked parameters (K, *shape), which are views of the node matrix, as are their `.grad`.
 
     Elementwise code that is written for one node (`p.grad.div_(2)`, `p.mul_(0.9)`, `p.grad = sign(p.grad)`) runs
-    for all nodes at once. Trainable parameters only: the frozen ones are shared and never change.
+    for all nodes at once. The model has trainable parameters only; frozen parameters are shared and never change.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -285,7 +285,7 @@ class StateByParameter(defaultdict[Any, Any]):
     """The state of an optimizer that steps all nodes as one matrix, also indexed by the model's stacked parameters.
 
     Args:
-        state: of the optimizer. optimizer: its only parameter is the matrix (R, pitch).
+        state: the optimizer's state. optimizer: steps one parameter, the matrix (R, pitch).
         model: the stacked model whose parameters are the keys.
     """
 
@@ -330,11 +330,11 @@ class StateByParameter(defaultdict[Any, Any]):
 class NoMixing(TorchFunctionMode):
     """A context in which an operation on stacked tensors that gives one result for all nodes raises a ValueError.
 
-    It follows stacked tensors from parameters and their gradients through operations: `p.grad.abs().max()` is found.
+    Results of operations on stacked tensors count as stacked, too, so that `p.grad.abs().max()` is found.
     Functions under `torch.vmap`, indexed tensors (`p.grad[0]`), collectives and optimizers are not checked.
 
     Args:
-        parameters: stacked (K, *shape). method: the method that runs, for the error.
+        parameters: stacked (K, *shape). method: the name of the user's method, for the error.
     """
 
     def __init__(self, parameters: Sequence[Tensor], method: str) -> None:

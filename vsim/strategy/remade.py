@@ -1,4 +1,4 @@
-"""Strategies made from the text of a call, as files keep it."""
+"""Make a strategy from the text of the call that made it, which files keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 10_000  # characters
 
 
 def remade(call: str) -> Algorithm | None:
-    """Return the strategy that a call makes; None if the call has anything but vsim's own classes and plain values.
+    """Return the strategy that a call makes; None if the call uses anything but vsim's classes and plain values.
 
     The text is parsed, not evaluated.
 

@@ -16,7 +16,7 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
     """Set the rows of joining nodes, so that shared `mean` (P,) stays the mean of all N rows.
 
     A joining node starts with a copy of a peer's row of stacked `own` (R, P). N·mean minus the rows of staying nodes is
-    the sum over joining and absent nodes, of which each joining node gets an equal part.
+    the sum of the rows of joining and absent nodes; each joining node gets an equal part of this sum.
     """
     if cluster.plan is None or not (joining := cluster.plan.joining(cluster.step)):
         return
@@ -35,15 +35,15 @@ class ControlVariates(SharedWeights):
             Δ_k = (φ − θ_k) / (H·lr) − c;  c_k ← c_k + Δ_k;  c ← c + n/N · mean_k Δ_k
             φ ← φ + η_g · mean_k (θ_k − φ);  θ_k ← φ
 
-    (φ − θ_k) / (H·lr) + c_k − c is the mean gradient of node k in the round, which c_k becomes. With equal data c_k and
-    c are equal, and this is FedAvg.
+    (φ − θ_k) / (H·lr) + c_k − c is the mean gradient of node k in the round, and becomes the new c_k. With equal data,
+    c_k and c are equal, and this is FedAvg.
 
     Args:
         H: local steps of a round, at least 1.
         outer_lr: η_g, above 0.
 
-    Joining and absent nodes share N·c minus the other nodes' c_k equally: with a copy of a peer's c_k, c would no
-    longer be the mean of the c_k, an error in every later step.
+    N·c minus the c_k of nodes that stay is divided equally among joining and absent nodes. If a joining node copied a
+    peer's c_k instead, c would no longer be the mean of the c_k.
 
     Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
     message. A newly drawn cohort pulls c with the weights; when nodes join, the c_k are summed once.
@@ -52,13 +52,13 @@ class ControlVariates(SharedWeights):
         TypeError: the inner optimizer is not plain SGD: with momentum, for instance, a node's move is not its mean
             gradient.
 
-    Deviations from the paper: under a schedule H·lr is the sum of the round's learning rates; where the sum is 0, as in
-    the first step of a warm-up, the control variates do not change.
+    Deviations from the paper: under a learning-rate schedule, H·lr is the sum of the round's learning rates; if the sum
+    is 0, as in the first step of a warm-up, the control variates do not change.
     """
 
     variate: Tensor  # c, shared (P,)
     variates: Tensor  # c_k, stacked (R, P), a row for each client
-    rates: Tensor  # the sum of the learning rates of each node's steps of the round so far, stacked (R, 1)
+    rates: Tensor  # each node's sum of learning rates over its steps of the round so far, stacked (R, 1)
 
     def __init__(self, *, H: int = 10, outer_lr: float = 1.0) -> None:
         self.H: int = whole_number("H", H)
@@ -99,7 +99,7 @@ class ControlVariates(SharedWeights):
         super().communicate(cluster)
 
     def sync(self, cluster: Cluster) -> None:
-        known = self.rates > 0  # at a rate of 0 nothing has moved
+        known = self.rates > 0  # at a rate of 0, no weight has moved
         moved = (self.outer_weights - cluster.weights).div_(torch.where(known, self.rates, 1.0))  # (R, P)
         changes = moved.sub_(self.variate * known)
         mean = cluster.collectives.all_reduce(cluster.weights, "mean", label="weights")

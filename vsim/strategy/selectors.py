@@ -18,8 +18,8 @@ from vsim.strategy.configured import Configured
 class IndexSelector(Configured):
     """Base of selectors: in every round, choose about a share p of the entries of every tensor.
 
-    All nodes make the same choice: by the round, the layout of the matrix (`cluster.replicas.layout`: the columns of
-    every tensor) and draws from `cluster.generator`, so that no indices are sent.
+    The choice depends only on the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
+    tensor) and draws from `cluster.generator`. It is equal on all nodes, so no indices are sent.
 
     Args:
         p: share of the entries, 0 < p ≤ 1.
@@ -29,14 +29,14 @@ class IndexSelector(Configured):
         self.p = real_number("p", p, above=0, at_most=1)
 
     def setup(self, cluster: Cluster) -> None:
-        """Prepare for a run on `cluster`: make the state that lasts from round to round."""
+        """Prepare for a run on `cluster`: create and declare the state that lasts from round to round."""
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         """Return the entries of a round, counted from 0: distinct columns (m,), ascending, int64, shared."""
         raise NotImplementedError(f"{type(self).__name__} must define select(cluster, round)")
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
-        """Receive the nodes' values at the shared columns `index` (m,): stacked (R, m), or shared (m,)."""
+        """Called when columns `index` (m,) are shared, with the nodes' values: stacked (R, m), or shared (m,)."""
 
 
 class RandomIndexSelector(IndexSelector):
@@ -50,8 +50,8 @@ class RandomIndexSelector(IndexSelector):
 class ShuffledSequentialIndexSelector(IndexSelector):
     """Shuffle every tensor once and cut it into c = ⌈1/p⌉ chunks; round r takes chunk r mod c.
 
-    If c does not divide n, the first chunks are one entry larger. Every entry is shared once in c rounds, at a rate of
-    1/c, which is p if 1/p is whole. A tensor of n < c entries has nothing to share in c − n of the c rounds.
+    If c does not divide a tensor's n entries, its first chunks are one entry larger. Every entry is shared once in c
+    rounds: at a rate of 1/c, which is p if 1/p is whole. If n < c, the tensor shares nothing in c − n of c rounds.
     """
 
     order: Tensor  # shared (P,)
@@ -67,9 +67,9 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
 
 class PartitionedIndexSelector(IndexSelector):
-    """Cut every tensor at random into c = min(⌈1/p⌉, n) parts, one for each round, and again after the last round.
+    """Cut every tensor of n entries at random into c = min(⌈1/p⌉, n) parts, one per round; cut again after c rounds.
 
-    Every entry of a tensor of n entries is shared once in every c rounds; the parts differ by at most one entry.
+    Every entry is shared once in every c rounds; the sizes of the parts differ by at most one entry.
     """
 
     orders: list[Tensor]  # shared
@@ -77,7 +77,7 @@ class PartitionedIndexSelector(IndexSelector):
 
     def setup(self, cluster: Cluster) -> None:
         most = round_up(1 / self.p)
-        # Tensors of equal c are cut together: all long ones, and all tensors of each length below ⌈1/p⌉.
+        # Tensors of equal c are cut together: all of at least ⌈1/p⌉ entries, and all of each smaller number of entries.
         counts = [min(most, max(1, c.stop - c.start)) for c in cluster.replicas.layout]
         self.counts = sorted(set(counts))
         self.members = [
@@ -98,7 +98,7 @@ class PartitionedIndexSelector(IndexSelector):
 
 
 def round_up(x: float) -> int:
-    """Return ⌈x⌉, but the whole number next to x if x differs by rounding errors only (1 / (1 / 49) > 49)."""
+    """Return ⌈x⌉; if x exceeds a whole number by rounding errors only, return that number (1 / (1 / 49) > 49)."""
     return math.ceil(min(x, 2.0**62) * (1 - 1e-12))
 
 
@@ -106,8 +106,8 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
     """Cut every tensor at random into `count` chunks; a tensor of fewer entries gets empty chunks.
 
     Returns:
-        The columns of all tensors (n,), the first chunks' in front, ascending in every chunk, on the weights' device;
-        and the chunks' starts and stops in this tensor, on the CPU, without empty chunks at the end.
+        The columns (n,) of all tensors, chunk after chunk, ascending within a chunk, on the weights' device; and the
+        chunks' starts and stops in these columns, on the CPU, without empty chunks at the end.
     """
     cuts = [chunk_sizes(t.stop - t.start, min(count, max(1, t.stop - t.start))) for t in tensors]
     sizes = torch.zeros(max(map(len, cuts)), dtype=torch.int64)
@@ -118,7 +118,7 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
         return cluster.weights.new_empty(int(bounds[-1]), dtype=torch.int64), bounds
     columns, chunk_of = [], []
     for tensor, own in zip(tensors, cuts, strict=True):
-        # Few kinds of small integers sort fastest.
+        # Sort the chunks' numbers, not random numbers: few small integers sort fastest.
         numbers = torch.arange(len(own), dtype=torch.int16 if count < 2**15 else torch.int64)
         shuffled = torch.empty(tensor.stop - tensor.start, dtype=numbers.dtype)
         shuffled[torch.randperm(len(shuffled), generator=cluster.generator)] = numbers.repeat_interleave(

@@ -30,12 +30,12 @@ class SparseLoCoCommunicator(SharedWeights):
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
 
-    Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, for n = min(k, h·w) values of
-    every tile (h, w), V of all tiles together, with b bits each, the payload is
+    Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, with n = min(k, h·w) values
+    per tile (h, w), V values in all tiles and b bits per value, the payload is
 
         ceil(Σ n · ceil(log2(h·w)) / 8) + ceil(V · b / 8) + 4 · 2^b · ceil(V / (256 · 2^b))
 
-    bytes: the indices, the values, and their tables, an eighth of a bit per value.
+    bytes: the indices, the codes, and the tables that decode them (an eighth of a bit per value).
 
     Deviation from the authors' code: one table for every 1024 values, not for every tensor.
     """

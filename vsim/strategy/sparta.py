@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_RATE = 0.005
-# EXO Gym's strategies' names for the module's arguments, and its other arguments by position.
+# The names of the module's arguments in EXO Gym's strategies, and its other arguments that may be positional.
 NAMES = {"sparsification_rate": "p_sparta", "every": "sparta_interval"}
 OF_SPARTA = ("index_selector", "async_delay", "compression_method", "quantization_bits")
 
@@ -52,19 +52,19 @@ class SparseCommunicator(CommunicationModule):
         sparsification_rate: p, the share of the entries, 0 < p ≤ 1; default 0.005. Give either this rate or an
             `index_selector`.
         every: steps of a round, at least 1.
-        async_delay: d, rounds until a mean is written: round r + d writes the mean of round r into the entries of round
-            r, overwriting the nodes' changes since then. The means of the last d rounds of a run are never written.
+        async_delay: d, rounds until a mean is written: at the end of round r + d, the mean of round r overwrites the
+            entries S of round r, and so the nodes' changes since. Means of a run's last d rounds are never written.
         compression_method: "random": the selector chooses S. "topk": every node nominates, of every tensor of n
             entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
-        quantization_bits: b, 1 to 16: before the mean a node rounds its values to b bits, uniformly, with a scale for
-            every tensor (see `vsim_kernels.quantize`), and all gather the values. None: as they are, by an all-reduce.
+        quantization_bits: b, 1 to 16: a node rounds its values to b bits, uniformly, with a scale for every tensor (see
+            `vsim_kernels.quantize`), and an all-gather sends them. None: an all-reduce averages the exact values.
         mask: "seed": all nodes draw S from the run's seed, at no cost. "broadcast": node 0 sends a mask.
 
     Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S:
         the values      4·m; with b bits ⌈m·b / 8⌉ + 4 · (tensors that have an entry in S)
         mask            P, a byte an entry, if it is broadcast
         nominations     4 · Σ ⌈p·n⌉ with "topk", whose m lies between Σ ⌈p·n⌉ and K times that
-    In a round without entries no values are sent.
+    If S is empty, no values are sent.
 
     Raises:
         TypeError: two arguments contradict each other.
@@ -128,11 +128,11 @@ class SparseCommunicator(CommunicationModule):
             self.index_selector.note_shared(index, averaged)
 
     def _send(self, cluster: Cluster, index: Tensor, values: Tensor) -> Pending:
-        """Start averaging the nodes' `values` (R, m), as they are sent, into a mean (m,)."""
+        """Start averaging the nodes' `values` (R, m), rounded to `quantization_bits` if given, into a mean (m,)."""
         start = partial(cluster.collectives.start, delay=self.async_delay * self.H, label="sparse weights")
         if self.quantization_bits is None:
             return start("all_reduce", values, "mean")
-        stops = torch.searchsorted(index, self.tensor_stops).cpu()  # where in `index` the tensors end
+        stops = torch.searchsorted(index, self.tensor_stops).cpu()  # positions in `index` at which tensors end
         tensors = [part for part in values.tensor_split(stops[:-1], dim=1) if part.numel()]
         scale_bytes = max(4, values.element_size())
         payload = math.ceil(index.numel() * self.quantization_bits / 8) + scale_bytes * len(tensors)
@@ -211,8 +211,8 @@ class SPARTADiLoCoStrategy(
         after every `sparta_interval`-th step:  θ_k[S] ← mean_j θ_j[S]
         then, after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    The two parts are independent: with an `async_delay`, means from before a sync are written after it, and "topk"
-    treats the move of a sync like any other.
+    SPARTA and DiLoCo are independent: with an `async_delay`, SPARTA's means from before a sync of DiLoCo are written
+    after the sync, and "topk" treats the move of a sync like any other move.
 
     Payload: 4·p·P bytes every `sparta_interval` steps on average, and all weights every H steps.
     """

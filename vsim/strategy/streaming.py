@@ -20,7 +20,7 @@ from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
 class StreamingDiLoCoCommunicator(CommunicationModule):
-    """DiLoCo's sync, one fragment of the weights at a time, and applied later.
+    """Sync as in DiLoCo, but one fragment of the weights at a time, and apply the result later.
 
         θ_k ← inner optimizer(θ_k, g_k)
         fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
@@ -32,26 +32,26 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
     Args:
         H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
         outer_optim, outer_lr: see `DiLoCoCommunicator`.
-        fragments: P; or P lists of names of parameters, or of modules for all parameters in them. Default: a fragment
+        fragments: P; or P lists of names of parameters or of modules (with all their parameters). Default: a fragment
             for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
             norm, head) are in the first fragment. With more fragments than layers, the modules in the layers are
             distributed.
         pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
-        outer_step: "due": φ is stepped when the mean is due, as in the paper; "send": when the mean is sent; only the
-            nodes' weights change later. The nodes' weights are equal either way; the global model differs until then.
+        outer_step: when φ is stepped: "due", when the mean is due, as in the paper; "send", when the mean is sent. The
+            nodes' weights are the same either way; the global model φ differs between sending and due.
         average: merges the Δ_k of each fragment, such as "mean" or, in the paper, compress(FP4()); see
             `vsim.strategy.average`.
 
     Payload: each fragment's weights, or the messages of `average`, every H steps.
 
-    Deviations from the paper: steps count a run's steps, not a fragment's.
+    Deviations from the paper: H and τ count steps of the run, not of a fragment.
     """
 
     outer_weights: Tensor  # φ, shared (P,)
     outer_optims: list[Optimizer]  # one for each fragment
-    pending: list[tuple[int, Pending]]  # fragment, and its Δ (n,)
+    pending: list[tuple[int, Pending]]  # (number of a fragment, its Δ (n,)), the oldest first
     derived = ("outer_gradient", "parts")
 
     def __init__(
@@ -110,20 +110,20 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
             self._mix(cluster, i)
 
     def _send(self, cluster: Cluster, i: int) -> Pending:
-        """Start averaging φ − θ_k of a fragment."""
+        """Start averaging φ − θ_k on fragment i."""
         part = self.parts[i]
         label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
         phi, rows = part.of(self.outer_weights), part.of(cluster.weights)  # (n,), (R, n)
         return self.averages[i].start_of_distances(phi, rows, part.alone(cluster), label, self.delay)
 
     def _step(self, i: int, delta: Tensor) -> None:
-        """φ ← outer(φ, Δ) on a fragment, with Δ (n,)."""
+        """φ ← outer optimizer(φ, Δ) on fragment i, with Δ (n,)."""
         for own, piece in zip(self.parts[i].views(self.outer_gradient), self.parts[i].cut(delta), strict=True):
             own.copy_(piece)
         self.outer_optims[i].step()
 
     def _mix(self, cluster: Cluster, i: int) -> None:
-        """θ_k ← α θ_k + (1 − α) φ on a fragment."""
+        """θ_k ← α θ_k + (1 − α) φ on fragment i."""
         part = self.parts[i]
         for own, phi in zip(part.views(cluster.weights), part.views(self.outer_weights), strict=True):
             if self.mixing:

@@ -1,7 +1,7 @@
-"""When nodes synchronize: a number of steps H, or a schedule of it.
+"""When nodes synchronize: after every H-th step, or by a schedule.
 
-After each sync, a schedule gives the step of the next. `CommunicationModule` asks the schedule at every step, and calls
-`sync` when due.
+After each sync, a schedule gives the step of the next sync. `CommunicationModule` asks the schedule at every step, and
+calls `sync` when it is due.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vsim.strategy.configured import Configured
 class When(Configured):
     """A schedule of syncs. A subclass defines `after`."""
 
-    needs_compute = False  # whether compute seconds decide
-    has_warmup = False  # whether it defines `is_warmup`
+    needs_compute = False  # whether syncs depend on compute seconds
+    has_warmup = False  # whether the class defines `is_warmup`
     next: int  # the step of the next sync, shared
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -34,9 +34,9 @@ class When(Configured):
         """Return the step of the next sync.
 
         Args:
-            step: of the last sync; 0 at the start.
-            lr: the inner learning rate of the next step. steps_left: in the run. seconds: the nodes' compute seconds,
-                if known.
+            step: the step of the last sync; 0 at the start.
+            lr: the inner learning rate of the next step. steps_left: the run's steps after `step`. seconds: the nodes'
+                compute seconds, if known.
         """
         raise NotImplementedError(f"{type(self).__name__} must define after(step, lr, steps_left, seconds)")
 
@@ -72,13 +72,13 @@ class When(Configured):
         return None
 
     def until_next(self, cluster: Cluster) -> int:
-        """Return the steps from a sync at `cluster.step` to the next."""
+        """Return the number of steps from a sync at `cluster.step` to the next sync."""
         return self.next - cluster.step
 
 
 @dataclass(eq=False)
 class Every(When):
-    """After every H-th step: when t % H == 0."""
+    """Sync after every H-th step of the run: when t % H == 0."""
 
     H: int
 
@@ -90,7 +90,7 @@ class Every(When):
         return self.H
 
     def setup(self, cluster: Cluster) -> None:
-        """Do nothing: the step number decides alone."""
+        """Do nothing: a sync depends on the step number alone."""
 
     def is_due(self, cluster: Cluster) -> bool:
         return cluster.step % self.H == 0
@@ -112,11 +112,11 @@ class QSR(When):
         H = minimum during the warm-up, then max(minimum, ⌊(alpha / lr)^power⌋), at most the steps that are left
 
     Args:
-        alpha: above 0. minimum: of H, at least 1.
-        warmup_steps: completed steps up to which H is the minimum.
+        alpha: see above; above 0. minimum: the smallest H, at least 1.
+        warmup_steps: the number of first steps in which H is the minimum.
         power: 2 in the paper; 3 is its cubic rule.
 
-    lr is the inner learning rate of the first step after a sync, with which the round begins.
+    lr is the inner learning rate of the first step after a sync.
 
     Source: Gu et al. 2024 [arXiv:2310.14423], with the authors' code.
     """
@@ -141,7 +141,7 @@ class QSR(When):
 
 @dataclass(eq=False)
 class PostLocal(When):
-    """Average gradients at each of the first steps, and weights from then on.
+    """Average gradients at each of the first w steps, and weights from then on.
 
     The strategy's `average` merges the gradients of all nodes; its clip() and compress() then apply to gradients.
     Gradients of personal parameters stay with their client.
@@ -194,7 +194,7 @@ class Seconds(When):
     def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         if seconds is None:
             raise TypeError(f"H={self!r} goes by compute seconds: give fit(…, compute=Compute(0.8, …))")
-        few, many = 1, 2  # a number of steps that fits, or one; a number that may not
+        few, many = 1, 2  # `few` steps fit, or are 1; `many` may not fit
         while many <= steps_left and self._fit(seconds, step, many):
             few, many = many, 2 * many
         while many - few > 1:
@@ -220,7 +220,7 @@ def schedule_of(H: int | When) -> When:
 
 
 def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
-    """Return the steps of all syncs of a run, given the learning rates of every step and of the one after the last."""
+    """Return the steps of all syncs of a run, given the rates of all steps and of the step after the last."""
     found, step = [], 0
     while (step := when.after(step, rates[step], max_steps - step, seconds)) <= max_steps:
         found.append(step)

@@ -3,8 +3,8 @@
     mean("examples") | clip("median") | compress(TopK(0.01), error_feedback=0.9)
 
 A rule (`mean`, `median`, `krum`, …) merges the vectors. Before the rule, `clip` limits the length of every node's
-vector, and `compress` sends the vector with fewer bytes. Default: the mean, with neither. `mean()` returns a `Mean`,
-and so on; for a rule of your own, subclass `Rule`.
+vector, and `compress` sends the vector with fewer bytes. Default: the mean alone. `mean()` returns a `Mean`, `median()`
+a `Median`, and so on; for a rule of your own, subclass `Rule`.
 """
 
 from vsim.strategy.average.base import COUNTS, Average, Mean, Part, Rule

@@ -49,10 +49,10 @@ class Rule(Part):
 
     Attributes:
         by: a node's weight: "nodes" (equal weights), "examples" (its number of examples) or "tokens".
-        by_tensor: whether the rule is called once per parameter, not with all of them as one vector (P,). Embeddings
-            then take the mean, since most rows of a lookup table change on few nodes only.
-        of_moves: whether the rule uses lengths or directions, so that the vectors must be moves or gradients, not
-            weights.
+        by_tensor: whether the rule is called once per parameter, not with all parameters as one vector (P,).
+            Embeddings then take the mean, since most rows of a lookup table change on few nodes only.
+        of_moves: whether the rule uses lengths or directions, so that the vectors must be moves (changes of the
+            weights since the last sync) or gradients, not weights.
     """
 
     role = "rule"
@@ -61,11 +61,11 @@ class Rule(Part):
     of_moves = False
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Merge stacked rows (n, *shape) into (*shape), by weights (n,) of sum 1, or None. Default: the mean."""
+        """Merge stacked rows (n, *shape) into (*shape); weights (n,) sum to 1, None: equal. Default: the mean."""
         return reduce_rows(rows, "mean", weights)
 
     def of_mean(self, mean: Tensor) -> Tensor:
-        """Return what replaces the mean (*shape). Default: the mean itself."""
+        """Return the tensor that replaces the mean (*shape). Default: the mean itself."""
         return mean
 
     def check(self, num_nodes: int) -> None:
@@ -141,7 +141,7 @@ class Average(Stateful, Part):
 
     def __init__(self, *parts: Part) -> None:
         self.attack: Attack | None = next((part.attack for part in parts if isinstance(part, Average)), None)
-        self.refuses_attack = ""  # why attackers cannot replace its vectors; "" if they can
+        self.refuses_attack = ""  # why attackers cannot replace the averaged vectors; "" if they can
         self.rule: Rule = Mean()
         self.limit: Any = None  # a `Clip`
         self.message: Any = None  # a `Compress`
@@ -207,9 +207,9 @@ class Average(Stateful, Part):
         return self.rule.over_nodes(rows, cluster, label, among, self.weights(cluster))
 
     def of_distances(self, origin: Tensor, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
-        """Average origin − rows, of a shared tensor (P,) and stacked rows (R, P): shared (P,).
+        """Average origin − rows over the nodes, for shared `origin` (P,) and stacked `rows` (R, P): shared (P,).
 
-        `origin` is equal on all nodes, so that a mean sends the rows unchanged.
+        A plain mean averages the rows themselves, and subtracts the result from `origin`, which all nodes have.
         """
         if self.is_mean:
             return origin - self(rows, cluster, label)
@@ -224,7 +224,7 @@ class Average(Stateful, Part):
         return arriving.then(lambda mean: origin - mean)
 
     def of_arrivals(self, rows: Tensor, replicas: Replicas, weights: Tensor | None) -> Tensor:
-        """Average stacked rows (n, P) that have arrived at a server, by weights (n,) that sum to 1, or None: (P,)."""
+        """Average rows (n, P) that have arrived at a server into (P,); weights (n,) sum to 1, None: equal weights."""
         if self.limit is not None:
             norms = norms_of(rows)
             self.limit.scale(rows, norms, norms)
@@ -235,7 +235,7 @@ class Average(Stateful, Part):
 
 
 def finite_rows(rows: Tensor) -> Tensor:
-    """Return the rows of (n, …) whose values are all finite; all rows if there are none."""
+    """Return the rows of (n, …) whose values are all finite; all rows if no row is finite."""
     if rows.is_meta or not rows.is_floating_point() or bool(rows.sum().isfinite()):
         return rows
     finite = rows.reshape(len(rows), -1).isfinite().all(1)

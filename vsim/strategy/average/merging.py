@@ -21,7 +21,7 @@ from vsim.strategy.selectors import round_up
 class RDA(Rule):
     """For every parameter, the mean length in the mean direction: (Σ w‖v‖ / Σ w) · φ(Σ w·φ(v)), φ(v) = v / ‖v‖.
 
-    Vectors that point apart have a short mean; this rule keeps their length. φ(0) = 0.
+    The mean of vectors in different directions is short; this rule keeps the vectors' length. φ(0) = 0.
 
     Source: Decoupled DiLoCo [arXiv:2604.21428].
     """
@@ -43,7 +43,7 @@ class RDA(Rule):
 class Iso(Rule):
     """The mean, with the singular values of every matrix replaced by their mean: an all-reduce, and an SVD per matrix.
 
-    A tensor of more than two dimensions is a matrix (out, rest); vectors stay as they are.
+    A tensor of more than two dimensions counts as a matrix (out, rest); vectors take the plain mean.
 
     Source: IsoLoCo [arXiv:2607.03011].
     """
@@ -68,7 +68,7 @@ class TIES(Rule):
     """Keep each node's largest entries, then average over the nodes that agree with the sign of the sum.
 
     Args:
-        share: of all parameters' entries, kept by each node; in (0, 1].
+        share: the share of all parameters' entries that each node keeps, in (0, 1].
 
     Source: TIES-Merging [Yadav et al. 2023, arXiv:2306.01708]; for moves arXiv:2607.03011.
     """
@@ -90,8 +90,8 @@ class TIES(Rule):
 
 @dataclass(frozen=True, repr=False)
 class TSV(Rule):
-    """For every matrix, join the top 1/n singular parts of each of n nodes, and orthogonalize the factors: U Σ Vᵀ,
-    where U = P_U Q_Uᵀ for the joined left vectors P_U D Q_Uᵀ, and V in the same way. Vectors take the mean.
+    """For every matrix, join the top 1/n singular vectors of each of n nodes, and orthogonalize them: U Σ Vᵀ, where
+    U = P Qᵀ if P D Qᵀ is the SVD of the joined left vectors; V, of the right vectors. A vector takes the mean.
 
     Source: task singular vectors [Gargiulo et al. 2024, arXiv:2412.00081]; for moves arXiv:2607.03011.
     """
@@ -143,7 +143,7 @@ class Edit(Rule):
 
 
 def tensor_norms(rows: Tensor, cluster: Cluster) -> Tensor:
-    """Return the 2-norms of every parameter tensor of stacked `rows` (R, P): (R, L)."""
+    """Return the 2-norm of each of the L parameter tensors in stacked `rows` (R, P): (R, L)."""
     views = list(cluster.replicas.views(rows).values())
 
     def norms(*tensors: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def tensor_norms(rows: Tensor, cluster: Cluster) -> Tensor:
 
 
 def weighted_by_tensor(rows: Tensor, shares: Tensor, cluster: Cluster, label: str) -> Tensor:
-    """Add up stacked rows (R, P), each tensor weighted by `shares` (K, L): shared (P,). `rows` is overwritten."""
+    """Sum `rows` (R, P) over the nodes, each parameter tensor weighted by `shares` (K, L); `rows` is overwritten."""
     nodes = cluster.replicas.nodes
     for view, weight in zip(cluster.replicas.views(rows).values(), shares[nodes.start : nodes.stop].T, strict=True):
         view.mul_(weight.view(-1, *[1] * (view.dim() - 1)))

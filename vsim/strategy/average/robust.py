@@ -18,12 +18,12 @@ from vsim.strategy.selectors import round_up
 
 @dataclass(frozen=True, repr=False)
 class TrimmedMean(Rule):
-    """The mean of every entry without its ⌈share·n⌉ smallest and largest values; always keep the middle one or two.
+    """The mean of every entry without its ⌈share·n⌉ smallest and ⌈share·n⌉ largest values; the middle 1 or 2 stay.
 
     Vectors that are not finite are left out first.
 
     Args:
-        share: in (0, 0.5].
+        share: the share of values to leave out on each side, in (0, 0.5].
 
     Source: Yin et al. 2018 [arXiv:1803.01498].
     """
@@ -48,7 +48,7 @@ class Median(TrimmedMean):
 
 @dataclass(frozen=True, repr=False)
 class Krum(Rule):
-    """The vector with the least sum of squared distances to its n − faulty − 2 nearest others; ties go to the first.
+    """The vector with the least sum of squared distances to its n − faulty − 2 nearest vectors; the first if several.
 
     A vector that is not finite is never chosen.
 
@@ -74,7 +74,7 @@ class Krum(Rule):
         near, rows = len(rows) - self.faulty - 2, finite_rows(rows)
         flat = rows.reshape(len(rows), -1)
         squares = torch.stack([torch.linalg.vector_norm(flat - row, dim=1) ** 2 for row in flat])  # (n, n)
-        nearest = squares.sort(dim=1).values[:, 1 : 1 + near]  # a row itself is first
+        nearest = squares.sort(dim=1).values[:, 1 : 1 + near]  # without the row itself, at distance 0
         return rows.index_select(0, nearest.sum(1).argmin(0, keepdim=True))[0]
 
 
@@ -87,7 +87,7 @@ class GeometricMedian(Rule):
     Vectors that are not finite are left out first.
 
     Args:
-        rounds: at least 1.
+        rounds: the number of iterations, at least 1.
 
     Source: RFA [Pillutla et al. 2019, arXiv:1912.13445], with equal weights of the nodes.
     """
@@ -109,12 +109,12 @@ class GeometricMedian(Rule):
 class CenteredClip(Stateful, Rule):
     """Move from the last average v by clipped distances:  v ← v + 1/n Σ_k (v_k − v) min(1, radius / ‖v_k − v‖)
 
-    At first v = 0. Vectors that are not finite are left out.
+    v starts at 0. Vectors that are not finite are left out.
 
     Args:
-        radius: above 0. rounds: iterations in one average, at least 1.
+        radius: the largest distance that is not clipped, above 0. rounds: iterations in one average, at least 1.
 
-    Source: Karimireddy et al. 2021 [arXiv:2012.10333], whose nodes send momentum.
+    Source: Karimireddy et al. 2021 [arXiv:2012.10333], where nodes send momentum.
     """
 
     of_moves = True

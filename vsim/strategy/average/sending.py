@@ -18,10 +18,10 @@ from vsim.strategy.compression.base import Compressor, by_node
 
 @dataclass(frozen=True, repr=False)
 class Clip(Part):
-    """Scale every node's vector down to a largest 2-norm.
+    """Scale down every node's vector whose 2-norm exceeds a limit.
 
     Args:
-        norm: the largest norm, above 0; or "median" of all nodes' norms, which the nodes gather, 4 bytes each.
+        norm: the limit, above 0; or "median", the median of all nodes' norms, which are gathered at 4 bytes per node.
     """
 
     role = "limit"
@@ -52,8 +52,8 @@ class Compress(Stateful, Part):
 
     Args:
         compressor: C, and how its messages are averaged. A copy is used.
-        error_feedback: β in [0, 1]. True is 1, False 0. Default: 1 for a contractive compressor; 0 for others, whose
-            errors would grow.
+        error_feedback: β in [0, 1]. True is 1, False 0. Default: 1 for a contractive compressor; 0 for other
+            compressors, with which the errors would grow.
 
     Payload: the compressor's.
 

@@ -49,9 +49,9 @@ class Compressor(Configured):
         """Send the nodes' tensors, and return the average of the messages.
 
         Args:
-            arranged: from `arrange`; overwritten, by a contractive compressor with the errors of the messages.
+            arranged: from `arrange`; overwritten. A contractive compressor leaves the messages' errors in it.
             cluster: the nodes.
-            label: its name in the ledger.
+            label: the name of the messages in the ledger.
 
         Returns:
             Shared tensors (…), arranged in the same way.
@@ -60,11 +60,11 @@ class Compressor(Configured):
 
 
 def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor) -> Result:
-    """Return function(*stacked), a stacked tensor or a tuple of them.
+    """Return function(*stacked), a stacked tensor or a tuple of stacked tensors.
 
-    A deterministic run calls the function node by node, on tensors that lie in memory like those of one node: matrix
-    products and sums may round a row differently if there are more rows or the row lies elsewhere, and results must not
-    depend on the number of nodes held here.
+    A deterministic run calls the function node by node, on tensors placed in memory as in a run with one node. Results
+    could otherwise depend on the number of nodes held here, because products and sums may round a row differently with
+    more rows or with another alignment.
     """
     if not cluster.deterministic:
         return function(*stacked)
@@ -76,7 +76,7 @@ def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor)
 
 
 def average_message(parts: Sequence[Tensor], cluster: Cluster, label: str) -> list[Tensor]:
-    """Average stacked tensors (R, …) that travel as one message, in one all-reduce: shared tensors (…)."""
+    """Average stacked tensors (R, …) as one message, in one all-reduce; return shared tensors (…)."""
     if not parts:
         return []
     mean = cluster.collectives.all_reduce(torch.cat([part.flatten(1) for part in parts], dim=1), "mean", label=label)
@@ -85,12 +85,12 @@ def average_message(parts: Sequence[Tensor], cluster: Cluster, label: str) -> li
 
 
 def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
-    """All-gather stacked tensors (R, …) that travel as one message: shared tensors (K, …), one event."""
+    """All-gather stacked tensors (R, …) as one message, with one event; return shared tensors (K, …)."""
     return _as_one(cluster.collectives.all_gather, parts, cluster, label, payload_bytes)
 
 
 def swap_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
-    """Give every node its part of stacked tensors (R, K, …), which travel as one message: equal shapes, one event."""
+    """Exchange stacked tensors (R, K, …) all-to-all as one message, with one event; shapes stay."""
     return _as_one(cluster.collectives.all_to_all, parts, cluster, label, payload_bytes)
 
 
@@ -111,13 +111,12 @@ def gather_entries(
     label: str,
     payload_bytes: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """All-gather entries, places and values in one message: from (R, …) each to (K, …).
-
-    The places of all `index` tensors come back in one tensor.
+    """All-gather sparse entries in one message: their places (in one tensor) and values, (R, …) → (K, …).
 
     Args:
-        index: tensors (R, n) of places; `sizes` has the number of entries that each chooses from.
-        index_bytes: "int64"; or "packed", so that they travel as bits.
+        index: tensors (R, n) of places. sizes: for each of them, the number of entries that its places index.
+        message: the tensors of the values.
+        index_bytes: "int64"; or "packed", to send places as bits.
     """
     counts, widths = [places.shape[1] for places in index], [(size - 1).bit_length() for size in sizes]
     packed = index_bytes == "packed"
@@ -139,10 +138,10 @@ def sparse_bytes(entries: Sequence[tuple[int, int]], index_bytes: str, value_byt
 
 
 def bits_to_bytes(bits: int) -> int:
-    """Return the number of bytes that hold these bits."""
+    """Return the number of bytes that hold `bits` bits."""
     return -(-bits // 8)
 
 
 def entry_count(fraction: float, size: int) -> int:
-    """Return the number of entries that a fraction of `size` means, at least 1."""
+    """Return the number of entries in a fraction of `size` entries, rounded, at least 1."""
     return max(1, round(fraction * size))

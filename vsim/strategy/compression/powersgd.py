@@ -1,4 +1,4 @@
-"""PowerSGD: send the gradient of a matrix as the product of two thin ones."""
+"""PowerSGD: send the gradient of a matrix as the product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vsim.strategy.compression.base import Compressor, average_message, by_node
 
 
 class PowerSGD(Compressor):
-    """Take one step of power iteration per round, on every parameter of at least two dimensions: M_k (n, m) on node k,
-    folded to (out, rest).
+    """Take one step of power iteration per round, on every parameter of at least two dimensions, folded to a matrix
+    (out, rest): M_k (n, m) on node k.
 
         P = orthogonalize(mean_k M_k Q);  Q ← mean_k M_kᵀ P;  the average is P Qᵀ
 
@@ -31,9 +31,9 @@ class PowerSGD(Compressor):
 
     Source: PowerSGD [Vogels et al. 2019, arXiv:1905.13727], algorithms 1 and 2.
 
-    Deviation from the authors' code: the error is M_k − P (M_kᵀ P)ᵀ, with the node's right factor in place of the mean
-    of all. Only the mean of the errors enters later rounds, and is the same, but a node's error does not grow with the
-    distance between the nodes.
+    Deviation from the authors' code: the error is M_k − P (M_kᵀ P)ᵀ, with the node's own right factor in place of the
+    mean over nodes. The mean of the errors, which alone enters later rounds, is the same, but a node's error does not
+    grow with the distance between the nodes.
     """
 
     q: list[Tensor]  # shared (L, m, r), for the L matrices of each shape

@@ -1,4 +1,4 @@
-"""Codes of a few bits for every entry: uniform, by the sign, by exponents, by bins, at random."""
+"""Quantizers: a code of a few bits for every entry (uniform, sign, exponent, bin or random)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from vsim.strategy.compression.base import Compressor, bits_to_bytes, by_node, g
 class BlockQuantizer(Compressor):
     """Send a code of a few bits for every entry, and a scale for every block of entries; average code · scale.
 
-    Subclasses set `bits` of a code, and define `encode`; also `decode` and `scales`, where a code is decoded with more
-    than one number.
+    Subclasses set `bits`, the bits of a code, and define `encode`. If a block is decoded with more than one number,
+    they also set `scales`, and define `decode`.
 
     Args:
         block_size: consecutive entries that share a scale; the last block may be shorter.
@@ -36,8 +36,8 @@ class BlockQuantizer(Compressor):
             quantizes the mean again, so that a node transmits 2 (K − 1)/K messages in place of K − 1. A node adds K
             times the error of its mean to its own error, so that nothing is lost. Off by default.
 
-    Payload: ceil(P · bits / 8) + 4 · ceil(P / block_size) bytes, S(P) for short. One all-gather. In two stages
-    K · S(ceil(P / K)), all-to-all, then S(ceil(P / K)), all-gather.
+    Payload: S(P) = ceil(P · bits / 8) + 4 · ceil(P / block_size) bytes. One all-gather. In two stages:
+    K · S(ceil(P / K)) bytes in an all-to-all, then S(ceil(P / K)) bytes in an all-gather.
 
     Source of the two stages: 1-bit Adam [Tang et al. 2021, arXiv:2102.02888], section 4.2.
     """
@@ -88,7 +88,7 @@ class BlockQuantizer(Compressor):
         return decoded.flatten()[:size]
 
     def encoded(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the message of stacked `rows` (R, …, P): codes and scales of whole blocks, then of the rest."""
+        """Return the message of stacked `rows` (R, …, P): codes and scales of whole blocks, then of a shorter block."""
         message: list[Tensor] = []
         for blocks in zip(*map(self._blocks, self.operands(rows)), strict=True):
             message += by_node(cluster, self.encode, *blocks)
@@ -102,7 +102,7 @@ class BlockQuantizer(Compressor):
         return decoded
 
     def payload_bytes(self, size: int, value_bytes: int) -> int:
-        """Return the bytes of a message of `size` entries, with `value_bytes`, but at least 4, for each scale."""
+        """Return the bytes of a message of `size` entries; a scale has `value_bytes` bytes, but at least 4."""
         blocks = -(-size // self.block_size)
         return bits_to_bytes(size * self.bits) + blocks * self.scales * max(4, value_bytes)
 
@@ -163,8 +163,8 @@ class FP4(BlockQuantizer):
     """Round every entry to the nearest of 0 and ±2^−6, ±2^−5, … ±1 times max|x| of its block: E3M0, which has a sign,
     three bits of exponent, and no mantissa.
 
-    The smallest exponent stands for 0; ties round to the larger value. Decoded values are averaged in the precision of
-    the weights.
+    The smallest exponent stands for 0; ties round to the larger magnitude. Decoded values are averaged in the precision
+    of the weights.
 
     Args:
         block_size: consecutive entries that share max|x|.
@@ -193,7 +193,7 @@ def _e3m0(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class StatisticalQuantizer(BlockQuantizer):
-    """Send every entry as one of 2^bits bins, each 6 / 2^bits standard deviations wide, around the mean of its block:
+    """Send every entry as one of 2^bits bins around the mean of its block, each 6 / 2^bits standard deviations wide:
 
         shift = mean(x);  scale = 6 · std(x) / 2^bits
         code = round((x − shift) / scale + 2^bits / 2) in 0 … 2^bits − 1;  value = the mean of the x with this code
@@ -209,7 +209,7 @@ class StatisticalQuantizer(BlockQuantizer):
 
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706]; INTELLECT-1 [Jaghouar et al. 2024, arXiv:2412.01152].
 
-    Deviation from the authors' codes: one table for every block, not for every tensor.
+    Deviation from the authors' codes: one table of values for every block, not for every tensor.
     """
 
     def __init__(self, bits: int = 8, block_size: int | None = None, two_stage: bool = False) -> None:
@@ -226,7 +226,7 @@ class StatisticalQuantizer(BlockQuantizer):
 
 
 class QSGD(BlockQuantizer):
-    """Round every entry at random to one of its neighbours on the grid ‖x‖₂ / s of its block, unbiased.
+    """Round every entry at random, without bias, to one of the two nearest multiples of ‖x‖₂ / s; x: its block.
 
     The expectation of the result is the mean, so that no error is fed back. Every node has its own random numbers for
     rounding, with a seed from the shared generator.
@@ -244,7 +244,7 @@ class QSGD(BlockQuantizer):
     """
 
     contractive = False
-    streams: list[torch.Generator]  # of the nodes held here
+    streams: list[torch.Generator]  # one for each node held here
 
     def __init__(self, levels: int = 7, block_size: int = 512, two_stage: bool = False) -> None:
         super().__init__(block_size, two_stage)

@@ -1,4 +1,4 @@
-"""The largest entries of each node, or the same random entries of all."""
+"""Send some entries: each node's largest entries, or the same random entries on all nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TopK(Compressor):
     """Send every node's k entries of largest magnitude; the average counts all other entries as 0.
 
     Args:
-        fraction: k = round(fraction · P), at least 1, of all parameters together; in (0, 1].
+        fraction: in (0, 1]: k = round(fraction · P), at least 1, for all parameters together.
         index_bytes: bill an index as "int64" (8 bytes), or "packed" to ceil(log2 P) bits.
 
     Payload: k · (8 + 4) bytes; packed 4·k + ceil(k · ceil(log2 P) / 8). One all-gather.
@@ -44,7 +44,7 @@ class RandomK(Compressor):
     """Average the same k random entries on all nodes, drawn every time from the shared generator.
 
     Args:
-        fraction: k = round(fraction · P), at least 1, of all parameters together; in (0, 1].
+        fraction: in (0, 1]: k = round(fraction · P), at least 1, for all parameters together.
         unbiased: multiply the result by P / k, so that its expectation is the mean. Not to be combined with error
             feedback.
 
@@ -75,7 +75,7 @@ def random_subset(size: int, count: int, generator: torch.Generator, device: tor
     """
     if torch.device(device).type == "meta":
         return torch.empty(count, dtype=torch.int64, device=device)
-    if 2 * count > size:  # fewer are left out: draw those instead
+    if 2 * count > size:  # fewer numbers are left out: draw these instead
         kept = torch.ones(size, dtype=torch.bool)
         kept[random_subset(size, size - count, generator)] = False
         return kept.nonzero().flatten().to(device)

@@ -18,7 +18,7 @@ from vsim.strategy.compression.quantizers import BlockQuantizer
 
 
 class Tiles:
-    """All tiles (h, w) of one shape: parameter by parameter, and row by row within a parameter."""
+    """All tiles of one shape (h, w), in the order of the parameters, and row by row within a parameter."""
 
     def __init__(self, h: int, w: int, parameters: Sequence[Columns]) -> None:
         self.h, self.w, self.size, self.parameters = h, w, h * w, parameters
@@ -38,26 +38,26 @@ class Tiles:
 class TileTopK(Compressor):
     """Send the k largest entries of every tile; average an entry over the nodes that sent it.
 
-    A parameter is cut into tiles as a matrix (out, rest), a vector as one row: each dimension into chunks of its
-    largest divisor ≤ `chunk`.
+    A parameter is cut into tiles as a matrix (out, rest), a vector as a matrix of one row. A side of a tile is the
+    largest divisor ≤ `chunk` of the matrix's dimension.
 
     Args:
         topk: k, the entries sent per tile; a smaller tile is sent whole.
         chunk: upper limit for the sides of a tile.
         index_bytes: bill an index as "int64" (8 bytes), or "packed" to the ceil(log2(h·w)) bits that are sent in a tile
             (h, w): for 64 × 64 entries, two indices in three bytes.
-        quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2); its blocks run over the values of
-            all tiles in a row. None: send values as they are.
+        quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2). Its blocks run over the values of
+            all tiles, one tile after another. None: send values as they are.
 
     Payload: min(k, h·w) · (8 + 4) bytes per tile (h, w); packed 4 bytes per value, and the indices as bits, rounded up
     to bytes in total. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
-    tiles, from vectors and dimensions without a fitting divisor, may cost more than 4 bytes per entry: a UserWarning
+    tiles, from vectors and dimensions without a large divisor, may cost more than 4 bytes per entry: a UserWarning
     then names the parameters.
 
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706].
     """
 
-    first: Tensor  # shared (V,): the start of each value's tile, with all tiles in a row
+    first: Tensor  # shared (V,): where the tile of each sent value starts, among all tiles' entries
     derived = ("first",)
 
     def __init__(
@@ -91,15 +91,15 @@ class TileTopK(Compressor):
         self._warn_of_inflation(cluster.weights.element_size())
 
     def transformed(self, tiles: Tensor, cluster: Cluster) -> Tensor:
-        """Return stacked tiles (R, count, h, w) in the basis in which the largest entries are chosen and sent."""
+        """Return stacked tiles (R, count, h, w) in the basis whose largest coordinates are chosen and sent."""
         return tiles
 
     def inverse(self, tiles: Tensor) -> Tensor:
-        """Return the tiles (…, h, w) whose coordinates in that basis are `tiles`."""
+        """Invert `transformed`: return tiles (…, h, w) of entries for `tiles` of coordinates."""
         return tiles
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the entries of all tiles in a row (R, P), shape by shape."""
+        """Return the coordinates of all tiles, one tile after another, (R, P), in groups of equal shape."""
         arranged = []
         for group in self.groups:
             tiles = rows.new_empty(len(rows), group.count, group.h, group.w)
@@ -129,7 +129,7 @@ class TileTopK(Compressor):
         payload_bytes = self._payload_bytes(sent.shape[1], sent.element_size())
         all_index, message = gather_entries(index, sizes, message, self.index_bytes, cluster, label, payload_bytes)
         received = message[0] if self.quantizer is None else self.quantizer.decoded(message, sent, cluster)  # (K, V)
-        all_index = all_index + self.first  # places in a row
+        all_index = all_index + self.first  # places among all tiles' entries
         nodes = slice(cluster.replicas.nodes.start, cluster.replicas.nodes.stop)
         tiles.scatter_(1, all_index[nodes], sent - received[nodes])
         return [scatter_mean(all_index, received, tiles.shape[1])]
