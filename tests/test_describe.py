@@ -29,16 +29,15 @@ from vsim.records.describe import CHANGED, describe, differences, digest_of
 from vsim.strategy import DeMoStrategy, FedAvgStrategy, OptimSpec
 
 
-class Scaled(nn.Module):
-    """A model with settings of its own."""
+class Scaled(nn.Linear):
+    """A model with a setting of its own."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 5)
+        super().__init__(12, 5)
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
+        return super().forward(x) * self.scale
 
 
 class Kind(Enum):
