@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.figures.style import STYLE, styled
+from vsim.records.size_order import FAR
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +70,7 @@ class Prediction:
 
     def __repr__(self) -> str:
         known = "" if np.isnan(self.held_out_error) else f"; {self.held_out_error:.2%} off at the size held out"
-        first = "extrapolated: " if self.factor > 100 else ""
+        first = "extrapolated: " if self.factor > FAR else ""
         return (
             f"{first}{self.loss:.4g} ({self.low:.4g} to {self.high:.4g}), {self.factor:.3g} × the largest size{known}"
         )

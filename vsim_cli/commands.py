@@ -32,27 +32,27 @@ class Problem:
     """data and model"""
 
     data: Annotated[Literal["docs", "digits", "mnist1d", "mnist", "fashion_mnist"], _DATA] = "docs"
-    """docs: Python's manual, always there; mnist1d: strokes, made on the spot"""
+    """docs: Python's manual, which is always available; mnist1d: generated strokes"""
     text: Annotated[str | None, _DATA, _optional("FILE")] = None
     """characters of a text file"""
     mnist_folder: Annotated[str | None, _optional("DIR")] = None
-    """where --data mnist or fashion_mnist finds its four files; fashion_mnist: where Debian puts them"""
+    """folder of the four files of --data mnist or fashion_mnist; default for fashion_mnist: Debian's folder"""
     partition: Annotated[str | None, _optional("KIND", "all nodes share them")] = None
     """how to deal the examples to the nodes, such as dirichlet:alpha=0.1"""
     model: Annotated[
         Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, mlp for mnist1d, cnn for images")
     ] = None
-    """what to train"""
+    """model to train"""
     nodes: Annotated[int | None, _optional("K", "4")] = None
     """number of nodes"""
-    steps: Annotated[int | None, _optional("T", "160; with --budget as many as it is enough for")] = None
+    steps: Annotated[int | None, _optional("T", "160; with --budget, what it pays for")] = None
     """optimizer steps"""
     batch_size: Annotated[int | None, _optional(default="by model")] = None
     """examples per node and step"""
     lr: Annotated[float | None, _optional(default="by model")] = None
     """inner learning rate of AdamW"""
     seed: Annotated[int, _SEED] = 42
-    """of everything random"""
+    """seed of everything random"""
     quiet: bool = False
     """show no progress"""
 
@@ -102,7 +102,7 @@ class Training:
     """validation examples"""
     val_interval: Annotated[int | None, _optional("STEPS", "up to ten times in --steps")] = None
     """steps between validations"""
-    device: Annotated[str | None, _optional(default="the first of cuda, mps and cpu that is there")] = None
+    device: Annotated[str | None, _optional(default="the first available of cuda, mps and cpu")] = None
     """where to train"""
     executor: Literal["auto", "vmap", "loop"] = "auto"
     """how gradients are computed"""
@@ -113,7 +113,7 @@ class Training:
     compile: bool = False
     """compile losses, gradients and kernels, which takes ten seconds or more"""
     processes: Annotated[str | None, _optional("N", "1")] = None
-    """share the nodes out to this number of processes, or 'auto'"""
+    """number of processes that share the nodes, or 'auto'"""
 
 
 @dataclass
@@ -129,11 +129,11 @@ class Price:
     speeds: Annotated[str | None, _optional("V,V,…")] = None
     """speeds of the nodes, relative to --compute: 1,1,1,4"""
     dollars_per_hour: Annotated[float | None, _optional("DOLLARS", "no price")] = None
-    """what a node costs"""
+    """price of a node"""
     budget: Annotated[tuple[str, ...], _optional("KIND=AMOUNT …", "equal steps")] = ()
-    """each trains as many steps as it is enough for: time=10h, cost=500 (dollars), wire=2GB (per node), examples=1e6"""
+    """train each for the steps that this pays for: time=10h, cost=500 (dollars), wire=2GB (a node), examples=1e6"""
     at: Annotated[float | None, _optional("N", "the model that is trained")] = None
-    """parameters of the model whose prices count for --budget; bytes and hours are those of this model then"""
+    """parameters of the model that --budget pays for; bytes and hours are then those of this model"""
 
 
 @dataclass
@@ -151,11 +151,11 @@ class Output:
     log_dir: Annotated[str | None, _optional("LOG_DIR", "logs")] = None
     """folder of all logs"""
     save_dir: Annotated[str | None, _optional("DIR")] = None
-    """save all runs there at the end, and when interrupted (Ctrl-C)"""
+    """folder to save all runs in, at the end and when interrupted (Ctrl-C)"""
     checkpoint_interval: Annotated[int | None, _optional("STEPS")] = None
     """steps between checkpoints; default: only at the end"""
     resume: bool = False
-    """continue with what is in --save-dir"""
+    """continue the runs in --save-dir"""
 
 
 @dataclass
@@ -167,13 +167,13 @@ class Compare:
     priced: Price
     output: Output
     strategies: _Names = ()
-    """what to compare, see below; with --preset these alone are added to it"""
+    """strategies to compare, see below; with --preset only these are added to the preset"""
     preset: Annotated[tuple[str, ...], _optional("NAME …", "none")] = ()
     """strategies with the hyperparameters of their papers, see below"""
     tune: Annotated[tuple[str, ...], _optional("NAME=V,V,… …", "none")] = ()
     """values to try for arguments; each strategy is compared with its own best, found with other seeds"""
     extend: Annotated[str | None, _optional("FILE", "train all")] = None
-    """a comparison.json of the same problem: train only strategies and seeds that it does not have"""
+    """a comparison.json of the same problem: train only the strategies and seeds that it lacks"""
 
 
 @dataclass
@@ -187,11 +187,11 @@ class Sweep:
     settings: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=V,V,… …")]
     """arguments of the strategy, num_nodes or batch_size, with the values to try"""
     strategy: str = "diloco"
-    """what to train"""
+    """strategy to train"""
     halving: Annotated[int | None, _optional("F")] = None
     """at each of several rungs, let only the best 1/F of the settings continue"""
     extend: Annotated[str | None, _optional("FILE", "train all")] = None
-    """a sweep.json of the same problem: train only settings and seeds that it does not have"""
+    """a sweep.json of the same problem: train only the settings and seeds that it lacks"""
 
 
 @dataclass
@@ -217,11 +217,11 @@ class Report:
     out: Annotated[str, arg(metavar="FILE")] = "report.html"
     """the page, one HTML file"""
     network: _Network = None
-    """where the sliders stand at first, "200 Mbit/s, 50 ms" """
+    """initial setting of the sliders, "200 Mbit/s, 50 ms" """
     compute: _Compute = None
     """time that a node computes in a step: 0.8, or '800 ms'"""
     title: Annotated[str | None, _optional("TEXT", "the names of the files")] = None
-    """of the page"""
+    """title of the page"""
 
 
 @dataclass
@@ -231,11 +231,11 @@ class Watch:
     paths: _Paths
     """a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder"""
     port: int = 0
-    """where to listen; 0 is any that is free"""
+    """port to listen on; 0: any free port"""
     every: Annotated[float, arg(metavar="SECONDS")] = 5.0
-    """how often to look at the files"""
+    """seconds between checks of the files"""
     network: _Network = None
-    """where the sliders stand at first, "200 Mbit/s, 50 ms" """
+    """initial setting of the sliders, "200 Mbit/s, 50 ms" """
     compute: _Compute = None
     """time that a node computes in a step: 0.8, or '800 ms'"""
     only: Annotated[tuple[str, ...], arg(metavar="WORDS …", help_behavior_hint="(default: all)")] = ()
@@ -249,7 +249,7 @@ class Time:
     compute: Annotated[str, arg(metavar="SECONDS")]
     """time that a node computes in a step: 0.8, or '800 ms'"""
     strategies: _Names = ()
-    """what to price, see below"""
+    """strategies to price, see below"""
     parameters: Annotated[float, arg(metavar="N")] = 1e9
     """number of parameters of the model"""
     bytes_per_parameter: Annotated[int, arg(metavar="B")] = 4
@@ -270,11 +270,11 @@ class Verify:
 
     problem: Problem = field(default_factory=lambda: Problem(steps=50))
     strategy: str = "diloco:H=10"
-    """what to verify"""
+    """strategy to verify"""
     threads: Annotated[int | None, _optional(default="the machine's / K")] = None
     """CPU threads of every process"""
     processes: Annotated[int | None, _optional("N", "none")] = None
-    """compare with this number of processes, too, which hold several nodes each"""
+    """compare also with this number of processes, which hold several nodes each"""
 
 
 Command = Compare | Sweep | Show | Report | Watch | Time | Verify

@@ -17,7 +17,7 @@ from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import duration, seconds_on
 from vsim.records.comparison import Comparison
 from vsim.records.plots import Looks
-from vsim.records.size_order import CALLED, Order, in_short, order
+from vsim.records.size_order import CALLED, FAR, Order, in_short, order
 from vsim.records.spent import amount
 from vsim.records.tables import aligned, with_notes
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
@@ -112,7 +112,7 @@ class Decision:
 
     def answer(self) -> str:
         """Return the answer in a sentence; it begins with "extrapolated" beyond 100 × the largest measured size."""
-        begin = "extrapolated: " if self.order.factor > 100 else ""
+        begin = "extrapolated: " if self.order.factor > FAR else ""
         whom, where = f"for {in_short(self.order.to)} parameters", f"within {self.within}"
         fitting = [name for name, own in self.costs.items() if own.fits]
         if not fitting:
