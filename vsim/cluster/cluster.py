@@ -35,7 +35,7 @@ class Cluster:
         compile: whether to use compiled kernels where they are faster.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         seconds: a function for the nodes' compute seconds, if a schedule of syncs needs them.
-        gradient_at: computes the gradients of the nodes held here at other weights; None if steps are not computed.
+        gradient_at: computes gradients of the nodes held here at given weights; None outside of a run, see `gradient`.
         frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
             the strategy steps them.

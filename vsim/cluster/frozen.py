@@ -39,7 +39,7 @@ def clear_gradients(cluster: Cluster) -> None:
 
 @contextmanager
 def skipping(cluster: Cluster) -> Iterator[None]:
-    """Make the inner optimizer skip frozen parameters in this context, however it is stepped.
+    """Make the inner optimizer skip frozen parameters within this context, however the optimizer is stepped.
 
     An optimizer with a tensor for each parameter leaves out the frozen tensors. An optimizer over whole rows steps
     ranges of columns instead, each with views of the rows' state. A parameter that was once skipped is a separate range

@@ -27,7 +27,7 @@ BYTES_OF_A_STEP = 256  # lower bound of the memory for the record of a step
 
 @dataclass
 class Position:
-    """The current step and moment of a run, written by the run and read by its parts.
+    """The current step and moment of a run, set by the run and read by its collectives and strategy.
 
     Attributes:
         step: the number of the current step, from 1; between two steps, the number of completed steps.
@@ -114,7 +114,7 @@ class Ledger(Sequence[Event]):
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
         steps: the number of recorded steps, including steps without an event.
         clock: the settings of time on which the run's results depend, as plain data: the compute that decided which
-            nodes were late, or the compute and network of an asynchronous run. None if results depend on no time.
+            nodes were late, or the compute and network of an asynchronous run. None if results do not depend on time.
         seconds: for every step of an asynchronous run, the time at which the step was done, and the mean compute time
             of the nodes until then, in seconds.
         doubted: labels of all-reduces whose payload got a warning in this run.

@@ -295,7 +295,7 @@ def resolve_optim(
     Args:
         where: the function or class with these arguments, for errors.
         spellings: argument name → OptimSpec, class, name, or None; at most one given.
-        rates: argument name → learning rate or None; at most one given. Replaces the default's learning rate.
+        rates: argument name → learning rate or None; at most one given. It becomes the specification's learning rate.
         default: the specification if none is given.
     """
     given, rate = only_one(where, **spellings), only_one(where, **rates)

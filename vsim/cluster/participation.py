@@ -150,8 +150,8 @@ class Availability(ByChance):
     Availability(2 nodes, period=2)
 
     Args:
-        p: in [0, 1]; (K,) the probability that each node or client takes part in a round, or (T, K) the probabilities
-            for T rounds, which repeat.
+        p: probabilities in [0, 1]: (K,), for each node or client to take part in a round; or (T, K), for T rounds,
+            which repeat.
         rounds: steps per round; default: from one sync of the strategy to the next.
     """
 
@@ -314,7 +314,7 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 
 
 class Stragglers(Participation):
-    """A rule that decides which nodes arrive in time in a round. The work of late nodes is lost; they start again.
+    """A rule that decides which nodes arrive in time in a round. Late nodes lose their work, and join the next round.
 
     The rule needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. With
     `participation=rule`, a round lasts from one sync of the strategy to the next. With `Sample(stragglers=rule)`, a

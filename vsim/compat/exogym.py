@@ -45,7 +45,7 @@ PATHS: dict[str, list[Any]] = {
 
 
 def register() -> None:
-    """Make a module for every path of the table, so that Python's import finds it."""
+    """Make a module for every path in `PATHS`, so that Python can import it."""
     for path, things in PATHS.items():
         module = module_from_spec(ModuleSpec(path, None))
         module.__doc__ = "Under the path that EXO Gym has: " + ", ".join(thing.__name__ for thing in things)

@@ -8,14 +8,14 @@ from vsim.strategy.base import Algorithm
 
 
 class AloneStrategy(Algorithm, of=()):
-    """Train every node alone, without communication: the control of a comparison.
+    """Train every node without communication: the control of a comparison.
 
         θ_k ← optimizer(θ_k, g_k)
 
     The global model is node 0's, since the mean of independently trained models is not a trained model.
 
     Payload: none; with cohorts, every client's weights at the end of a round, since the next cohort starts from the
-    first client's.
+    first client's weights.
     """
 
     family = "local steps"

@@ -30,7 +30,7 @@ class OwnOptimizers(JointOptimizers):
 
 
 class AsynchronousStrategy(Algorithm):
-    """Base class of a server with outer weights φ and workers that train alone between two visits to the server.
+    """Base class of a server with outer weights φ, and workers that take local steps between two visits to the server.
 
         worker k   pulls φ, takes H_k local steps, pushes θ_k, and waits until `receive` lets it pull φ again
         server     at every arrival, in the order of virtual time: `receive`

@@ -1,4 +1,4 @@
-"""Attackers: nodes that send another vector than the one they computed, or train on wrong labels."""
+"""Attackers: nodes that do not send the vector that they computed, or train on wrong labels."""
 
 from __future__ import annotations
 

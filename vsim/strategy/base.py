@@ -200,8 +200,8 @@ class Algorithm(Configured):
     `names` maps a module's argument to the strategy's name for it, or to None to drop it.
 
     Args:
-        communication_modules: communicate in this order. Default: none; every node trains alone.
-        inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its name in small letters. Default
+        communication_modules: communicate in this order. Default: none; the nodes do not communicate.
+        inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its lower-case name. Default
             AdamW. EXO Gym's name, optim_spec, is accepted as well.
         lr: the inner learning rate. EXO Gym's name, inner_lr, is accepted as well.
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
@@ -210,7 +210,7 @@ class Algorithm(Configured):
             step s of T.
         lr_scheduler_kwargs: arguments of the scheduler.
         attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
-        warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T; default: the
+        warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T, by default the
             run's number of steps.
 
     Attributes during a run:
@@ -469,7 +469,7 @@ class Algorithm(Configured):
         """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.
 
         Args:
-            mean: the mean replica (P,), if known. Nodes then compare with the mean, and none sends its weights.
+            mean: the mean replica (P,), if known. Nodes then compare with the mean, and no node sends its weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
         held = type(self).global_weights is not Algorithm.global_weights or cluster.replicas.shares_weights

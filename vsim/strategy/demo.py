@@ -79,4 +79,4 @@ class DeMoStrategy(Algorithm):
                 if not frozen:
                     cluster.replicas.weights[:, own].mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
-        cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that are stepped
+        cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that the optimizer reads

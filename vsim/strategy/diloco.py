@@ -1,4 +1,4 @@
-"""DiLoCo: train alone for H steps, then step a shared copy of the weights with an outer optimizer."""
+"""DiLoCo: take H local steps, then step a shared copy of the weights with an outer optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DiLoCoCommunicator(OuterStep):
 
 
 class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
-    """Train alone for H steps, then step a shared copy with an outer optimizer: DiLoCo [Douillard et al. 2023,
+    """Take H local steps, then step shared weights with an outer optimizer: DiLoCo [Douillard et al. 2023,
     arXiv:2311.08105].
 
     The paper's inner optimizer is OptimSpec("adamw", lr=4e-4, weight_decay=0.1).

@@ -124,7 +124,7 @@ class DionStrategy(Algorithm):
             grads[name].copy_(step.view(grads[name].shape[1:]))
 
     def _means(self, factors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-        """Average stacked factors (R, …) over the nodes, name → shared (…); skip those that are equal on all nodes."""
+        """Average stacked factors (R, …) over the nodes, name → shared (…). Factors of `averaged` are equal already."""
         sent = [name for name in factors if name not in self.averaged]
         means = average_message([factors[name] for name in sent], self.cluster, label)
         return {name: rows[0] for name, rows in factors.items()} | dict(zip(sent, means, strict=True))

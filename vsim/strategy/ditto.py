@@ -1,4 +1,4 @@
-"""Ditto: federated averaging, and a personal model for each client that a proximal term keeps near the global one."""
+"""Ditto: federated averaging, and for each client a personal model, kept near the global model by a proximal term."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PersonalModels(CommunicationModule):
 
 
 class DittoStrategy(Algorithm, of=(AveragingCommunicator, PersonalModels), names=FEDERATED):
-    """FedAvg, where each client also trains a personal model near the global one: Ditto [Li et al. 2020,
+    """FedAvg, where each client also trains a personal model near the global model: Ditto [Li et al. 2020,
     arXiv:2012.04221].
 
         v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)),  θ_k ← optimizer(θ_k, g_k);  after every H-th step

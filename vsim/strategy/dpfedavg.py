@@ -35,8 +35,8 @@ class PrivateAverage(AveragingCommunicator):
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when` that has no warm-up.
         clip: C, the largest 2-norm of a node's move; above 0, and finite where there is noise.
-        noise_multiplier: z, at least 0.001; or 0: no noise, and no ε.
-        delta: δ in (0, 1), well below one in the number of clients.
+        noise_multiplier: z, at least 0.001; or 0, for no noise and no ε.
+        delta: δ in (0, 1), well below 1 / (number of clients).
 
     Payload: all weights every H steps.
 

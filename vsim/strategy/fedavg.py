@@ -1,4 +1,4 @@
-"""Local SGD and FedAvg: train alone for H steps, then average the weights."""
+"""Local SGD and FedAvg: take H local steps, then average the weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FEDERATED = {"every": "H", "island_size": None}
 class FedAvgStrategy(
     Algorithm, of=AveragingCommunicator, positions=("inner_optim", "island_size", "H"), names={"every": "H"}
 ):
-    """Train alone for H steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
+    """Take H local steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
     [Stich 2018, arXiv:1805.09767].
     """
 

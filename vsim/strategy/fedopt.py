@@ -1,4 +1,4 @@
-"""Adaptive federated optimization: train alone for H steps, then a server's optimizer steps a shared copy."""
+"""Adaptive federated optimization: clients take H local steps, then a server's optimizer steps the shared weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ServerStep(DiLoCoCommunicator):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
 
-    Unlike in DiLoCo, the inner optimizers begin every round without state, since its clients may be others.
+    Unlike in DiLoCo, the inner optimizers begin every round without state, because a round may have other clients.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -128,7 +128,7 @@ class ServerStep(DiLoCoCommunicator):
 
 
 class FedOptStrategy(Algorithm, of=ServerStep):
-    """FedAvg, after which a server's optimizer steps a shared copy: FedAdam, FedYogi, FedAdagrad, FedAvgM
+    """FedAvg whose server steps the shared weights with an optimizer: FedAdam, FedYogi, FedAdagrad, FedAvgM
     [Reddi et al. 2020, arXiv:2003.00295].
     """
 

@@ -69,8 +69,8 @@ class HierarchicalStrategy(Algorithm):
     level does.
 
     Args:
-        levels: nodes in a group → H. Each size is a multiple of the one before, with a longer period; the largest is
-            all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H may be a schedule of
+        levels: nodes in a group → H. Each size is a multiple of the next smaller size, and has a larger H; the largest
+            is all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H may be a schedule of
             `vsim.strategy.when`.
         outer: an outer optimizer for the largest level, which is then DiLoCo: an `OptimSpec`, class or name.
         outer_lr: the outer learning rate.

@@ -30,8 +30,8 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
 
     Payload: all weights, or the messages of `average`, every H steps.
 
-    Deviations from the paper: weight decay is defined as in torch. The authors' code divides it by the number of nodes
-    and the steps of the run; for the same effect, give OptimSpec("muon", weight_decay=λ/(K·T), …).
+    Deviations from the paper: weight decay is defined as in torch. The authors' code divides weight decay by the number
+    of nodes and the steps of the run; for the same effect, give OptimSpec("muon", weight_decay=λ/(K·T), …).
     """
 
     default_optim = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)

@@ -208,7 +208,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
 
 class StackedModel(nn.Module):
-    """The user's model with stacked parameters (K, *shape), which are views of the node matrix, as are their `.grad`.
+    """The user's model with stacked parameters (K, *shape); they and their `.grad` are views of the nodes' matrices.
 
     Elementwise code that is written for one node (`p.grad.div_(2)`, `p.mul_(0.9)`, `p.grad = sign(p.grad)`) runs
     for all nodes at once. The model has trainable parameters only; frozen parameters are shared and never change.

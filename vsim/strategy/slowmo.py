@@ -1,4 +1,4 @@
-"""SlowMo: train alone, average, and let a slow momentum step a shared copy of the weights."""
+"""SlowMo: take local steps, average, and step a shared copy of the weights with a slow momentum."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SlowMomentum(SharedWeights):
 
 
 class SlowMoStrategy(Algorithm, of=SlowMomentum):
-    """Train alone for H steps, then step a shared copy with a slow momentum: SlowMo [Wang et al. 2019,
+    """Take H local steps, then step shared weights with a slow momentum: SlowMo [Wang et al. 2019,
     arXiv:1910.00643].
     """
 

@@ -1,4 +1,4 @@
-"""SPARTA: train alone, and after every step make a few entries of the weights equal on all nodes."""
+"""SPARTA: take local steps, and after every step average a few entries of the weights over the nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SparseCommunicator(CommunicationModule):
             `index_selector`.
         every: steps of a round, at least 1.
         async_delay: d, rounds until a mean is written: at the end of round r + d, the mean of round r overwrites the
-            entries S of round r, and so the nodes' changes since. Means of a run's last d rounds are never written.
+            entries S of round r, and so all changes since then. Means of a run's last d rounds are never written.
         compression_method: "random": the selector chooses S. "topk": every node nominates, of every tensor of n
             entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
         quantization_bits: b, 1 to 16: a node rounds its values to b bits, uniformly, with a scale for every tensor (see
@@ -62,8 +62,8 @@ class SparseCommunicator(CommunicationModule):
 
     Payload: 4·p·P bytes a round on average. With 4-byte weights and m entries in S:
         the values      4·m; with b bits ⌈m·b / 8⌉ + 4 · (tensors that have an entry in S)
-        mask            P, a byte an entry, if it is broadcast
-        nominations     4 · Σ ⌈p·n⌉ with "topk", whose m lies between Σ ⌈p·n⌉ and K times that
+        mask            P, one byte per entry, with mask="broadcast"
+        nominations     4 · Σ ⌈p·n⌉ with "topk"; m is then between Σ ⌈p·n⌉ and K · Σ ⌈p·n⌉
     If S is empty, no values are sent.
 
     Raises:

@@ -114,7 +114,7 @@ class QSR(When):
     Args:
         alpha: see above; above 0. minimum: the smallest H, at least 1.
         warmup_steps: the number of first steps in which H is the minimum.
-        power: 2 in the paper; 3 is its cubic rule.
+        power: 2 in the paper; 3 for the paper's cubic rule.
 
     lr is the inner learning rate of the first step after a sync.
 

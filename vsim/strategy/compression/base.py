@@ -49,7 +49,7 @@ class Compressor(Configured):
         """Send the nodes' tensors, and return the average of the messages.
 
         Args:
-            arranged: from `arrange`; overwritten. A contractive compressor leaves the messages' errors in it.
+            arranged: from `arrange`; a contractive compressor overwrites these tensors with the messages' errors.
             cluster: the nodes.
             label: the name of the messages in the ledger.
 
@@ -114,7 +114,7 @@ def gather_entries(
     """All-gather sparse entries in one message: their places (in one tensor) and values, (R, …) → (K, …).
 
     Args:
-        index: tensors (R, n) of places. sizes: for each of them, the number of entries that its places index.
+        index: tensors (R, n) of places. sizes: for each tensor, the number of entries that its places index.
         message: the tensors of the values.
         index_bytes: "int64"; or "packed", to send places as bits.
     """

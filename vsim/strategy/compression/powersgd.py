@@ -27,7 +27,7 @@ class PowerSGD(Compressor):
         rank: r, at least 1.
 
     Payload: 4·r·(n + m) bytes per matrix, and 4 bytes per entry of vectors and of matrices with r·(n + m) ≥ n·m, which
-    are averaged as they are. Two all-reduces: P with the vectors, then Q.
+    are averaged uncompressed. Two all-reduces: P with the vectors, then Q.
 
     Source: PowerSGD [Vogels et al. 2019, arXiv:1905.13727], algorithms 1 and 2.
 
@@ -43,7 +43,7 @@ class PowerSGD(Compressor):
 
     def setup(self, cluster: Cluster) -> None:
         shapes: dict[tuple[int, int], list[Columns]] = {}  # all matrices of one shape are multiplied in one call
-        self.vectors: list[Columns] = []  # vectors, and the matrices that are averaged as they are
+        self.vectors: list[Columns] = []  # vectors, and matrices that are averaged uncompressed
         for columns in cluster.replicas.layout:
             n, m = matrix_shape(columns.shape)
             smaller = self.rank * (n + m) < n * m

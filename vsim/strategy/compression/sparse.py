@@ -41,7 +41,7 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """Average the same k random entries on all nodes, drawn every time from the shared generator.
+    """Average the same k random entries on all nodes, drawn at every call from the shared generator.
 
     Args:
         fraction: in (0, 1]: k = round(fraction · P), at least 1, for all parameters together.

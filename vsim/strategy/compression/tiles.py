@@ -1,4 +1,4 @@
-"""The largest entries of every tile, as SparseLoCo sends them, or its largest cosine coefficients, as DeMo does."""
+"""Send the largest entries of every tile, as in SparseLoCo, or the largest cosine coefficients, as in DeMo."""
 
 from __future__ import annotations
 
