@@ -601,7 +601,7 @@ def test_they_learn_digits() -> None:
     assert {name: accuracy[-1] for name, (_, accuracy) in ends.items() if not accuracy[-1] > 0.85} == {}
 
 
-@every_row
+@pytest.mark.parametrize("row", EACH, ids=lambda row: row.name)
 def test_both_executors_agree(row: Row) -> None:
     # An eps above rounding, so that no step is the sign of a rounding error; those whose step is by sign keep lr·sign,
     # and are compared by their losses.
