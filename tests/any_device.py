@@ -1,7 +1,5 @@
 """What must hold on every device: on_real_device.py runs these tests on one, named by VSIM_DEVICE.
 
-"pretend" is the accelerator of pretend.py, which shows that the tests themselves would run elsewhere.
-
 The CPU's runs are the reference, and the other tests compare these with plain PyTorch. A device rounds differently, so
 losses are compared up to RTOL, with an optimizer in which no step is the sign of a rounding error.
 """
@@ -14,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,15 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import vsim
-import vsim.process.world
 from vsim import Compute, Network, Sample, Schedule, Trainer
 from vsim.engine.machine import pick_device
 from vsim.models import CNN, GPT, MLP
 from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
-NAME = os.environ.get("VSIM_DEVICE", "cpu")
-PRETENDED = NAME == "pretend"
-DEVICE = torch.device("privateuseone", 0) if PRETENDED else pick_device(NAME)
+DEVICE = pick_device(os.environ.get("VSIM_DEVICE", "cpu"))
 QUICK = bool(os.environ.get("VSIM_QUICK"))
 STEPS, NODES, RTOL = 6, 4, 2e-3
 OPTIMIZER = OptimSpec("adamw", lr=1e-2, eps=1e-3)
@@ -41,17 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch itself, while compiling
 ]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _pretended() -> Iterator[None]:
-    if not PRETENDED:
-        yield
-        return
-    from pretend import accelerator  # registers the device for the whole process
-
-    with accelerator(), mock.patch.object(vsim.process.world, "pick_device", torch.device):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +62,16 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], TensorDataset]]] 
     "cnn": (lambda p=0.0: CNN(batch_norm=True, dropout=p, seed=3), images),
     "gpt": (lambda p=0.0: GPT(31, block_size=12, layers=2, width=16, heads=2, dropout=p, seed=3), tokens),
 }
+every_model = pytest.mark.parametrize("model", MODELS)
+OF_RUN: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "num_nodes": NODES, "progress": False}
 
 
 def diloco() -> Strategy:
     return DiLoCoStrategy(H=3, optim_spec=OPTIMIZER)
+
+
+def allreduce() -> Strategy:
+    return SimpleReduceStrategy(optim_spec=OPTIMIZER)
 
 
 def run(
@@ -90,18 +79,16 @@ def run(
 ) -> Trainer:
     make, of_model = MODELS[model]
     trainer = Trainer(make(dropout), of_model() if data is None else data, of_model(), device=device)
-    options = {"max_steps": STEPS, "batch_size": 8, "num_nodes": NODES, "progress": False, **options}
-    trainer.fit(strategy=strategy, **options)
+    trainer.fit(strategy=strategy, **{**OF_RUN, **options})
     return trainer
 
 
-def bits(trainer: Trainer) -> tuple[bytes, bytes]:
-    assert trainer.strategy is not None
-    return trainer.strategy.cluster.weights.cpu().numpy().tobytes(), trainer.history.node_losses.tobytes()
+def assert_same_losses(one: Trainer, other: Trainer, rtol: float = RTOL) -> None:
+    np.testing.assert_allclose(one.history.node_losses, other.history.node_losses, rtol=rtol, atol=rtol)
 
 
 def assert_same_course(one: Trainer, other: Trainer, rtol: float = RTOL) -> None:
-    np.testing.assert_allclose(one.history.node_losses, other.history.node_losses, rtol=rtol, atol=rtol)
+    assert_same_losses(one, other, rtol)
     for column in ("global_loss", "local_loss"):
         np.testing.assert_allclose(one.history[column], other.history[column], rtol=rtol, atol=rtol)
     assert list(one.ledger) == list(other.ledger)
@@ -116,38 +103,74 @@ def test_strategies(row: Row) -> None:
 
 
 @pytest.mark.parametrize("executor", ["auto", "vmap", "loop"])
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_executors(model: str, executor: str) -> None:
     trainer = run(diloco(), model=model, executor=executor)
     assert_same_course(trainer, run(diloco(), "cpu", model=model, executor="loop"))
     assert trainer.history.executor == ("vmap" if executor == "auto" else executor)
 
 
-if not QUICK:
-
-    @pytest.mark.parametrize("model", MODELS)
-    def test_compiled(model: str) -> None:
-        trainer = run(diloco(), model=model, compile=True)
-        assert_same_course(trainer, run(diloco(), "cpu", model=model))
-        assert trainer.history.executor == "compiled"
-
-
-@pytest.mark.parametrize("options", [{"minibatch_size": 4}, {"chunk_size": 3}, {"correlation_interval": 2}], ids=str)
-def test_options(options: dict[str, Any]) -> None:
-    assert_same_course(run(diloco(), **options), run(diloco(), "cpu", **options))
+@pytest.mark.skipif(QUICK, reason="compiling takes minutes")
+@every_model
+def test_compiled(model: str) -> None:
+    trainer = run(diloco(), model=model, compile=True)
+    assert_same_course(trainer, run(diloco(), "cpu", model=model))
+    assert trainer.history.executor == "compiled"
 
 
-@pytest.mark.parametrize("model", MODELS)
+class Slow(Dataset[Any]):
+    """A dataset that is not in memory."""
+
+    @functools.cached_property
+    def whole(self) -> TensorDataset:
+        return examples()
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        return self.whole[index]
+
+
+PINNED = {"pin_memory": True} if DEVICE.type == "cuda" else {}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "minibatches": {"minibatch_size": 4},
+    "chunks": {"chunk_size": 3},
+    "correlations": {"correlation_interval": 2},
+    "schedule": {"participation": Schedule({0: [0, 1], 3: [1, 2, 3]}), "data": uneven},
+    "clients": {"participation": Sample(NODES, of=9, rounds=3), "data": uneven},
+    "workers": {"data": Slow(), "dataloader_kwargs": {"num_workers": 1, **PINNED}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    assert_same_course(run(diloco(), **OPTIONS[name]), run(diloco(), "cpu", **OPTIONS[name]))
+
+
+def test_tensors_of_the_device_may_be_the_data() -> None:
+    there = TensorDataset(*(t.to(DEVICE) for t in examples().tensors))
+    assert_same_course(run(diloco(), data=there), run(diloco(), "cpu"))
+
+
+@every_model
 def test_autocast(model: str) -> None:
-    ours, theirs = (run(diloco(), device, model=model, autocast=True) for device in (DEVICE, "cpu"))
-    np.testing.assert_allclose(ours.history.node_losses, theirs.history.node_losses, rtol=0.05, atol=0.05)
+    assert_same_losses(*(run(diloco(), device, model=model, autocast=True) for device in (DEVICE, "cpu")), rtol=0.05)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_dropout_of_all_nodes_is_that_of_each(model: str) -> None:
     ours, theirs = (run(diloco(), model=model, dropout=0.5, executor=executor) for executor in ("auto", "loop"))
     assert_same_course(ours, theirs)
     assert ours.history.executor == "vmap"
+
+
+@pytest.mark.parametrize("executor", ["vmap", "loop"])
+def test_every_node_draws_its_own_dropout(executor: str) -> None:
+    same = examples(8)
+    frozen = SimpleReduceStrategy(lr=0.0)
+    trainer = run(frozen, data=lambda rank, num_nodes, train: same, dropout=0.5, executor=executor)
+    assert len(np.unique(trainer.history.node_losses)) == NODES * STEPS
 
 
 class Recurrent(nn.Module):
@@ -162,63 +185,48 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("kind", ["RNN"] if PRETENDED else ["RNN", "GRU", "LSTM"])
-@pytest.mark.parametrize("make", [diloco, lambda: SimpleReduceStrategy(optim_spec=OPTIMIZER)], ids=["rows", "one row"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("make", [diloco, allreduce], ids=["rows", "one row"])
 def test_recurrent_models(make: Callable[[], Strategy], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "rnn", (lambda p: Recurrent(kind), examples))
-    ours, theirs = (run(make(), model="rnn", executor=executor) for executor in ("vmap", "loop"))
-    assert_same_course(ours, theirs)
-
-
-@pytest.mark.parametrize("executor", ["vmap", "loop"])
-def test_dropout_draws_anew_for_every_node(executor: str) -> None:
-    same = examples(8)
-    trainer = Trainer(MLP(hidden=(16,), dropout=0.5, seed=0), lambda rank, num_nodes, train: same, device=DEVICE)
-    options: dict[str, Any] = {"num_nodes": NODES, "max_steps": STEPS, "batch_size": 8, "progress": False}
-    trainer.fit(strategy=SimpleReduceStrategy(lr=0.0), executor=executor, **options)
-    assert len(np.unique(trainer.history.node_losses)) == NODES * STEPS
-
-
-@pytest.mark.parametrize("plan", [Schedule({0: [0, 1], 3: [1, 2, 3]}), Sample(NODES, of=9, rounds=3)], ids=repr)
-def test_participation(plan: Any) -> None:
-    options: dict[str, Any] = {"participation": plan, "data": uneven}
-    assert_same_course(run(diloco(), **options), run(diloco(), "cpu", **options))
+    assert_same_course(*(run(make(), model="rnn", executor=executor) for executor in ("vmap", "loop")))
 
 
 def test_asynchronous() -> None:
     options = {"compute": Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), "network": Network("1 Mbit/s", "20 ms")}
-    ours, theirs = (
-        run(AsyncDiLoCoStrategy(H=4, optim_spec=OPTIMIZER), device, **options) for device in (DEVICE, "cpu")
-    )
-    np.testing.assert_allclose(ours.history.node_losses, theirs.history.node_losses, rtol=RTOL, atol=RTOL)
+    strategy = AsyncDiLoCoStrategy(H=4, optim_spec=OPTIMIZER)
+    assert_same_losses(*(run(strategy, device, **options) for device in (DEVICE, "cpu")))
 
 
-def test_resume(tmp_path: Path) -> None:
-    run(diloco(), max_steps=4, save_dir=tmp_path)
-    resumed, whole = run(diloco(), max_steps=9, resume=tmp_path), run(diloco(), max_steps=9)
-    np.testing.assert_allclose(resumed.history.node_losses, whole.history.node_losses, rtol=RTOL, atol=RTOL)
+def test_resume_and_fork(tmp_path: Path) -> None:
+    run(diloco(), max_steps=4, save_dir=tmp_path / "there")
+    run(diloco(), "cpu", max_steps=4, save_dir=tmp_path / "here")
+    resumed, whole = run(diloco(), max_steps=9, resume=tmp_path / "there"), run(diloco(), max_steps=9)
+    assert_same_losses(resumed, whole)
     assert resumed.history.last("global_loss") == pytest.approx(whole.history.last("global_loss"), rel=RTOL)
-
-
-def test_fork(tmp_path: Path) -> None:
-    def forked(device: Any, folder: Path) -> Trainer:
-        run(diloco(), device, max_steps=4, save_dir=folder)
-        return run(diloco(), device, max_steps=8, resume=vsim.load_checkpoint(folder).fork())
-
-    assert_same_course(forked(DEVICE, tmp_path / "there"), forked("cpu", tmp_path / "here"))
+    there, here = (
+        run(diloco(), device, max_steps=8, resume=vsim.load_checkpoint(tmp_path / folder, step=4).fork())
+        for device, folder in ((DEVICE, "there"), ("cpu", "here"))
+    )
+    assert_same_course(there, here)
 
 
 def test_a_comparison_has_the_runs_that_fit_has() -> None:
-    strategies = {"DiLoCo": diloco(), "AllReduce": SimpleReduceStrategy(optim_spec=OPTIMIZER)}
-    options: dict[str, Any] = {"num_nodes": NODES, "max_steps": STEPS, "batch_size": 8, "progress": False}
+    strategies = {"DiLoCo": diloco(), "AllReduce": allreduce()}
     comparison = vsim.compare(
-        MODELS["mlp"][0](), examples(), examples(), strategies=strategies, device=str(DEVICE), **options
+        MODELS["mlp"][0](), examples(), examples(), strategies=strategies, device=str(DEVICE), **OF_RUN
     )
-    alone = run(diloco())
-    np.testing.assert_allclose(comparison["DiLoCo"].history["train_loss"], alone.history["train_loss"], rtol=RTOL)
+    np.testing.assert_allclose(
+        comparison["DiLoCo"].history["train_loss"], run(diloco()).history["train_loss"], rtol=RTOL
+    )
 
 
-@pytest.mark.parametrize("model", MODELS)
+def bits(trainer: Trainer) -> tuple[bytes, bytes]:
+    assert trainer.strategy is not None
+    return trainer.strategy.cluster.weights.cpu().numpy().tobytes(), trainer.history.node_losses.tobytes()
+
+
+@every_model
 def test_deterministic(model: str) -> None:
     if DEVICE.type == "mps":
         with pytest.raises(ValueError, match="deterministic=True is for device='cpu' and 'cuda'"):
@@ -240,37 +248,10 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         Trainer(Diverging(seed=0), examples(), device=DEVICE).fit(strategy=diloco(), num_nodes=2, max_steps=3)
 
 
-def test_tensors_of_the_device_may_be_the_data() -> None:
-    there = TensorDataset(*(t.to(DEVICE) for t in examples().tensors))
-    assert_same_course(run(diloco(), data=there), run(diloco(), "cpu"))
-
-
-def test_data_of_worker_processes_and_pinned_memory() -> None:
-    pins = {"pin_memory": True} if DEVICE.type == "cuda" else {}
-    options: dict[str, Any] = {"dataloader_kwargs": {"num_workers": 1, **pins}}
-    assert_same_course(run(diloco(), data=_Slow(), **options), run(diloco(), "cpu"))
-
-
-class _Slow(Dataset[Any]):
-    """A dataset that is not in memory."""
-
-    @functools.cached_property
-    def whole(self) -> TensorDataset:
-        return examples()
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, index: int) -> Any:
-        return self.whole[index]
-
-
 def test_memory_is_estimated() -> None:
     trainer = run(diloco(), max_memory_usage=0.9)
     assert trainer.history.minibatch_size in (None, 1, 2, 4)  # None: the whole batch of 8
-    explanation = Trainer(MODELS["mlp"][0](), examples(), device=DEVICE).explain(
-        strategy=diloco(), num_nodes=NODES, max_steps=STEPS
-    )
+    explanation = trainer.explain(strategy=diloco(), num_nodes=NODES, max_steps=STEPS)
     assert explanation.memory["weights"] == 4 * 1210 and explanation.peak_flops > 0
 
 
@@ -279,13 +260,12 @@ GPUS = torch.cuda.device_count() if DEVICE.type == "cuda" else 0
 
 @pytest.mark.parametrize("shares", [{"num_nodes": 2}, {"num_nodes": NODES, "num_processes": 2}], ids=str)
 @pytest.mark.parametrize("devices", [[str(DEVICE)], *([["cuda:0", "cuda:1"]] if GPUS > 1 else [])], ids=str)
-@pytest.mark.parametrize("make", [diloco, lambda: SimpleReduceStrategy(optim_spec=OPTIMIZER)], ids=["H = 3", "H = 1"])
+@pytest.mark.parametrize("make", [diloco, allreduce], ids=["H = 3", "H = 1"])
 def test_processes(make: Callable[[], Strategy], devices: list[str], shares: dict[str, int]) -> None:
     """One device for both processes, which gloo connects; and where there are two GPUs, nccl."""
     here, there = run(make(), num_nodes=shares["num_nodes"]), Trainer(MODELS["mlp"][0](), examples(), examples())
-    options: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "progress": False, **shares}
-    there.fit(strategy=make(), backend="process", devices=devices, **options)
-    np.testing.assert_allclose(there.history.node_losses, here.history.node_losses, rtol=RTOL, atol=RTOL)
+    there.fit(strategy=make(), backend="process", devices=devices, **{**OF_RUN, **shares})
+    assert_same_losses(there, here)
 
 
 # The last test: if the error is the device's own, nothing works in this process afterwards.

@@ -26,7 +26,7 @@ from vsim.process.launch import PRELOAD
 PRELOAD.extend(["pytest", "hypothesis", "resumed"])  # modules of tests import them in the nodes' processes
 
 # They make a device for the whole process, so that test_device.py gives them one of their own.
-collect_ignore = ["pretend.py", "on_device.py", "on_two_devices.py"]
+collect_ignore = ["pretend.py", "on_device.py"]
 
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("vsim", deadline=None)

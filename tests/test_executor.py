@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from errors import refused, warned
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from separate import TASKS, Task, small_mlp, vectors
 from test_lowering import make
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.cluster.randomness import generator
@@ -26,13 +26,14 @@ from vsim.engine import (
     VmapExecutor,
     batched,
     memory,
+    objective,
     vmap,
 )
 from vsim.engine.executor import minibatches
+from vsim.engine.objective import Objective
 from vsim.strategy import SimpleReduceStrategy
 from vsim.training.evaluate import Evaluator
 
-CPU = torch.device("cpu")
 COMPILED = pytest.param(
     CompiledExecutor,
     marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")],  # torch itself
@@ -44,20 +45,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name
 def batch_of(task: Task, num_nodes: int = 3, size: int = 6) -> list[Tensor]:
     """A stacked batch [(K, B, …), (K, B, …)]."""
     return [t[: num_nodes * size].view(num_nodes, size, *t.shape[1:]) for t in task.data().tensors]
-
-
-@every_kind
-@settings(max_examples=6)
-@given(size=st.integers(1, 7))
-def test_accumulated_gradients_are_those_of_the_whole_batch(kind: type[Executor], size: int) -> None:
-    # 6 examples in pieces of 4 are 4 and 2: weighted by 4/6 and 2/6, the mean of the means is the mean.
-    whole, pieces = make(kind, small_mlp()), make(kind, small_mlp())
-    losses = whole.losses_and_grads(batch_of(TASKS[0]))
-    torch.testing.assert_close(pieces.losses_and_grads(batch_of(TASKS[0]), size), losses)
-    torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
-    # A second batch starts from zero again.
-    pieces.losses_and_grads(batch_of(TASKS[0]), size)
-    torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
 
 
 def test_pieces_of_a_batch() -> None:
@@ -145,8 +132,8 @@ def test_some_nodes_at_a_time_are_all_nodes_at_once(at_once: int, task: Task, mo
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("task", TASKS[1:], ids=lambda task: task.name)
-def test_on_an_accelerator_pieces_follow_from_free_memory(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_accelerator_pieces_follow_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TASKS[1]
     whole = make(VmapExecutor, task.model(), 5)
     weights, of_node = whole.replicas.weights, {}
     for size in (4, 2):
@@ -165,15 +152,7 @@ def test_on_an_accelerator_pieces_follow_from_free_memory(task: Task, monkeypatc
         torch.testing.assert_close(pieces.replicas.grads, whole.replicas.grads, rtol=1e-4, atol=1e-6)
         assert len(pieces.pieces) == count
         free, pieces.settings.position.step = memory._WORKSPACES + room, 2  # with state, less is free
-    shared = [t[0].repeat(8, *[1] * (t.dim() - 2)) for t in batch_of(task, 5, 4)]  # 32 examples, as in evaluation
-    calls = []
-    vmapped = pieces._vmapped
-    monkeypatch.setattr(pieces, "_vmapped", lambda *args, **options: calls.append(args) or vmapped(*args, **options))
-    for ours, theirs in zip(*(evaluated(e, shared) for e in (pieces, whole)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    of_row = 4 * memory.node_bytes(whole, [t[:8] for t in shared], evaluating=True) + weights[0].nbytes
-    assert len(calls) == -(-5 // max(1, int(2.5 * of_node[4] / of_row)))  # of eight examples, which are measured
-    evaluated(pieces, [t[:1] for t in shared])  # of one example, which BatchNorm would not train on
+    evaluated(pieces, [t[0][:1] for t in batch_of(task, 5, 4)])  # of one example, which BatchNorm would not train on
     given = VmapExecutor(pieces.replicas, pieces.objective, pieces.generators, Settings(chunk_size=4))
     given.losses_and_grads(batch_of(task, 5, 4))
     assert len(given.pieces) == 2
@@ -220,24 +199,6 @@ def test_evaluation_is_that_of_each_nodes_model(task: Task, kind: type[Executor]
             torch.testing.assert_close((losses[node], accuracies[node]), own.loss_and_accuracy(batch))
 
 
-@every_kind
-def test_accuracy_with_a_loss_function(kind: type[Executor]) -> None:
-    batch = [t[0] for t in batch_of(TASKS[0])]
-    ours = make(kind, nn.Linear(12, 5), loss_fn=F.cross_entropy)
-    losses, accuracies = evaluated(ours, batch)
-    assert accuracies is not None
-    for node, views in enumerate(zip(*ours.replicas.views(ours.replicas.weights).values(), strict=True)):
-        outputs = F.linear(batch[0], *views)
-        torch.testing.assert_close(losses[node], F.cross_entropy(outputs, batch[1]))
-        assert accuracies[node] == (outputs.argmax(1) == batch[1]).float().mean()
-    dense = nn.Sequential(nn.Linear(12, 10), nn.Unflatten(1, (5, 2)))  # a class for each of two positions
-    of_two = evaluated(make(kind, dense, loss_fn=F.cross_entropy), [batch[0][:4], torch.zeros(4, 2).long()])[1]
-    assert of_two is not None and of_two.shape == (3,)
-    squares = make(kind, nn.Linear(12, 5), loss_fn=F.mse_loss)  # which classifies nothing
-    assert evaluated(squares, [torch.ones(4, 12), torch.zeros(4, 5)])[1] is None
-    assert evaluated(make(kind, Partly()), batch)[1] is None
-
-
 # What vmap cannot do
 
 
@@ -246,15 +207,12 @@ class Selecting(nn.Module):
 
     def __init__(self, in_evaluation_only: bool = False) -> None:
         super().__init__()
-        self.mlp = small_mlp(0.5)
-        self.norm = nn.BatchNorm1d(12)
+        self.mlp, self.norm = small_mlp(0.5), nn.BatchNorm1d(12)
         self.in_evaluation_only = in_evaluation_only
 
     def forward(self, batch: list[Tensor]) -> Tensor:
-        loss = self.mlp([self.norm(batch[0]), batch[1]])
-        if self.training and self.in_evaluation_only:
-            return loss
-        return loss[loss > 0].sum()
+        loss: Tensor = self.mlp([self.norm(batch[0]), batch[1]])
+        return loss if self.training and self.in_evaluation_only else loss[loss > 0].sum()
 
 
 def fit(model: nn.Module, kind: str, **options: Any) -> Trainer:
@@ -278,44 +236,63 @@ def test_tensors_are_put_back_after_an_error(kind: type[Executor]) -> None:
 
 
 def test_the_error_names_the_operation_and_the_way_out() -> None:
-    with refused(VmapError, "test_executor.py:", "`return loss[loss > 0].sum()`", "executor='loop'") as caught:
+    with refused(VmapError, "test_executor.py:", "loss[loss > 0].sum()`", "executor='loop'") as caught:
         fit(Selecting(), "vmap")
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("in_evaluation_only", [False, True])
-@pytest.mark.parametrize("val_interval", [1, None])
-def test_auto_goes_on_with_the_loop(in_evaluation_only: bool, val_interval: int | None) -> None:
+def test_auto_goes_on_with_the_loop(in_evaluation_only: bool) -> None:
+    loop, rounding = fit(Selecting(in_evaluation_only), "loop", val_interval=1), {"rtol": 0.0, "atol": 0.0}
     if in_evaluation_only:  # which does not concern training
-        auto = fit(Selecting(in_evaluation_only), "auto", val_interval=val_interval)
+        auto, rounding = fit(Selecting(in_evaluation_only), "auto", val_interval=1), {}
         assert auto.history.executor == "vmap" and "went to the loop" in auto.history.executor_reason
     else:
         with warned("executor='auto' continues with 'loop'", "loss > 0") as caught:
-            auto = fit(Selecting(in_evaluation_only), "auto", val_interval=val_interval)
+            auto = fit(Selecting(in_evaluation_only), "auto", val_interval=1)
         assert len(caught) == 1 and auto.history.executor == "loop"
-    loop = fit(Selecting(in_evaluation_only), "loop", val_interval=val_interval)
     assert auto.strategy is not None and loop.strategy is not None
-    rounding: dict[str, float] = {} if in_evaluation_only else {"rtol": 0, "atol": 0}
-    for ours, theirs in zip(
-        (auto.strategy.cluster.weights, *auto.strategy.cluster.replicas.buffers.values()),
-        (loop.strategy.cluster.weights, *loop.strategy.cluster.replicas.buffers.values()),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, **rounding)
+    ours, theirs = auto.strategy.cluster, loop.strategy.cluster
+    torch.testing.assert_close(ours.weights, theirs.weights, **rounding)
+    torch.testing.assert_close(ours.replicas.buffers, theirs.replicas.buffers, **rounding)
 
 
-def test_a_failed_attempt_leaves_no_trace() -> None:
-    # Vmapped, the dropout draws and BatchNorm updates come before the branch: the loop must not see them.
-    auto, loop = make(AutoExecutor, Selecting()), make(LoopExecutor, Selecting())
-    with warned("continues with 'loop'"):
-        losses = auto.losses_and_grads(batch_of(TASKS[0]))
-    assert torch.equal(losses, loop.losses_and_grads(batch_of(TASKS[0])))
-    assert torch.equal(auto.replicas.grads, loop.replicas.grads)
-    for name, buffer in auto.replicas.buffers.items():
-        assert torch.equal(buffer, loop.replicas.buffers[name])
-    for ours, theirs in zip(auto.generators, loop.generators, strict=True):
-        assert torch.equal(ours.get_state(), theirs.get_state())
-    assert auto.name == "loop"
+# Indices on an accelerator
 
 
-# Precision
+def lookups(odd: str) -> TensorDataset:
+    """Examples, one of which has an index, or a label, that there is not."""
+    stream = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 7, (64, 3), generator=stream), torch.randint(0, 5, (64,), generator=stream)
+    (x[41] if odd == "index" else y[41:42])[:] = 9
+    y[::7] = -100
+    return TensorDataset(x, y)
+
+
+LOOKUP = nn.Sequential(nn.Embedding(7, 8), nn.Flatten(), nn.Linear(24, 5))
+
+
+@pytest.mark.parametrize("odd", ["index", "label"])
+@pytest.mark.parametrize("kind", ["vmap", "loop"])
+def test_an_index_out_of_range_is_clamped_and_its_error_is_that_of_the_cpu(
+    odd: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*data: Any) -> str:
+        options: dict[str, Any] = {"num_nodes": 4, "max_steps": 6, "batch_size": 4, "executor": kind, "progress": False}
+        with pytest.raises(IndexError) as caught:
+            Trainer(LOOKUP, *data, loss_fn=F.cross_entropy).fit(strategy=SimpleReduceStrategy(), **options)
+        return re.sub(r" on node \d", "", str(caught.value)).partition(" given")[0]
+
+    def checked(self: Objective, *given: Any) -> None:
+        with pytest.MonkeyPatch.context() as there:
+            there.setattr(objective, "is_off_cpu", lambda batch: False)
+            found.append("clamped")
+            check(self, *given)
+
+    check, found = Objective.check_indices, list[str]()
+    good = TensorDataset(*(t[:40] for t in lookups(odd).tensors))
+    expected = said(lookups(odd)), said(good, lookups(odd))
+    for place in ("engine.objective", "training.run", "training.evaluate"):
+        monkeypatch.setattr(f"vsim.{place}.is_off_cpu", lambda batch: True)
+    monkeypatch.setattr(Objective, "check_indices", checked)
+    assert (said(lookups(odd)), said(good, lookups(odd))) == expected and found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_real_device import Part, page, run_parts, step_table
+from on_real_device import Part, page, run_parts
 
 SCRIPT = Path(__file__).parent / "on_real_device.py"
 
@@ -24,29 +23,13 @@ def test_a_page_about_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, text
     assert "1 of 3: tests" in done.stdout and str(out) in done.stdout
     assert text.startswith("# vsim on cpu") and f"torch {torch.__version__}" in text and "- date: 20" in text
-    assert re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", text, re.M) == [
-        ("tests", "ok"),
-        ("memory", "ok"),
-        ("steps", "ok"),
-    ]
+    outcomes = re.findall(r"^\| (\w+) \| (\w+) \| \d+ \|$", text, re.M)
+    assert outcomes == [("tests", "ok"), ("memory", "ok"), ("steps", "ok")]
     passed = re.search(r"^(\d+) of (\d+) tests", text, re.M)
     assert passed is not None and passed[1] == passed[2] and int(passed[1]) > 30
-    (steps,) = re.findall(r"^\| mlp \| 4 \| float32 \| (.+) \|$", text, re.M)
-    assert all(float(cell) > 0 for cell in steps.split(" | ")) and len(steps.split(" | ")) == 4
-    (memory,) = re.findall(r"^\| mlp +\| 4 +\| vmap +\| ([\d.]+) +\| ([\d.]+)", text, re.M)
-    assert 0 < float(memory[0]) < float(memory[1])
-    assert "Output of" not in text
-
-
-@pytest.mark.slow
-def test_the_tests_of_a_device_run_on_a_pretended_one() -> None:
-    """Except processes, which do not know of it."""
-    tests = [str(SCRIPT.with_name("any_device.py")), "-k", "not processes"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", *tests]
-    environment = {**os.environ, "VSIM_DEVICE": "pretend", "VSIM_QUICK": "1"}
-    done = subprocess.run(command, cwd=SCRIPT.parent, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 30
+    steps = re.findall(r"^ *mlp +4 +([\d.]+) .*?([\d.]+) +\([\d.]+\)$", text, re.M)
+    (memory,) = re.findall(r"^mlp +4 +vmap +([\d.]+) +([\d.]+)", text, re.M)
+    assert len(steps) == 2 and 0 < float(memory[0]) < float(memory[1])
 
 
 def python(name: str, code: str, limit: float = 60.0) -> Part:
@@ -71,12 +54,6 @@ def test_a_part_that_fails_is_reported_and_the_others_run() -> None:
     assert outcomes == ["failed (exit status 1)", "stopped after 1 s", "killed by SIGSEGV", "ok"]
     assert len(written) == 4 and "1 of 2 tests that ended have passed." in written[-1]
     assert "- failed: `test_two[a + b]`" in written[-1] and "| fine | ok | " in written[-1]
-    assert "## Output of hangs: stopped after 1 s" in written[-1] and "begun" in written[-1]
+    assert "## hangs: stopped after 1 s" in written[-1] and "\nbegun\n" in written[-1] and "\nwell\n" in written[-1]
     late = [python("late", "print('too late')")]
     assert not run_parts(late, 0.0, write) and late[0].outcome == "no time left"
-
-
-def test_lines_of_several_parts_are_one_table() -> None:
-    line = {"model": "mlp", "num_nodes": 1024, "autocast": False}
-    text = step_table([{**line, "seconds": {"vmap": 0.0025}}, {**line, "seconds": {"vmap": 0.003, "compiled": 0.001}}])
-    assert text.splitlines()[-1] == "| mlp | 1,024 | float32 | 2.5 | 1 |"
