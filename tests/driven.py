@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,67 +96,54 @@ def size(model: nn.Module) -> int:
 # One node at a time --------------------------------------------------------------------------------------------------
 
 
-class _Meeting:
-    """Where K threads hand in a row each, and leave with all rows in the order of the ranks."""
+class _SplitCollectives(Collectives):
+    """The collectives of one of K nodes that hold a row each, in threads that hand in a row and leave with all."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.barrier = threading.Barrier(num_nodes, timeout=60)
-        self.rows: list[Tensor | None] = [None] * num_nodes
+    def __init__(self, barrier: threading.Barrier, rows: list[Tensor], rank: int) -> None:
+        super().__init__(Ledger(len(rows)), [range(node, node + 1) for node in range(len(rows))], rank)
+        self.barrier, self.rows = barrier, rows
 
-    def all_rows(self, rank: int, row: Tensor) -> Tensor:
-        self.rows[rank] = row.clone()
+    def _all(self, row: Tensor) -> Tensor:
+        self.rows[self.rank] = row.clone()
         self.barrier.wait()
-        stacked = torch.cat([row for row in self.rows if row is not None])
+        stacked = torch.cat(self.rows)
         self.barrier.wait()
         return stacked
 
-
-class _SplitCollectives(Collectives):
-    """The collectives of one of K nodes that hold a row each."""
-
-    def __init__(self, meeting: _Meeting, rank: int, num_nodes: int) -> None:
-        super().__init__(Ledger(num_nodes), [range(node, node + 1) for node in range(num_nodes)], rank)
-        self.meeting = meeting
-
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
-        rows = self.meeting.all_rows(self.rank, stacked)
+        rows = self._all(stacked)
         return lambda: reduce_rows(rows, op, shares)
 
     def _all_gather(self, stacked: Tensor) -> Finish:
-        rows = self.meeting.all_rows(self.rank, stacked)
+        rows = self._all(stacked)
         return lambda: rows
 
     def _broadcast(self, stacked: Tensor, src: int) -> Finish:
-        rows = self.meeting.all_rows(self.rank, stacked)
+        rows = self._all(stacked)
         return lambda: rows[src]
 
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        rows = self.meeting.all_rows(self.rank, stacked)
+        rows = self._all(stacked)
         return lambda: rows[list(group), list(group).index(self.rank)]
 
     def _sent(self, stacked: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-        rows = self.meeting.all_rows(self.rank, stacked)
+        rows = self._all(stacked)
         return lambda: rows[[src for src, dst in pairs if dst == self.rank]]
 
 
 def apart(num_nodes: int, work: Callable[[Collectives], Result]) -> list[Result]:
     """What `work` returns for every node, each in a thread of its own that holds one row, as processes would."""
-    meeting = _Meeting(num_nodes)
-    results: dict[int, Result] = {}
+    barrier, rows = threading.Barrier(num_nodes, timeout=60), [torch.empty(0)] * num_nodes
 
-    def node(rank: int) -> None:
+    def node(rank: int) -> Result:
         try:
-            results[rank] = work(_SplitCollectives(meeting, rank, num_nodes))
+            return work(_SplitCollectives(barrier, rows, rank))
         except BaseException:
-            meeting.barrier.abort()
+            barrier.abort()
             raise
 
-    threads = [threading.Thread(target=node, args=(rank,)) for rank in range(num_nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(num_nodes)]
+    with ThreadPoolExecutor(num_nodes) as threads:
+        return list(threads.map(node, range(num_nodes)))
 
 
 def driven_apart(strategy: Algorithm, model: nn.Module, gradients: Tensor, deterministic: bool = True) -> list[Driven]:

@@ -14,7 +14,7 @@ from test_lowering import One, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapError, VmapExecutor
+from vsim.engine import Executor, LoopExecutor, VmapError, VmapExecutor
 
 SIGNS = [1.0, -1.0, 1.0, 1.0]  # of the nodes' examples, where they differ
 
@@ -59,8 +59,6 @@ def swallowed(loss: Tensor, x: Tensor) -> Tensor:
 
 LOOKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a branch": lambda loss, x: loss if x.sum() > 0 else 2 * loss,
-    "a number": lambda loss, x: loss * x.sign().mean().item(),
-    "a list": lambda loss, x: loss * x.sign().tolist()[0][0],
     "a formatted number": lambda loss, x: loss * float(f"{x.sign().mean():.1f}"),
     "a comparison": lambda loss, x: loss if torch.equal(x, x.abs()) else 2 * loss,
     "a condition in evaluation mode, too": lambda loss, x: loss + 1 if loss > x.sum() else loss,
@@ -150,12 +148,3 @@ def test_what_fails_in_one_call_at_a_later_step_goes_to_the_loop_or_is_the_model
     with pytest.raises(RuntimeError, match="at least 1D") as caught:
         ours.losses_and_grads([100 * t for t in batch_of([1.0, 1.0])])
     assert not isinstance(caught.value, VmapError)
-
-
-def test_auto_goes_on_with_vmap_after_a_step_of_the_loop() -> None:
-    auto = make(AutoExecutor, Branching(LOOKS["a branch"]), 4)
-    auto.losses_and_grads(batch_of([1.0] * 4, 0))
-    auto.losses_and_grads(batch_of(SIGNS, 1))
-    assert auto.name == "vmap, loop" and "went to the loop" in auto.reason
-    auto.losses_and_grads(batch_of([1.0] * 4, 2))
-    assert "1 calls went to the loop" in auto.reason

@@ -21,7 +21,7 @@ import pytest
 import torch
 from errors import refused, unnamed, warned
 from resumed import assert_same_comparison, assert_same_model, assert_same_record, sweep_to
-from separate import TASKS, small_gpt, small_mlp, tokens, vectors
+from separate import TASKS, images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_model_state import Average
 from test_second_gradient import Sam
 from test_strategies_common import TABLE, examples, model
@@ -50,7 +50,6 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.strategy.communicate import all_reduce
 from vsim.training import entries, setup
 from vsim.training.loop import Ensemble
 from vsim.training.setup import prepare
@@ -84,10 +83,10 @@ def compare(strategies: Strategies, data: Any = None, start: Any = None, **optio
     return vsim.compare(start, data, data, strategies=strategies, **{**OPTIONS, "num_nodes": 2, **options})
 
 
-def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **options: Any) -> Ensemble:
+def run_of(strategies: Sequence[Strategy], data: Any = None, **options: Any) -> Ensemble:
     """Runs that are set up together, for a look inside."""
-    trainer = vsim.Trainer(start, data)
-    specs = [trainer.spec(f"run {i}", strategy=s, **{**OPTIONS, **options}) for i, s in enumerate(strategies)]
+    trainer, options = vsim.Trainer(small_mlp(), data or vectors()), {**OPTIONS, "num_nodes": 2, **options}
+    specs = [trainer.spec(f"run {i}", strategy=s, **options) for i, s in enumerate(strategies)]
     histories = [History(c.label, c.num_nodes) for c in specs]
     with isolated(0, CPU):
         return prepare(specs, [Recorder(h) for h in histories], histories, CPU)
@@ -97,26 +96,20 @@ def run_of(strategies: Sequence[Strategy], start: nn.Module, data: Any, **option
 
 
 class Jittered(Dataset[Any]):
-    """Draws from the global generators, as augmentation does."""
+    """Draws from the global generators, as augmentation does; cannot be read after `limit` examples."""
 
-    def __init__(self) -> None:
-        self.inner = vectors()
-        self.fetched = 0
+    def __init__(self, limit: float = np.inf) -> None:
+        self.inner, self.fetched, self.limit = vectors(), 0, limit
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.fetched > self.limit:
+            raise OSError("unreadable")
         self.fetched += 1
         x, y = self.inner[i]
         return x + 0.1 * torch.randn(12) + float(np.random.rand()), y  # noqa: NPY002
-
-
-class Rotten(Jittered):
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        if self.fetched > 80:
-            raise OSError("unreadable")
-        return super().__getitem__(i)
 
 
 class Documents(Dataset[Any]):
@@ -136,18 +129,6 @@ class Slope(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return 1e-3 * (batch[0].sum(1) * self.slope - batch[1]).square().mean()
-
-
-class Branching(nn.Module):
-    """Takes another way where its examples are mostly negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small_mlp(0.2)
-
-    def forward(self, batch: Any) -> Tensor:
-        loss: Tensor = self.inner(batch)
-        return loss if batch[0].mean() > 0 else loss.sqrt()
 
 
 class DrawsInForward(nn.Module):
@@ -174,16 +155,6 @@ class Noisy(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=1e-3)
 
 
-class DrawsInStep(Strategy):
-    """A user's own, with noise from the process's generator."""
-
-    def step(self) -> None:
-        for p in self.model.parameters():
-            p.grad.add_(0.01 * torch.randn(p.shape[1:]))
-            all_reduce(p.grad, "mean")
-        super().step()
-
-
 class DrawsInSetup(FedAvgStrategy):
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -207,7 +178,11 @@ class Shakes(vsim.Callback):
 
 
 class Resets(FedAvgStrategy):
-    """Resets its optimizer's state at every sync."""
+    """Resets its optimizer's state on the way, and has its optimizer call something after every step."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
 
     def sync(self) -> None:
         super().sync()
@@ -216,37 +191,6 @@ class Resets(FedAvgStrategy):
         if self.cluster.completed == 4:
             for state in self.optim.state.values():  # type: ignore[union-attr]
                 state["step"].zero_()
-
-
-class Hooked(FedAvgStrategy):
-    """Has its optimizer call something after every step."""
-
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
-
-
-class MadeOnTheWay(FedAvgStrategy):
-    """Makes state on the way, which no checkpoint holds."""
-
-    def sync(self) -> None:
-        super().sync()
-        if not hasattr(self, "stream"):
-            self.stream = torch.Generator().manual_seed(3)
-        self.cluster.weights.mul_(1 + 0.01 * float(torch.rand(1, generator=self.stream)))
-
-
-class KeepsRows(FedAvgStrategy):
-    """Keeps views of its rows, in a list, and shrinks them at every step."""
-
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self.rows = [*cluster.weights]
-
-    def sync(self) -> None:
-        super().sync()
-        for row in self.rows:
-            row.mul_(0.99)
 
 
 class Breaks(AveragingCommunicator):
@@ -283,7 +227,6 @@ class Fails(CommunicationModule):
 
 UNFIT: dict[str, Callable[[Tensor], Any] | None] = {
     "stacked": lambda rows: rows,
-    "short": lambda rows: rows[0, :5],
     "of another dtype": lambda rows: rows[0].double(),
     "a list": lambda rows: rows[0].tolist()[:1],
     "unreadable": None,
@@ -328,12 +271,8 @@ LOOP: dict[str, Any] = {"executor": "loop", "deterministic": False}
 BESIDE = {
     **{task.name: Beside(SEVERAL, {}, task.data, task.model, {"num_nodes": 3}) for task in TASKS},
     "others leave": Beside({**PLAIN, **NOISY}, {"bad": broken(2)}, Jittered),
-    "draws in a step": Beside({"own": DrawsInStep(lr=1e-2), **PLAIN, "again": DrawsInStep(lr=2e-2)}, {}, Jittered),
-    "resets its optimizer": Beside({"own": Resets(H=2, lr=1e-2), "too": Resets(H=3, lr=1e-2), **PLAIN}),
-    "hooks of optimizers": Beside({"own": Hooked(H=2, lr=1e-2), "too": Hooked(H=3, lr=1e-2), **PLAIN}),
-    "undeclared state": Beside({"own": MadeOnTheWay(H=2, lr=1e-2), **PLAIN}, {"bad": broken(2)}, Jittered),
-    "rows that are kept": Beside({"own": KeepsRows(H=2, lr=1e-2), **PLAIN}, {"bad": broken(2)}),
     "others fail": Beside(PLAIN, FAILING),
+    "own optimizers": Beside({"own": Resets(H=2, lr=1e-2), "too": Resets(H=3, lr=1e-2), **PLAIN}, {"bad": broken(2)}),
     "any length": Beside(
         {"alone": Strategy(lr=1e-2)}, {}, Documents, Slope, {"num_nodes": 1, "batch_size": 1, "val_size": 1}
     ),
@@ -342,7 +281,6 @@ BESIDE = {
     ),
     "a model with state": Beside(PLAIN, {}, vectors, Average, LOOP),
     "second gradients": Beside({"one": Sam(lr=0.1, optim_spec="sgd"), "two": Sam(lr=1e-2, optim_spec="sgd"), **PLAIN}),
-    "a model that branches": Beside(PLAIN, {}, vectors, Branching),
 }
 
 
@@ -357,19 +295,18 @@ def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 @pytest.mark.parametrize(
     ("num_nodes", "seeds"),
-    [(2, [7]), *(pytest.param(k, [1, 2], marks=pytest.mark.slow) for k in (1, 2, 5))],
+    [(2, [7]), *(pytest.param(k, seeds, marks=pytest.mark.slow) for k, seeds in ((1, [7]), (5, [1, 2])))],
 )
 def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int]) -> None:
-    rows = {row.name: row for row in TABLE if row.takes(num_nodes)}
-    strategies = {name: row.make() for name, row in rows.items()}
+    strategies = {row.name: row.make() for row in TABLE if row.takes(num_nodes)}
     Beside(strategies, {}, examples, model, {"num_nodes": num_nodes}).check(seeds)
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 def test_without_deterministic_a_run_is_its_own_fit_up_to_rounding() -> None:
     strategies = {**SEVERAL, "demo": DeMoStrategy(lr=1e-4), "alone": Strategy(lr=1e-3)}
-    for task in TASKS:
-        options = {"num_nodes": 4, "max_steps": 10, "deterministic": False}
+    for task in TASKS[1:]:
+        options = {"num_nodes": 4, "deterministic": False, "val_interval": None}
         result = compare(strategies, task.data(), task.model(), **options)
         for name, strategy in strategies.items():
             own = alone(strategy, task.model(), task.data(), None, **options)
@@ -384,10 +321,10 @@ def test_seeds_with_models_of_their_own_and_several_counts_are_their_own_fits() 
     for name, (i, seed) in itertools.product(PLAIN, enumerate((1, 2, 3))):
         options = {"num_nodes": 2, "seed": seed, "loss_fn": nn.functional.cross_entropy}
         assert_is_its_own_fit(result.runs(name)[i], alone(PLAIN[name], made(seed), vectors(), vectors(), **options))
-    settings = {"H": [2, 3], "num_nodes": [1, 2, 5], "batch_size": [4, 8], "lr": 1e-2}
+    settings = {"H": [2, 3], "num_nodes": [1, 5], "batch_size": [4, 8], "lr": 1e-2}
     kept = {name: value for name, value in OPTIONS.items() if name != "batch_size"}
     swept = vsim.sweep(small_mlp(), vectors(), vectors(), strategy=FedAvgStrategy, settings=settings, **kept)
-    assert len(swept) == 12
+    assert len(swept) == 8
     for name, own in swept.settings.items():
         counts = {key: own[key] for key in ("num_nodes", "batch_size")}
         fit = alone(FedAvgStrategy(H=own["H"], lr=1e-2), small_mlp(), vectors(), vectors(), **counts)
@@ -450,20 +387,19 @@ def test_a_deterministic_model_must_not_draw_globally(draw: Any, name: str, exec
 
 
 def test_what_is_alike_is_one_group_and_equal_nodes_keep_their_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategies = [DiLoCoStrategy(H=2), SimpleReduceStrategy(), FedAvgStrategy(), SPARTAStrategy(), Strategy(lr=1e-2)]
-    strategies.insert(1, SimpleReduceStrategy())
-    run = run_of(strategies, small_mlp(), vectors(), num_nodes=3, deterministic=False)
+    strategies = [DiLoCoStrategy(H=2), SimpleReduceStrategy(), SimpleReduceStrategy(), FedAvgStrategy()]
+    strategies += [SPARTAStrategy(), Strategy(lr=1e-2)]
+    run = run_of(strategies, num_nodes=3, deterministic=False)
     (stack,) = run.stacks  # a small model: equal nodes are computed with the others
     kept = [run.cluster.replicas for run in run.runs]
     assert [(len(r.weights), len(r.grads), r.num_held) for r in kept] == [(3, 3, 3), *[(1, 1, 3)] * 2, *[(3, 3, 3)] * 3]
     assert len(stack.executor.replicas.weights) == 18
     monkeypatch.setattr(setup, "_SMALL", 100)
-    run = run_of(strategies, small_mlp(), vectors(), num_nodes=3, deterministic=False)
+    run = run_of(strategies, num_nodes=3, deterministic=False)
     assert sorted(len(stack.runs) for stack in run.stacks) == [1, 1, 4]
-    (exact,) = run_of(strategies, small_mlp(), vectors(), num_nodes=3).stacks  # a row per node
+    (exact,) = run_of(strategies, num_nodes=3).stacks  # a row per node
     assert len(exact.executor.replicas.weights) == 18
-    data = Jittered()
-    run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], small_mlp(), data, num_nodes=2)
+    run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], data := Jittered())
     before = data.fetched
     next(run.stacks[0].batches)  # of one order of the data: fetched once
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
@@ -486,8 +422,7 @@ def test_equal_models_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_optimizers_with_equal_settings_are_stepped_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategies = [FedAvgStrategy(H=h, lr=rate) for h in (1, 2, 3) for rate in (1e-3, 1e-2)]
-    run = run_of(strategies, small_mlp(), vectors(), num_nodes=2)
+    run = run_of([FedAvgStrategy(H=h, lr=rate) for h in (1, 2, 3) for rate in (1e-3, 1e-2)])
     calls: list[int] = []
     kept = torch.optim.AdamW.step
 
@@ -502,7 +437,7 @@ def test_optimizers_with_equal_settings_are_stepped_in_one_call(monkeypatch: pyt
 
 def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
     def run(change: bool) -> Ensemble:
-        made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
+        made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)])
         for step in made.steps():
             if step == 3 and change:
                 made.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
@@ -536,8 +471,8 @@ def test_a_run_that_diverges_leaves_and_changes_no_other(deterministic: bool) ->
 
 
 def test_rows_of_those_that_left_are_gone() -> None:
-    run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)], small_mlp(), vectors(), num_nodes=2)
-    own = run_of([FedAvgStrategy(H=3, lr=1e-2)], small_mlp(), vectors(), num_nodes=2)
+    run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)])
+    own = run_of([FedAvgStrategy(H=3, lr=1e-2)])
     run.stopping = lambda run: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
     list(run.steps())
     list(own.steps())
@@ -546,18 +481,8 @@ def test_rows_of_those_that_left_are_gone() -> None:
     assert [m.done for m in run.runs] == [3, 3, 6, 3]
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
-
-    def forward(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-
 def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last batch of an epoch is of another shape, and proved again, by the rows that are left."""
+    """The last batch of an epoch is of another shape, and proved again, by the rows that are left; with BatchNorm."""
     strategies = {"bad": broken(1), "bad too": broken(1, 1e-3), "stays": FedAvgStrategy(H=2, lr=1e-2)}
     prove, nodes = VmapExecutor.prove, []
 
@@ -567,12 +492,9 @@ def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others(monkeypatc
         return proof
 
     monkeypatch.setattr(VmapExecutor, "prove", noted)
-    options = {"executor": "vmap", "batch_size": 6, "max_steps": None, "num_epochs": 2, "deterministic": False}
     with quietly():
-        result = compare(strategies, start=Normed(), **options)
-    assert nodes == [[0, 5], [0, 1]]
-    own = alone(strategies["stays"], Normed(), vectors(), vectors(), num_nodes=2, **options)
-    np.testing.assert_allclose(result["stays"].history.node_losses, own.history.node_losses, rtol=1e-3)
+        result = compare(strategies, images(), small_cnn(), batch_size=6, deterministic=False)
+    assert nodes == [[0, 5], [0, 1]] and result["stays"].ended
 
 
 class RunningScale(nn.Module):
@@ -604,12 +526,9 @@ class Raises(FedAvgStrategy):
 @pytest.mark.parametrize("together", [True, False])
 def test_what_is_refused_is_refused_before_any_trains(together: bool) -> None:
     heard: list[int] = []
+    options: dict[str, Any] = {"together": together, "train_loss_hook": lambda step, _: heard.append(step)}
     with refused(ValueError, "islands", "island_size", "from 1 to 2", 5):
-        compare(
-            {**PLAIN, "islands": FedAvgStrategy(island_size=5)},
-            together=together,
-            train_loss_hook=lambda step, _: heard.append(step),
-        )
+        compare({**PLAIN, "islands": FedAvgStrategy(island_size=5)}, **options)
     assert heard == []
 
 
@@ -618,14 +537,13 @@ def test_one_that_fails_takes_nothing_from_the_others() -> None:
         compare({**PLAIN, "raises": Raises(H=2)})
     with quietly():
         result = compare({**PLAIN, "bad": broken(2), "raises": Raises(H=2), "last": Strategy()}, together=False)
-        assert compare({"bad": broken(2)}, together=False)["bad"].diverged_at == 3
     assert result["bad"].diverged_at == 3 and result["raises"].failure == "RuntimeError: at once"
     assert all(result[name].model is not None for name in (*PLAIN, "last"))
 
 
 def test_what_was_done_is_kept_when_the_data_fail() -> None:
     with quietly():
-        result = compare(PLAIN, Rotten())
+        result = compare(PLAIN, Jittered(limit=80))
     (failure,) = {run.failure for run in result.values()}
     assert re.fullmatch(r"OSError: the batches of step \d+: example \d+ .*, of node \d: unreadable", failure)
     assert all(len(run.history) > 1 for run in result.values())
@@ -644,7 +562,7 @@ def swept(**options: Any) -> vsim.Sweep:
 
 
 def test_halving_keeps_the_winner_and_its_bits() -> None:
-    full, halved = swept(deterministic=True, seeds=[1, 2]), swept(deterministic=True, seeds=[1, 2], halving=3)
+    full, halved = (swept(deterministic=True, seeds=[1, 2], halving=halving) for halving in (None, 3))
     assert halved.best() == full.best()
     ends = [{run.stopped_at for run in halved.runs(name)} for name in halved]
     assert sorted(str(end) for end in ends) == ["{15}"] * 2 + ["{5}"] * 6 + ["{None}"]
@@ -668,7 +586,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
 def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
     together = compare(strategies)
-    (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)], small_mlp(), vectors(), num_nodes=2).runs)
+    (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)]).runs)
     room = 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
     monkeypatch.setattr(entries, "available_bytes", lambda *_: room)
     with warned("groups that fit into memory", "2, 2, 1 runs"):
@@ -691,15 +609,10 @@ def killed_at(step: int) -> Callable[[int, float], None]:
     return hook
 
 
-@pytest.mark.parametrize("at", [1, 5, 8])
+@pytest.mark.parametrize("at", [1, 5])
 def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, tmp_path: Path) -> None:
-    strategies: Strategies = {
-        "diloco": DiLoCoStrategy(H=3, lr=1e-2),
-        "bad": broken(3),  # so that its loss tells before it is saved
-        **PLAIN,
-        **NOISY,
-        "allreduce": SimpleReduceStrategy(lr=1e-2),
-    }
+    # One is bad after three steps, so that its loss tells before it is saved.
+    strategies: Strategies = {"diloco": DiLoCoStrategy(H=3, lr=1e-2), "bad": broken(3), **PLAIN, **NOISY}
     saved: dict[str, Any] = {"save_dir": tmp_path / "race", "checkpoint_interval": 2}
 
     def trained(**more: Any) -> vsim.Comparison:
@@ -723,7 +636,7 @@ def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, tmp_path: Path)
 
 def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:
     expected = swept(halving=3)
-    for at in (3, 5, 6, 20):  # before, at and after the first rung, and after the second
+    for at in (5, 20):  # at the first rung, and after the second
         saved = {"save_dir": tmp_path / str(at), "checkpoint_interval": 5, "halving": 3}
         with pytest.raises(Killed):
             swept(**saved, train_loss_hook=killed_at(at))
@@ -746,6 +659,14 @@ def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None
         assert heard == [7, 8]
 
 
+class Holds(FedAvgStrategy):
+    """Keeps what cannot be saved."""
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.keep_shared(items=iter([1, 2]))
+
+
 def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
     saved = {"save_dir": tmp_path / "race"}
     with refused(vsim.CheckpointError, "no comparison to resume"):
@@ -757,26 +678,20 @@ def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
         compare({"a": Strategy(lr=0.5)}, resume=True, **saved)
     with refused(ValueError, "resume=True", "save_dir"):
         compare({"a": Strategy()}, resume=True)
-
-    class Holds(FedAvgStrategy):
-        def setup(self, cluster: Cluster) -> None:
-            super().setup(cluster)
-            self.keep_shared(items=iter([1, 2]))
-
     with refused(vsim.CheckpointError, "own: Holds.items"):
         compare({**PLAIN, "own": Holds(H=2)}, save_dir=tmp_path / "other")
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_ten_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_three_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     expected_file, result_file, folder = tmp_path / "expected.json", tmp_path / "result.json", tmp_path / "race"
     assert forked.ended(forked.started(sweep_to, expected_file, None)) == 0
     draw, kills = random.Random(0), 0
-    while kills < 10:
+    while kills < 3:
         run = forked.started(sweep_to, result_file, folder)
         while not (folder / "race.json").exists() and run.is_alive():
             time.sleep(0.01)  # until it has begun
-        time.sleep(draw.uniform(0.0, 4.0))
+        time.sleep(draw.uniform(0.0, 3.0))
         run.kill()
         code = forked.ended(run)
         assert code in (0, -signal.SIGKILL)

@@ -1,13 +1,9 @@
 """The built-in models: right by hand, causal, seeded, and the same under vmap as one by one."""
 
 import copy
-import itertools
 import math
 import pickle
-import random
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import vsim
-from vsim.data import digits
 from vsim.models import CNN, GPT, MLP
-from vsim.strategy import SimpleReduceStrategy
-
-K = 3
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -32,13 +23,10 @@ def generator(seed: int = 0) -> torch.Generator:
 
 @pytest.fixture(autouse=True)
 def _global_rng_untouched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test in this file fails if it moves a global generator, unless it asks to."""
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    """Every test in this file fails if it moves the global generator, unless it asks to."""
+    before = torch.get_rng_state()
     yield
-    if "ambient_rng" not in request.fixturenames:
-        assert torch.equal(before[0], torch.get_rng_state())
-    assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
-    assert before[2] == random.getstate()
+    assert "ambient_rng" in request.fixturenames or torch.equal(before, torch.get_rng_state())
 
 
 @pytest.fixture
@@ -88,20 +76,15 @@ def test_three_ways_to_call(make: Make, batch: Callable[..., tuple[Tensor, Tenso
     assert accuracy.shape == () and accuracy.item() == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda dropout: MLP(64, hidden=(32,), dropout=dropout, seed=0),
-        lambda dropout: CNN(channels=(4,), dropout=dropout, seed=0),
-        lambda dropout: GPT(11, block_size=8, width=16, heads=2, dropout=dropout, seed=0),
-    ],
-)
-def test_dropout_only_in_training(make: Callable[[float], nn.Module], ambient_rng: None) -> None:
-    model, plain = make(0.5), make(0.0)
-    x = (tokens if isinstance(model, GPT) else images)(4)[0]
-    assert not torch.equal(model(x), model(x))
-    assert torch.equal(plain(x), plain(x))
-    assert torch.equal(model.eval()(x), plain(x))
+def test_dropout_only_in_training(ambient_rng: None) -> None:
+    for make, x in (
+        (lambda dropout: MLP(64, hidden=(32,), dropout=dropout, seed=0), images(4)[0]),
+        (lambda dropout: CNN(channels=(4,), dropout=dropout, seed=0), images(4)[0]),
+        (lambda dropout: GPT(11, block_size=8, width=16, heads=2, dropout=dropout, seed=0), tokens(4)[0]),
+    ):
+        model, plain = make(0.5), make(0.0)
+        assert not torch.equal(model(x), model(x))
+        assert torch.equal(model.eval()(x), plain(x))
 
 
 @ON_ALL
@@ -121,23 +104,9 @@ def test_without_a_seed_the_global_generator_counts(ambient_rng: None) -> None:
     # A seed means what `torch.manual_seed` with it would have meant.
     torch.manual_seed(9)
     assert all(torch.equal(p, q) for p, q in zip(MLP().parameters(), MLP(seed=9).parameters(), strict=True))
-
-
-def test_a_seed_means_the_same_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        model = MLP(seed=0)
-    assert torch.equal(model.layers[0].weight, MLP(seed=0).layers[0].weight)
-
-
-@ON_ALL
-def test_learns(make: Make, batch: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    model, data = make(0), batch(8)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(40):
-        optimizer.zero_grad()
-        model(data).backward()
-        optimizer.step()
-    assert model(data).item() < 0.5
+    with torch.device("meta"):  # whatever the default device
+        model = MLP(seed=9)
+    assert torch.equal(model.layers[0].weight, MLP(seed=9).layers[0].weight)
 
 
 # By hand
@@ -230,7 +199,7 @@ def test_gpt_head_is_tied(copied: Callable[[GPT], GPT]) -> None:
 GPT_SMALL = GPT(11, block_size=8, layers=2, width=16, heads=2, dropout=0.5, seed=0).eval()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_gpt_is_causal(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 8))
@@ -261,14 +230,6 @@ def test_generate_greedily() -> None:
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
-def test_generate_draws_from_its_generator() -> None:
-    prompt = tokens(2, length=3)[0]
-    text = GPT_SMALL.generate(prompt, 20)
-    assert torch.equal(text, GPT_SMALL.generate(prompt, 20))
-    assert torch.equal(text, GPT_SMALL.generate(prompt, 20, generator=generator(0)))
-    assert not torch.equal(text, GPT_SMALL.generate(prompt, 20, generator=generator(1)))
-
-
 @pytest.mark.parametrize("top_k", [None, 3, 11, 50])
 def test_generate_draws_from_the_distribution(top_k: int | None) -> None:
     model = copy.deepcopy(GPT_SMALL)
@@ -282,14 +243,15 @@ def test_generate_draws_from_the_distribution(top_k: int | None) -> None:
     found = torch.bincount(drawn, minlength=11) / 4000
     torch.testing.assert_close(found, expected, atol=0.04, rtol=0)  # 5 standard deviations of 1/2
     assert (found[expected == 0] == 0).all()
+    texts = [GPT_SMALL.generate(prompt[:2], 9, generator=g) for g in (None, None, generator(0), generator(1))]
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2]) and not torch.equal(texts[0], texts[3])
 
 
-def test_generate_leaves_each_modules_mode(ambient_rng: None) -> None:
+def test_generate_leaves_each_modules_mode() -> None:
     model = copy.deepcopy(GPT_SMALL).train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    text = model.generate(tokens(1)[0], 9)
-    assert torch.equal(text, GPT_SMALL.generate(tokens(1)[0], 9))  # without dropout, that is
+    assert torch.equal(model.generate(tokens(1)[0], 9), GPT_SMALL.generate(tokens(1)[0], 9))  # without dropout, that is
     assert [module.training for module in model.modules()] == modes
 
 
@@ -321,28 +283,3 @@ def test_generate_leaves_each_modules_mode(ambient_rng: None) -> None:
 def test_refused(make: Callable[[], object], error: type[Exception], said: str) -> None:
     with refused(error, said):
         make()
-
-
-def test_sizes_compose() -> None:
-    for layers, heads in itertools.product((1, 3), (1, 4)):
-        model = GPT(5, block_size=2, layers=layers, width=8, heads=heads, seed=0)
-        # embeddings 5·8 + 2·8, a block 12·8² + 13·8, the last norm 2·8
-        assert sum(p.numel() for p in model.parameters()) == 56 + layers * 872 + 16
-
-
-def test_a_thread_that_a_hook_waits_for_may_make_a_model() -> None:
-    made: list[MLP] = []
-
-    def hook(step: int, loss: float) -> None:
-        thread = threading.Thread(target=lambda: made.append(MLP(hidden=(4,), seed=1)), daemon=True)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
-
-    train, val = digits()
-    trainer = vsim.Trainer(MLP(hidden=(4,), seed=0), train, val)
-    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 1, "val_size": 8, "progress": False}
-    trainer.fit(strategy=SimpleReduceStrategy(), train_loss_hook=hook, eval_loss_hook=hook, **options)
-    alone = MLP(hidden=(4,), seed=1)
-    pairs = [pair for model in made for pair in zip(model.parameters(), alone.parameters(), strict=True)]
-    assert len(made) == 3 and all(torch.equal(*pair) for pair in pairs)

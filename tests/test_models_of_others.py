@@ -1,4 +1,4 @@
-"""Models of other libraries: tiny random ones of transformers, vectorized, node by node and in processes."""
+"""Models of other libraries: tiny random ones of transformers and timm, vectorized, node by node and in processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
 
 import vsim
 from vsim import Trainer
 from vsim.strategy import DiLoCoStrategy
+
+pytestmark = pytest.mark.slow
 
 # timm imports torchvision, and so does transformers where it can. That registers forms of two operators of its compiled
 # library, which a build of torch for another device than torchvision's cannot load: there they are declared.
@@ -29,21 +32,18 @@ if torchvision := importlib.util.find_spec("torchvision"):
         for operator in ("nms", "qnms"):
             OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+# Of transformers ------------------------------------------------------------------------------------------------------
+
 WORDS, LENGTH = 61, 12
 SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
+    **{"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 16},
 }
 GROUPED = {**SIZES, "num_key_value_heads": 1}
-# Class of the model (of its configuration without the last word, see `made`) → sizes.
-MODELS: dict[str, dict[str, Any]] = {
+# Class of the model (of its configuration without the last word) → sizes.
+TEXTS: dict[str, dict[str, Any]] = {
     "GPT2 LMHeadModel": {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2},
     "Llama ForCausalLM": GROUPED,
-    "Qwen2 ForCausalLM": GROUPED,
     "Qwen3 ForCausalLM": {**GROUPED, "head_dim": 8},
     "Mixtral ForCausalLM": {**GROUPED, "num_local_experts": 3},
     "Bert ForMaskedLM": SIZES,
@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
 }
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", MODELS)]
+every_text = pytest.mark.parametrize("name", TEXTS)
 
 
 class FromDict(nn.Module):
@@ -63,7 +63,7 @@ class FromDict(nn.Module):
         import transformers
 
         family, task = name.split()
-        configuration = getattr(transformers, f"{family}Config")(**MODELS[name], bos_token_id=0, eos_token_id=0)
+        configuration = getattr(transformers, f"{family}Config")(**TEXTS[name], bos_token_id=0, eos_token_id=0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model = getattr(transformers, family + task)(configuration)
@@ -89,11 +89,10 @@ class Sentences(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "attention_mask": mask, "labels": torch.where(mask == 1, tokens, -100)}
 
 
-def trained(name: str, padded: bool = False, **options: Any) -> Trainer:
-    trainer = Trainer(FromDict(name), Sentences(padded))
-    strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.1, H=4)
-    trainer.fit(strategy=strategy, num_nodes=3, max_steps=6, batch_size=4, progress=False, **options)
-    assert trainer.strategy is not None
+def trained(model: nn.Module, data: Any, **options: Any) -> Trainer:
+    trainer = Trainer(model, data)
+    strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.05, H=2)
+    trainer.fit(strategy=strategy, num_nodes=3, max_steps=4, batch_size=4, progress=False, **options)
     return trainer
 
 
@@ -103,25 +102,76 @@ def assert_close(one: Trainer, other: Trainer, **tolerance: float) -> None:
     torch.testing.assert_close(one.strategy.cluster.weights, other.strategy.cluster.weights, **tolerance)
 
 
-def test_it_is_vectorized_where_no_sentence_is_padded(name: str) -> None:
-    vectorized, loop = trained(name, executor="vmap"), trained(name, executor="loop")
-    assert vectorized.history.executor == "vmap"
-    assert_close(vectorized, loop)
-
-
-def test_it_goes_to_the_loop_where_some_nodes_have_padding(name: str) -> None:
-    vectorized, loop = (trained(name, padded=True, executor=executor) for executor in ("vmap", "loop"))
-    assert "padding_mask" in vectorized.history.executor_reason
-    assert_close(vectorized, loop)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_it_is_that_of_the_processes(
-    name: str, padded: bool, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = trained(name, padded, deterministic=True)
-    assert_close(exact, trained(name, padded, executor="loop"), rtol=0, atol=0)
-    monkeypatch.setattr("vsim.trainer.train_in_processes", ranks_of(2).train)
-    strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.1, H=2)
-    report = vsim.verify(FromDict(name), Sentences(padded), strategy, 2, max_steps=3, batch_size=4, threads=1)
+def assert_exact(model: nn.Module, data: Any, train_in_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `deterministic=True` a run has the bits of the processes."""
+    monkeypatch.setattr("vsim.trainer.train_in_processes", train_in_ranks)
+    strategy = DiLoCoStrategy(inner_optim="sgd", lr=0.05, H=2)
+    report = vsim.verify(model, data, strategy, 2, max_steps=3, batch_size=4, threads=1)
     assert report.identical, report
+
+
+@every_text
+def test_it_is_vectorized_where_no_sentence_is_padded(name: str) -> None:
+    for padded in (False, True):
+        vectorized, loop = (trained(FromDict(name), Sentences(padded), executor=how) for how in ("vmap", "loop"))
+        if padded:  # it goes to the loop where some nodes have padding
+            assert "padding_mask" in vectorized.history.executor_reason
+        else:
+            assert vectorized.history.executor == "vmap"
+        assert_close(vectorized, loop)
+
+
+@every_text
+def test_it_is_that_of_the_processes(
+    name: str, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_exact(FromDict(name), Sentences(padded=True), ranks_of(2).train, monkeypatch)
+
+
+# Of timm --------------------------------------------------------------------------------------------------------------
+
+CLASSES, SIDE = 5, 32
+# Architecture → its arguments. Normalized are: batches, batches, groups, and twice the channels of a position.
+IMAGES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("test_resnet", "test_efficientnet", "test_efficientnet_gn", "test_convnext")},
+    "test_vit": {"img_size": SIDE},
+}
+every_image = pytest.mark.parametrize("name", IMAGES)
+
+
+class Classifier(nn.Module):
+    """Returns the loss of [images, classes]; in training it leaves out whole branches at random."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import timm
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            sizes = {"num_classes": CLASSES, "drop_path_rate": 0.5, **IMAGES[name]}
+            self.model = timm.create_model(name, pretrained=False, **sizes)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def images(dtype: torch.dtype = torch.float32) -> TensorDataset:
+    stream = torch.Generator().manual_seed(0)
+    pixels = torch.randn(24, 3, SIDE, SIDE, generator=stream).to(dtype)
+    return TensorDataset(pixels, torch.randint(CLASSES, (24,), generator=stream))
+
+
+@every_image
+def test_an_image_model_is_vectorized(name: str) -> None:
+    # In float64, as batches of one position a channel make much of what rounding leaves.
+    model, data = Classifier(name).to(torch.float64), images(torch.float64)
+    vectorized, loop = (trained(model, data, executor=executor) for executor in ("vmap", "loop"))
+    assert vectorized.history.executor == "vmap"
+    assert_close(vectorized, loop, rtol=1e-9, atol=1e-11)
+
+
+@every_image
+def test_an_image_model_is_that_of_the_processes(
+    name: str, ranks_of: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_exact(Classifier(name), images(), ranks_of(2).train, monkeypatch)
