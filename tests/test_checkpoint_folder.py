@@ -126,6 +126,16 @@ def test_a_lock_that_its_holder_has_removed_meanwhile_is_taken_anew(
     assert not (tmp_path / ".lock").exists()
 
 
+@posix
+def test_a_file_system_whose_files_have_no_lasting_numbers_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with locked(tmp_path):
+        pass
+    assert not (tmp_path / ".lock").exists()
+
+
 def test_what_killed_runs_left_half_written_is_removed_when_a_comparison_resumes(tmp_path: Path) -> None:
     compared(save_dir=tmp_path)
     part = tmp_path / "FedAvg" / ".step-00000003.123.part"
