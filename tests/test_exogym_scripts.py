@@ -61,14 +61,11 @@ NANOGPT = """
     class GPT(nn.Module):
         def __init__(self, config):
             super().__init__()
-            self.config = config
-            self.transformer = nn.ModuleDict(dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd), wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout), h=nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in "12"),
-                ln_f=nn.LayerNorm(config.n_embd),
-            ))
+            self.wte, self.wpe = (nn.Embedding(n, config.n_embd) for n in (config.vocab_size, config.block_size))
+            self.drop, self.ln_f = nn.Dropout(config.dropout), nn.LayerNorm(config.n_embd)
+            self.h = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in "12")
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            self.transformer.wte.weight = self.lm_head.weight
+            self.wte.weight = self.lm_head.weight
             self.apply(self._init_weights)
 
         def _init_weights(self, module):
@@ -77,11 +74,10 @@ NANOGPT = """
 
         def forward(self, batch, inference=False):
             idx, targets = (batch, None) if inference else batch
-            pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
-            x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-            for block in self.transformer.h:
+            x = self.drop(self.wte(idx) + self.wpe(torch.arange(0, idx.size(1), device=idx.device)))
+            for block in self.h:
                 x = x + F.gelu(block(x))
-            logits = self.lm_head(self.transformer.ln_f(x))
+            logits = self.lm_head(self.ln_f(x))
             if inference:
                 return logits
             return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
@@ -117,11 +113,8 @@ NANOGPT = """
 
 
     def create_strategy(args):
-        common = dict(
-            lr_scheduler="lambda_cosine",
-            lr_scheduler_kwargs={"warmup_steps": 2, "cosine_anneal": args.cosine_anneal},
-            max_norm=1.0,
-        )
+        schedule = {"warmup_steps": 2, "cosine_anneal": args.cosine_anneal}
+        common = dict(lr_scheduler="lambda_cosine", lr_scheduler_kwargs=schedule, max_norm=1.0)
         optim = OptimSpec(torch.optim.AdamW, lr=args.lr)
         outer_optim = OptimSpec(torch.optim.SGD, lr=0.7, nesterov=True, momentum=0.9)
         if args.strategy == "base":
@@ -152,20 +145,10 @@ NANOGPT = """
     torch.manual_seed(1337)
     trainer = LocalTrainer(GPT(GPTConfig()), factory, factory)
     final = trainer.fit(
-        num_epochs=1,
-        max_steps=20,
-        strategy=create_strategy(args),
-        num_nodes=args.num_nodes,
-        device="",
-        batch_size=8,
-        minibatch_size=args.minibatch_size,
-        shuffle=True,
-        val_size=32,
-        val_interval=10,
-        correlation_interval=args.correlation_interval,
-        wandb_project=None,
-        run_name=args.run_name or f"{args.strategy}_bs8",
-        log_x_axis="step",
+        num_epochs=1, max_steps=20, strategy=create_strategy(args), num_nodes=args.num_nodes, device="",
+        batch_size=8, minibatch_size=args.minibatch_size, shuffle=True, val_size=32, val_interval=10,
+        correlation_interval=args.correlation_interval, wandb_project=None,
+        run_name=args.run_name or f"{args.strategy}_bs8", log_x_axis="step",
     )
     logits = final(torch.zeros(1, 16, dtype=torch.long), inference=True)
     torch.save(final.state_dict(), "model.pt")
@@ -310,26 +293,11 @@ EVERY_ARGUMENT = """
 
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(60, 6), torch.randint(3, (60,)))
-    steps, losses, evaluations = [], [], []
+    losses, evaluations = [], []
     options = dict(
-        num_nodes=2,
-        num_epochs=2,
-        max_steps=6,
-        batch_size=8,
-        shuffle=True,
-        val_size=20,
-        val_interval=2,
-        seed=7,
-        device="cpu",
-        autocast=True,
-        executor="vmap",
-        deterministic=False,
-        backend="stacked",
-        correlation_interval=3,
-        dataloader_kwargs={"num_workers": 0, "drop_last": True},
-        logger=None,
-        log_interval=2,
-        log_x_axis="step",
+        num_nodes=2, num_epochs=2, max_steps=6, batch_size=8, shuffle=True, val_size=20, val_interval=2, seed=7,
+        device="cpu", autocast=True, executor="vmap", deterministic=False, backend="stacked", correlation_interval=3,
+        dataloader_kwargs={"num_workers": 0, "drop_last": True}, logger=None, log_interval=2, log_x_axis="step",
         progress=False,
         train_loss_hook=lambda step, loss: losses.append((step, loss)),
         eval_loss_hook=lambda step, loss: evaluations.append((step, loss)),
@@ -422,16 +390,15 @@ def test_arguments_by_position_have_their_old_order() -> None:
 def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
     import vsim.logger
     import vsim.strategy
-    from vsim.strategy import allreduce, communicate_optimize_strategy, demo, diloco, federated_averaging, optim, sparta
+    from vsim.strategy import communicate_optimize_strategy, demo, diloco, federated_averaging, optim, sparta
     from vsim.strategy import sparta_diloco as both
     from vsim.strategy import strategy as base
 
     for module in (communicate_optimize_strategy, federated_averaging, both, base, sparta):
-        for name in module.__all__:
-            assert getattr(module, name) is getattr(vsim.strategy, name)
+        assert all(getattr(module, name) is getattr(vsim.strategy, name) for name in module.__all__)
     assert all(getattr(vsim.logger, name) is getattr(vsim.records.loggers, name) for name in vsim.logger.__all__)
-    assert optim.OptimSpec is vsim.strategy.OptimSpec and base.SimpleReduceStrategy is allreduce.SimpleReduceStrategy
-    assert diloco.DiLoCoStrategy is vsim.strategy.DiLoCoStrategy and demo.DeMoStrategy is vsim.strategy.DeMoStrategy
+    for module, name in ((optim, "OptimSpec"), (diloco, "DiLoCoStrategy"), (demo, "DeMoStrategy")):
+        assert getattr(module, name) is getattr(vsim.strategy, name)
     with pytest.raises(ValueError, match="optimizer must be one of"):
         optim.ensure_optim_spec("adamww")
     spec = optim.ensure_optim_spec(None, default=optim.OptimSpec(torch.optim.SGD, lr=0.1))

@@ -14,90 +14,56 @@ import pytest
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # Regular expressions that must match the kept outputs, and the outputs of a quick run.
-TABLE, PICTURE = r"<table>\n", r"iVBORw0KGgo"  # a PNG in base64; all but one notebook show some
+PICTURE = r"iVBORw0KGgo"  # a PNG in base64, of which every notebook shows some
 EXPECTED: dict[str, list[str]] = {
-    "adaptive_communication": [
-        r"every step +\d.*\nH = 4 +\d",
-        r"\d +QSR +-?0\.\d+",
-        r"EDiT, no fault +\d",
-        r"two levels, outer step +\d",
-    ],
-    "attacks": [
-        r"none +label flip +sign flip",
-        r"\nmean +\d+\.\d +\d+\.\d",
-        r"\ncentered clipping +\d+\.\d",
-        r"Partition\(classes",
-    ],
+    "adaptive_communication": [r"every step +\d.*\nH = 4 +\d", r"\d +QSR +-?0\.\d+", r"two levels, outer step +\d"],
+    "attacks": [r"none +label flip +sign flip", r"\ncentered clipping +\d+\.\d", r"Partition\(classes"],
     "compression_quality": [
-        TABLE,
-        r"FedAvg, H = (\d+) +</td><td>\1× .*(holds|open|fails)",  # averages every H-th step: H times less
-        r"DiLoCo, H = (\d+) +</td><td>\1× .*(holds|open|fails)",
+        r"<table>\n",
+        r"DiLoCo, H = (\d+) +</td><td>\1× .*(holds|open|fails)",  # averages every H-th step: H times less
         r"<td>AllReduce +</td><td>1× +</td><td>100\.0 ± 0\.0 %",
-        r"<td>alone +</td><td>– ",
         r"1 \+0 · 2⁻²³ +</td><td>\d\.\d{4} ",
     ],
-    "decide": [
-        r"5 of 6 pairs came out",
-        r"extrapolated: not decided for 1\.3B parameters|extrapolated: .* for 1\.3B parameters",
-        r"too few for a probability, which takes 20",
-        r"AllReduce +\d",
-    ],
-    "demo": [TABLE, r"of the entries", r"sign, top-k of tiles, lr = .*×"],
-    "first_comparison": [TABLE, r"FedAvg, H = 10 .*10\.0×", r"SPARTA, p = 0\.5 % .*(19|20)\d"],
-    "diloco_scaling": [
-        TABLE,
-        r"<td>AllReduce +</td><td>1 .*\n<tr><td>AllReduce +</td><td>2 ",
-        r"<td>DiLoCo, H = \d+ *</td><td>2 ",
-    ],
+    "decide": [r"5 of 6 pairs came out", r"extrapolated: .* for 1\.3B parameters", r"too few for a probability"],
+    "demo": [r"<table>\n", r"of the entries", r"sign, top-k of tiles, lr = .*×"],
+    "first_comparison": [r"<table>\n", r"FedAvg, H = 10 .*10\.0×", r"SPARTA, p = 0\.5 % .*(19|20)\d"],
+    "diloco_scaling": [r"<td>AllReduce +</td><td>1 .*\n<tr><td>AllReduce +</td><td>2 ", r"<td>DiLoCo, H = \d+ *</td>"],
     "federated": [r"SCAFFOLD, shards +\d", r"K = 3,400 with 2 to", r"client accuracy, worst"],
     "fine_tuning": [
         r"DiLoCo, LoRA .* 10\.0×",
         r"AllReduce: 25,376 bytes = 4 · 6,344",  # (in + out) · rank of four layers: 4 · (296 + 512 + 512 + 266)
     ],
-    "gossip": [TABLE, r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
+    "gossip": [r"<table>\n", r"one peer exponential +1\.0000", r"ring, tracking +0\.0507"],
     "penalty": [
-        r"N = +5,472  M = 2  H = +\d+  outer rate 0\.\d+: (\d\.\d\d \(|not reached, above \d)",
-        r"assumed at P = 1,000,000,000: α =  0\.08, ratios 1\.\d\d",
+        r"N = +5,472  M = 2  H = +\d+  outer rate 0\.\d+: ",
+        r"at P = 1,000,000,000: α =  0\.08, ratios 1\.\d\d",
     ],
     "personal_models": [r"FedAvg, fine-tuned +\d", r"Ditto +\d", r"split\(0\.2, seed=0\) to test"],
-    "report": [
-        r"interrupted after step \d+",
-        r"DiLoCo +DiLoCoStrategy\(H=\d+, outer_lr=0\.4, lr=0\.002\)",
-        r"16 runs, of which 6 were not trained again",
-        r"num_nodes is 4 and 8",
-        r"loss \d\.\d+ within 0\.1 MB",
-        r"report\.html: \d+ kB",
-    ],
+    "report": [r"interrupted after step \d+", r"16 runs, of which 6 were not trained again", r"report\.html: \d+ kB"],
     "state_of_the_art": [
-        TABLE,
-        r"minutes at 20 Mbit/s, 50 ms",
+        r"<table>\n",
         r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ ± [\d.]+ %</td>\s*<td>(shows|not)</td>",
         r"SparseLoCo sends \d+ times less than DiLoCo",
     ],
     "stragglers_and_failures": [
         r"all wait +\d+\.\d min, +\d+% compute",
-        r"staleness in the mean: [\d.]+ of the seven, [\d.]+ of the slow node",
         r"Delayed Nesterov, DyLU +\d+\.\d min, +(100|9\d)% compute",
         r"half are gone +loss \d\.\d+ after [\d,]+ examples",
     ],
     "sweep": [
-        TABLE,
-        r"DiLoCo H=\d+, outer_lr=[\d.]+ after \d+ % of the steps; of all: DiLoCo H=",
+        r"<table>\n",
+        r"DiLoCo H=\d+, .* after \d+ % of the steps; of all: ",
         r"AllReduce lr=0\.3 *</td>.* 1\.0×",
     ],
     "which_strategy_on_my_network": [
-        r"AllReduce .* %",
-        r"time to loss",
-        r"from [\d.]+ [kMG]bit/s|any",
         r"time used\n-.*\nAllReduce +\d.* 9\d\.\d %",
         r"budget of each run: 10? s \(time\)",
         r"DiLoCo H=\d+\n",
     ],
     "your_own_strategy": [
         r"label='votes', payload_bytes=512.0",
-        r"ring, pairs: bit-identical over \d+ steps",
-        r"bytes sent: 0.0",
-        r"different after step 1, by more than rounding",
+        r"ring, pairs: bit-identical",
+        r"different after step 1",
     ],
 }
 # Nothing of the machine that a notebook was run on.
@@ -156,6 +122,6 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for text in (kept, outputs(notebook)):
         for pattern in EXPECTED[name]:
             assert re.search(pattern, text), pattern
-    assert pictures(notebook) == kept_pictures != [] or name == "your_own_strategy"
+    assert pictures(notebook) == kept_pictures != []
     assert not complaints(notebook)
     assert not MACHINE.search(kept)
