@@ -1,4 +1,4 @@
-"""Every notebook runs top to bottom in a kernel of its own, and is kept with the outputs of such a run.
+"""Every notebook runs top to bottom, and is kept with the outputs of such a run.
 
 Here they run with VSIM_QUICK=1, which makes long ones take only a few steps; the kept outputs are of whole runs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,29 @@ def test_every_notebook_is_expected_to_show_something() -> None:
     assert sorted(EXPECTED) == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One kernel for all notebooks, which are emptied of names in between: importing takes longer than most of them."""
+    client = pytest.importorskip("jupyter_client")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # this environment's kernel, not the user's own
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        patch.delenv("MPLBACKEND", raising=False)  # conftest's keeps figures that a cell draws from being shown
+        patch.setenv("VSIM_QUICK", "1")
+        patch.setenv("PYTHONWARNINGS", "ignore:too few steps for")  # quick ones take fewer than some of their H
+        patch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
+        patch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+        manager = client.AsyncKernelManager(kernel_name="python3")
+        yield manager
+        client.utils.run_sync(manager.shutdown_kernel)(now=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 # jupyter_client, pyzmq and ipykernel warn of what they will change between themselves, in other words every few months.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
-def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # this environment's kernel, not the user's own
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # conftest's keeps figures that a cell draws from being shown
-    monkeypatch.setenv("VSIM_QUICK", "1")
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore:too few steps for")  # quick ones take fewer than some of their H
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
-    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+def test_notebooks_run(name: str, kernel: Any, tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     kept, kept_pictures = outputs(notebook), pictures(notebook)
@@ -115,9 +125,12 @@ def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-
-    run = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=run).execute()
+    begin = f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
+    client = nbclient.NotebookClient(notebook, timeout=300, km=kernel)
+    client.execute()
+    client.kc.stop_channels()
+    del notebook.cells[0]
 
     for text in (kept, outputs(notebook)):
         for pattern in EXPECTED[name]:

@@ -284,7 +284,7 @@ def test_a_partition_travels_and_a_run_resumes_with_it_but_not_with_another(tmp_
 
 @given(
     sizes=st.lists(st.integers(2, 12), min_size=1, max_size=5),
-    test=st.floats(0.01, 0.99),
+    test=st.floats(0.01, 0.99) | st.just(0.99),
     seed=st.integers(0, 5),
 )
 def test_a_split_gives_every_client_both_parts(sizes: list[int], test: float, seed: int) -> None:

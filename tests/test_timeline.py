@@ -75,8 +75,9 @@ networks = st.builds(
 )
 
 
+@settings(max_examples=60)
 @given(st.data(), ledgers(), networks)
-def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, network: Network) -> None:
+def test_computed_and_waited_is_the_whole_time_also_from_files(data: Any, ledger: Ledger, network: Network) -> None:
     compute = data.draw(computes(ledger.num_nodes))
     line = timeline(ledger, network, compute)
     K, T = ledger.num_nodes, ledger.steps
@@ -84,6 +85,9 @@ def test_computed_and_waited_is_the_whole_time(data: Any, ledger: Ledger, networ
     np.testing.assert_allclose(line.compute_seconds, np.broadcast_to(compute.steps(K).next(T), (T, K)).mean(1))
     np.testing.assert_allclose(line.compute_seconds.sum() + line.stalls.sum(), line.seconds[-1])
     assert (line.stalls >= 0).all() and (np.diff(line.seconds) >= 0).all() and 0 < line.utilization <= 1 + 1e-12
+    again = Network.from_plain(network.as_plain()), Compute.from_plain(compute.as_plain())
+    assert timeline(ledger, *again).seconds.tolist() == line.seconds.tolist()
+    assert repr(again) == repr((network, compute))
 
 
 @settings(max_examples=40)
@@ -95,14 +99,6 @@ def test_many_networks_at_once_are_each_by_itself(data: Any, ledger: Ledger, lin
     for link, own in zip(links, found, strict=True):
         line = timeline(ledger, Network(*link, collective=algorithm), compute)
         np.testing.assert_allclose(own, line.seconds[steps], rtol=1e-12, atol=1e-12)
-
-
-@given(st.data(), ledgers(), networks)
-def test_networks_and_compute_come_back_from_files(data: Any, ledger: Ledger, network: Network) -> None:
-    compute = data.draw(computes(ledger.num_nodes))
-    again = Network.from_plain(network.as_plain()), Compute.from_plain(compute.as_plain())
-    assert timeline(ledger, *again).seconds.tolist() == timeline(ledger, network, compute).seconds.tolist()
-    assert repr(again) == repr((network, compute))
 
 
 # The messages of a step: (the step that wants the result, moment, collective, payload, groups; None: all nodes).
