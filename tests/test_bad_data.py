@@ -47,9 +47,6 @@ def example(index: int, width: int = 12) -> tuple[Tensor, Tensor]:
     return torch.full((width,), float(index)), torch.tensor(index % 5)
 
 
-# Datasets ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("where", "made", "said"),
     [
@@ -171,9 +168,6 @@ def test_what_is_not_finite_is_told_of() -> None:
         fit(max_steps=9, strategy=SimpleReduceStrategy(inner_optim="sgd", lr=1e30))
 
 
-# Weights -------------------------------------------------------------------------------------------------------------
-
-
 class Lost(Strategy):
     """After a step the first tensor holds these numbers: in all nodes but the last, and in the last one."""
 
@@ -202,9 +196,6 @@ def test_weights_that_no_later_loss_tells_of(tmp_path: Path) -> None:
         fit(strategy=Lost(3, 0, nan), max_steps=3)
     with refused(FloatingPointError, "mean of the nodes' weights after step 1"):
         fit(strategy=Lost(1, 3e38, 2.9e38), max_steps=1)
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,6 @@ def by_row(batch: Any) -> list[Any]:
     return [found[row] for row in sorted(found)]
 
 
-# Batches: three paths, one result
-
-
 def pairs(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count * 6.0).view(count, 2, 3), torch.arange(count))
 
@@ -211,9 +208,6 @@ def test_validation_examples_are_all_or_a_sample_from_a_seed_of_its_own() -> Non
     assert samples[0].tolist() == samples[1].tolist() != list(range(10))
     assert equal(samples[2], samples[3])
     assert validation_examples(Numbers(100, int), 10, torch.tensor)[0].tolist() == samples[0].tolist()
-
-
-# Datasets and factories
 
 
 def test_a_factory_is_asked_for_every_node() -> None:

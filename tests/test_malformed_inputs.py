@@ -57,7 +57,7 @@ NONSENSE: dict[str, Callable[[], Any]] = {
     "'%s'": lambda: "%s",
     "'25MB'": lambda: "25MB",
 }
-SECONDS, BYTES = 10, 2**32  # that a call may take, in time and address space
+SECONDS, BYTES = 60, 2**32  # that a call may take, in time and address space
 MODULES = (vsim, vsim.strategy, vsim.data, vsim.network, vsim.models)
 
 # What is taken knowingly: why, the values, and the "function.parameter: annotation" that take them.
@@ -84,25 +84,12 @@ ACCEPTED = [
     ("one node in a region", "dict", r"regions\.regions:"),
 ]
 # Other words under which an error speaks of a parameter.
-ALIASES = {
-    "changes": "Schedule",
-    "cls": "optimizer",
-    "dataset": "num_nodes",
-    "file": "Trace",
-    "given": "network|compute",
-    "inner_lr": "lr",
-    "inside": "region|links",
-    "model_cls": "model",
-    "names": "strategy",
-    "optim_spec": "inner_optim",
-    "outer": "outer_optim",
-    "parts": "average",
-    "rest": "optimizer",
-    "speeds": "seconds_per_step",
-    "text": "bandwidth",
-    "train_dataset": "dataset|training dataset",
-    "val_dataset": "dataset",
-}
+ALIASES_TEXT = """
+    changes=Schedule cls=optimizer dataset=num_nodes file=Trace given=network|compute inner_lr=lr inside=region|links
+    model_cls=model names=strategy optim_spec=inner_optim outer=outer_optim parts=average rest=optimizer
+    speeds=seconds_per_step text=bandwidth train_dataset=dataset val_dataset=dataset
+"""
+ALIASES = dict(pair.split("=") for pair in ALIASES_TEXT.split())
 # An error that is not about the value need not show it.
 NOT_THE_VALUE = (
     "no effect|un(known|expected)|missing|needs|is empty|either|none|of shape|got 0|finite|dataset|node|model"
@@ -154,7 +141,7 @@ def with_parameters(function: Callable[..., Any], names: dict[str, Any]) -> Call
     def called(**given: Any) -> Any:
         return function(**given)
 
-    called.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    called.__signature__ = inspect.Signature(own)
     return called
 
 
@@ -224,27 +211,29 @@ def calls(folder: Path) -> list[Call]:
     places |= {"Ladder": climbed, "Partition": dealt, "Sweep": swept, "Timeline": history.time(1e6, 1.0)}
     public = {name: getattr(module, name) for module in MODULES for name in module.__all__}
     # What takes other arguments than none, and those that it takes.
+    paths = """
+        Checkpoint.save=own.vsim Comparison.from_json=compared.json Comparison.report=report.html
+        Comparison.to_csv=own.csv Comparison.to_json=own.json History.from_json=history.json History.to_csv=own.csv
+        History.to_json=own.json
+        Ladder.save=own.json load_checkpoint=saved load_ladder=ladder.json text_file=text.txt
+    """
     needed: dict[str, dict[str, Any]] = {
+        **{name: {"path": folder / file} for name, file in (pair.split("=") for pair in paths.split())},
+        **dict.fromkeys(["Comparison.rows", "Comparison.table", "History.time"], times),
+        **{name: {"folder": folder / "mnist"} for name in ("fashion_mnist", "mnist")},
         "AsynchronousStrategy": {"H": 1},
         "Attack": {"kind": "min_max", "share": 0.2},
         "Availability": {"p": [0.5, 1.0]},
         "AveragingCommunicator": {"island_size": 2},
         "ByLabel": {"counts": [[1, 2], [3, 0]]},
         "Checkpoint.model": {"like": model},
-        "Checkpoint.save": {"path": folder / "own.vsim"},
         "CommunicateOptimizeStrategy": {"communication_modules": []},
         "Comparison.at": {"parameters": 1e6},
         "Comparison.best": {"within": {"time": "10 h"}, **times},
         "Comparison.cheapest": {"loss": loss, **times},
-        "Comparison.from_json": {"path": folder / "compared.json"},
         "Comparison.renamed": {"names": {"a": "c"}},
-        "Comparison.report": {"path": folder / "report.html"},
-        "Comparison.rows": times,
         "Comparison.runs": {"name": "a"},
         "Comparison.steps_to": {"loss": loss},
-        "Comparison.table": times,
-        "Comparison.to_csv": {"path": folder / "compared.csv"},
-        "Comparison.to_json": {"path": folder / "compared2.json"},
         "Comparison.winners": {"loss": loss, "compute": 1.0},
         "Compute": {"seconds_per_step": 1.0, "layers": 4, "jitter": 0.1},
         "Compute.from_flops": {"flops_per_step": 1e9, "flops_per_second": 1e12},
@@ -259,14 +248,9 @@ def calls(folder: Path) -> list[Call]:
         "GPT.generate": {"prompt": torch.zeros(1, 1).long(), "max_new_tokens": 1},
         "HierarchicalStrategy": {"levels": {2: 1, 4: 2}},
         "History.column": {"name": "step"},
-        "History.from_json": {"path": folder / "history.json"},
         "History.last": {"column": "step"},
-        "History.time": times,
-        "History.to_csv": {"path": folder / "history.csv"},
-        "History.to_json": {"path": folder / "history2.json"},
         "Ladder.decide": {**target, **times, "parameters": 1e6, "max_steps": 2},
         "Ladder.order": {"to": 1e6},
-        "Ladder.save": {"path": folder / "ladder2.json"},
         "Network": {"bandwidth": 1e6},
         "Network.between": {"bandwidth": [[1, 1], [1, 1]]},
         "Network.of": {"given": 1e6},
@@ -291,21 +275,16 @@ def calls(folder: Path) -> list[Call]:
         "clip": {"norm": 1.0},
         "compare": {**problem, **train, **times, "strategies": strategies},
         "compress": {"compressor": TopK(0.1), "error_feedback": True},
-        "fashion_mnist": {"folder": folder / "mnist"},
         "grid": {"strategy": DiLoCoStrategy},
         "latest_checkpoint": {"folder": folder / "saved"},
-        "load_checkpoint": {"path": folder / "saved"},
-        "load_ladder": {"path": folder / "ladder.json"},
-        "mnist": {"folder": folder / "mnist"},
         "mnist1d": {"size": 10},
         "partition": {"dataset": data, "num_nodes": 2, "kind": "dirichlet", "alpha": 1.0},
         "partition, noise": {"dataset": data, "num_nodes": 2, "kind": "noise", "sigma": 1.0},
         "partition, power_law": {"dataset": data, "num_nodes": 2, "kind": "power_law", "exponent": 1.0, "min_size": 1},
         "partition, shards": {"dataset": data, "num_nodes": 2, "kind": "shards", "shards": 2},
         "price": {**of_nodes, **times, "max_steps": 4, "parameters": 1e6},
-        "required_bandwidth": {**of_nodes, "parameters": 1e6, "compute": 1.0},
+        "required_bandwidth": {**of_nodes, "parameters": 1e6, "compute": 1.0, "grid": [1e9]},
         "synthetic_federated": {"alpha": 1.0, "beta": 1.0, "num_clients": 2},
-        "text_file": {"path": folder / "text.txt"},
         "timeline": {"run": history, **times},
         "verify": {**problem, **train, "strategy": SimpleReduceStrategy()},
     }

@@ -246,9 +246,6 @@ def test_refused(make: Callable[[], Any], error: type[Exception], said: str) -> 
         make()
 
 
-# Training -------------------------------------------------------------------------------------------------------------
-
-
 def trained(dealt: Any, num_nodes: int = 3, **options: Any) -> vsim.Trainer:
     trainer = vsim.Trainer(MLP(hidden=(8,), seed=0), dealt, digits()[1])
     strategy = FedAvgStrategy(H=2, average=mean("examples"), inner_optim="sgd", lr=0.1)

@@ -37,9 +37,6 @@ def fit(trainer: Trainer, strategy: Strategy | None = None, **options: Any) -> n
     return trainer.fit(strategy=strategy or DiLoCoStrategy(H=2, lr=0.01), **options)
 
 
-# What comes back
-
-
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_the_final_model_is_the_mean_of_the_nodes(task: Task) -> None:
     model = task.model().eval()
@@ -65,9 +62,6 @@ def test_frozen_and_tied_parameters() -> None:
     assert not final.positions.weight.requires_grad
     assert final.lm_head.weight is final.tokens.weight
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
-
-
-# Measurements
 
 
 @pytest.mark.parametrize("strategy", [DiLoCoStrategy(H=3, lr=0.01), FedAvgStrategy(H=3, lr=0.01)])
@@ -100,18 +94,6 @@ def test_validation_by_hand(task: Task, executor: str, strategy: Strategy) -> No
     assert {name: trainer.history[name][-1] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert len(set(losses)) == 3
     assert (overall[0] != average) == isinstance(strategy, DiLoCoStrategy)
-
-
-def test_replicas_that_are_equal_are_validated_alike() -> None:
-    trainer = Trainer(small_cnn(0.0), images(), images())
-    fit(trainer, FedAvgStrategy(H=1))
-    assert trainer.history["node_loss_std"][0] == 0 and trainer.history["node_loss_std"][-1] > 0  # statistics differ
-    trainer = Trainer(small_mlp(), vectors(), vectors())
-    fit(trainer, FedAvgStrategy(H=1))
-    local, overall, average, std = (
-        trainer.history[f"{name}"][-1] for name in ("local_loss", "global_loss", "average_loss", "node_loss_std")
-    )
-    assert std == 0 and local == overall == average
 
 
 def test_measurements_that_cannot_be_made_are_nan() -> None:
@@ -161,9 +143,6 @@ def test_spread_is_measured_when_asked_for() -> None:
     assert np.isnan(replica_spread(torch.zeros(2, 3))["divergence"])
 
 
-# Errors and progress
-
-
 @both_executors
 def test_a_loss_that_is_not_finite_names_step_and_nodes(executor: str) -> None:
     def data(rank: int, num_nodes: int, train: bool) -> TensorDataset:
@@ -197,9 +176,6 @@ def test_the_progress_bar(capsys, monkeypatch) -> None:
     assert "compiling: some 10 to 60 s" in capsys.readouterr().err
 
 
-# Where
-
-
 def test_devices(monkeypatch) -> None:
     trainer = Trainer(small_mlp(), vectors(), device="cpu")
     fit(trainer, device=torch.device("cpu"))
@@ -215,9 +191,6 @@ def test_devices(monkeypatch) -> None:
     assert pick_device(None) == torch.device("mps")
     with refused(ValueError, "cuda … mps, cpu"):
         pick_device("cuda")
-
-
-# Batches of different lengths
 
 
 def texts(length: int | None = None) -> Any:
@@ -270,9 +243,6 @@ def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], 
     assert trainer.history.executor == ("loop" if kind is Choosing else executor)
 
 
-# Threads
-
-
 def test_runs_in_threads_draw_what_each_draws_alone() -> None:
     def trained(seed: int) -> tuple[Tensor, Any]:
         trainer = Trainer(vsim.models.MLP(12, (16,), 5, dropout=0.5, seed=seed), vectors())
@@ -287,9 +257,6 @@ def test_runs_in_threads_draw_what_each_draws_alone() -> None:
     for (weights, losses), (own_weights, own_losses) in zip(in_threads, alone, strict=True):
         assert torch.equal(weights, own_weights)
         np.testing.assert_array_equal(losses, own_losses)
-
-
-# Modes of the caller
 
 
 @pytest.mark.parametrize(("mode", "executor"), [(torch.no_grad, "loop"), (torch.inference_mode, "vmap")])
@@ -320,9 +287,6 @@ def test_processes_train_in_inference_mode() -> None:
     with torch.inference_mode():
         report = vsim.verify(Choosing(), texts(), FedAvgStrategy(H=2, lr=0.01), 3, 6, num_processes=2, **options)
     assert report.identical, report
-
-
-# Forms of a model and its batches
 
 
 class Layer(nn.Linear):
