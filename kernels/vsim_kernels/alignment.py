@@ -67,7 +67,7 @@ def rows_apart(stacked: Tensor) -> Tensor:
         return stacked
     inner = stacked
     for dim in range(1, stacked.dim()):
-        if stacked.stride(dim) == 0:  # expanded: one entry stands for all
+        if stacked.stride(dim) == 0:  # expanded: copy one entry for all
             inner = inner.narrow(dim, 0, min(1, stacked.shape[dim]))
     start = stacked.data_ptr() % ALIGNMENT // stacked.element_size()
     return _allocated(stacked, inner.shape, inner.stride()[1:], start).copy_(inner).expand(stacked.shape)

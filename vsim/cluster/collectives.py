@@ -390,7 +390,7 @@ class Collectives(ABC):
             payload_bytes = size
         elif payload_bytes < size and not summable and label not in self.ledger.doubted:
             self.ledger.doubted.add(label)
-            if self.rank == 0:  # once a run
+            if self.rank == 0:  # warn once, not once per process
                 warnings.warn(
                     f"{collective} with label={label!r}: payload_bytes={payload_bytes:g}, and a row has {size}. Short "
                     "messages can seldom be added up on their way around a ring: send them by all_gather, or give "

@@ -120,7 +120,7 @@ class OptimSpec:
         """Return the names of the state that the optimizer keeps for a tensor; empty for a user's class."""
         if self.cls not in OPTIMIZERS.values():  # a user's class may not accept the sample
             return frozenset()
-        sample = torch.zeros(2, 2, requires_grad=True)  # all of torch's optimizers accept it
+        sample = torch.zeros(2, 2, requires_grad=True)  # all of torch's optimizers accept a matrix
         sample.grad = torch.zeros(2, 2)
         kwargs = dict(self.kwargs)
         # Look for GPUs only if needed: afterwards, processes forked from this one cannot use GPUs.

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from vsim.cluster.store import Store
 
-# f(first, last, local) → every node's compute seconds for steps first … last (from 1), or if given for `local` steps.
+# f(first, last, local) → every node's compute seconds for steps first … last (from 1), or for `local` steps if given.
 ComputeSeconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
-BYTES_OF_A_CLIENT = 64  # least memory of a plan and the order of examples, per client of a population
+BYTES_OF_A_CLIENT = 64  # lower bound of the memory per client: for a plan, and for an order of examples
 
 
 class Segment(NamedTuple):

@@ -253,7 +253,7 @@ def copied(module: Copied, what: str) -> Copied:
     try:
         return copy.deepcopy(module)
     except Exception as error:
-        # Old parametrizations of torch.nn.utils compute a weight before each call, and keep it as a plain attribute.
+        # Old parametrizations of torch.nn.utils keep a computed weight as an attribute, which deepcopy rejects.
         named = module.named_modules() if isinstance(module, nn.Module) else ()
         hooks = {path: hooks_of(m)["forward pre-hook"].values() for path, m in named}
         old = [path for path, own in hooks.items() for h in own if type(h).__name__ in ("WeightNorm", "SpectralNorm")]

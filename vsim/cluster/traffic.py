@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# n → payloads that a node of a group of n transmits: every node but the last, and the last, which ends a chain with 0.
+# n → (payloads that each node of a group of n but the last transmits, payloads that the last one transmits).
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)

@@ -113,7 +113,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
-            # All nodes took the same φ: sum in DiLoCo's order, for bitwise equal results.
+            # All nodes pulled the same φ: sum in DiLoCo's order, for results bitwise equal to DiLoCo's.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)
         else:
             moved = torch.stack([w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)])

@@ -64,7 +64,7 @@ class AsynchronousStrategy(Algorithm):
     until: list[int]  # the local step that ends each worker's phase, from pulling φ to pushing θ_k
     seen: list[int]  # examples that each worker has trained on, or tokens if batches hold token ids
     outer_optims: list[Optimizer]  # the optimizers that step φ, if any
-    losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first
+    losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first step
     step_workers: Callable[[Sequence[int]], None]
 
     def __init__(self, H: int, *, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
@@ -141,7 +141,7 @@ class AsynchronousStrategy(Algorithm):
                 self.waited(number)
         self.catch_up()
         self.cluster.collectives.ledger.seconds.append((clock.now, clock.computed_seconds))
-        for optimizer in torch_optimizers(self.optim):  # also of workers that have not stepped yet
+        for optimizer in torch_optimizers(self.optim):  # also optimizers of workers that have not stepped yet
             mark_stepped(optimizer)
         self.sync()
 

@@ -247,7 +247,7 @@ class Algorithm(Configured):
         for promise in ("shares_weights", "shares_grads"):
             setattr(cls, promise, cls.__dict__.get(promise, False))
 
-    if TYPE_CHECKING:  # with `of`, the modules' arguments
+    if TYPE_CHECKING:  # with `of`, `__init__` takes the modules' arguments
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from vsim.arguments import reject_unknown, renaming
 from vsim.cluster.state import Stateful
 
-# EXO Gym's names of arguments → vsim's.
+# EXO Gym's names of arguments → vsim's names.
 SPELLINGS = {"optim_spec": "inner_optim", "inner_lr": "lr", "outer_optim_spec": "outer_optim"}
 _OF_ALL = ("inner_optim", "lr")  # arguments of every strategy
 
@@ -26,7 +26,7 @@ class Configured(Stateful):
         common: the arguments that `**options` in an `__init__` stands for.
     """
 
-    __slots__ = ("_given",)  # apart from the attributes, which are state or settings
+    __slots__ = ("_given",)  # a slot, since attributes in `__dict__` are state or settings
 
     common: ClassVar[tuple[Parameter, ...]] = ()
     _given: dict[str, Any]

@@ -61,7 +61,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         self.dylu = true_or_false("dylu", dylu)
         super().__init__(H, inner_optim=inner_optim, **options)
 
-    m: Tensor  # shared (P,)
+    m: Tensor  # the momentum, shared (P,)
     gathered: Tensor  # Δ, shared (P,)
 
     def setup(self, cluster: Cluster) -> None:
@@ -77,7 +77,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
             return self.H
         seconds = self.clock.compute.node_seconds
         own = self.H * float(seconds.min() / seconds[node % len(seconds)])
-        return max(1, math.floor(own + 1e-9))  # 1e-9: rounding errors may end below a whole number
+        return max(1, math.floor(own + 1e-9))  # 1e-9: rounding errors may end just below a whole number
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         N, c, g = self.N, self.c, self.taken[node] - weights

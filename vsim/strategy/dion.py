@@ -90,7 +90,7 @@ class DionStrategy(Algorithm):
                 f"DionStrategy: only={self.optim_spec.only} has vectors, {vectors}, and must have matrices"
             )
         momentum, basis = {}, {}
-        self.averaged = [c.name for c in replicas.layout if c.name not in names]  # sent uncompressed
+        self.averaged = [c.name for c in replicas.layout if c.name not in names]  # parameters sent uncompressed
         for name, shape in shapes.items():
             n, m = matrix_shape(shape)
             rank = round_up(self.rank_fraction * min(n, m))

@@ -48,7 +48,7 @@ class AveragingCommunicator(CommunicationModule):
 
     def check_nodes(self, cluster: Cluster) -> None:
         size = self.island_size or cluster.num_nodes
-        self.average.rule.check(cluster.num_nodes % size or size)  # of the smallest island
+        self.average.rule.check(cluster.num_nodes % size or size)  # the smallest island's size
 
     def sync(self, cluster: Cluster) -> None:
         if self.average.of_moves:

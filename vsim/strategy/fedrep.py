@@ -50,7 +50,7 @@ class AlternatingAverage(PersonalAverage):
         super().__init__(H=H, personal=personal, average=average)
         most = None
         if not isinstance(H, When):
-            most = whole_number("H", H, at_least=2) - 1  # a step for the representation
+            most = whole_number("H", H, at_least=2) - 1  # leaves a step for the representation
         self.head_steps = None if head_steps is None else whole_number("head_steps", head_steps, at_most=most)
 
     def setup(self, cluster: Cluster) -> None:
@@ -67,7 +67,7 @@ class AlternatingAverage(PersonalAverage):
                 view.zero_()
 
     def communicate(self, cluster: Cluster) -> None:
-        if self.resting is not None:  # undo momentum and weight decay
+        if self.resting is not None:  # undo steps by momentum and weight decay
             part, kept = self.resting
             for view, own in zip(part.views(cluster.weights), part.cut(kept), strict=True):
                 view.copy_(own)

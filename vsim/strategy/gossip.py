@@ -24,7 +24,7 @@ from vsim.strategy.when import When, sync_interval
 
 Pair = tuple[int, int]
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
-_MOST_NODES = 1024  # largest matrix whose second singular value is computed
+_MOST_NODES = 1024  # the most nodes for which the spectral gap is computed
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
     for source, destination in arcs:
         a, b = (next(c for c in itertools.count() if c not in own) for own in (out[source], into[destination]))
         path, end, now, sides = [], destination, a, (into, out)
-        while a != b and now in sides[0][end]:  # rounds a and b alternate from the destination on: exchange them
+        while a != b and now in sides[0][end]:  # follow arcs of rounds a, b, a, …, to exchange a and b
             other = sides[0][end][now]
             path.append((other, end, now) if sides[0] is into else (end, other, now))
             end, now, sides = other, a + b - now, sides[::-1]

@@ -62,7 +62,7 @@ class GPAStrategy(Algorithm):
 
     def gradients(self) -> None:
         super().gradients()
-        self.cluster.replicas.weights.copy_(self.stepped)  # the gradient at y steps z
+        self.cluster.replicas.weights.copy_(self.stepped)  # the optimizer steps z by the gradient at y
 
     def sync(self) -> None:
         weights = self.cluster.replicas.weights

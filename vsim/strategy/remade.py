@@ -13,7 +13,7 @@ from vsim.strategy.base import Algorithm
 
 # The names that a call may use: vsim's own classes, and the functions of averages.
 _OWN = {name: own for name in strategy.__all__ if callable(own := getattr(strategy, name))}
-_LONGEST = 10_000  # characters
+_LONGEST = 10_000  # characters of a call that is parsed
 
 
 def remade(call: str) -> Algorithm | None:

@@ -54,7 +54,7 @@ class ShuffledSequentialIndexSelector(IndexSelector):
     rounds: at a rate of 1/c, which is p if 1/p is whole. If n < c, the tensor shares nothing in c − n of c rounds.
     """
 
-    order: Tensor  # shared (P,)
+    order: Tensor  # columns, chunk after chunk, shared (P,)
     bounds: Tensor
 
     def setup(self, cluster: Cluster) -> None:
@@ -72,7 +72,7 @@ class PartitionedIndexSelector(IndexSelector):
     Every entry is shared once in every c rounds; the sizes of the parts differ by at most one entry.
     """
 
-    orders: list[Tensor]  # shared
+    orders: list[Tensor]  # columns, chunk after chunk, shared (n,), for tensors of equal c
     bounds: list[Tensor]
 
     def setup(self, cluster: Cluster) -> None:

@@ -52,7 +52,7 @@ class SlowMomentum(SharedWeights):
     def sync(self, cluster: Cluster) -> None:
         delta = self.average.of_distances(self.outer_weights, cluster.weights, cluster, "weights")
         self.momentum.mul_(self.beta)
-        move = self.momentum * cluster.lr + delta  # lr·u, to avoid dividing by lr
+        move = self.momentum * cluster.lr + delta  # lr·u, without dividing by lr
         if cluster.lr:  # at 0, as at the start of a warm-up, no node has moved
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_RATE = 0.005
-# The names of the module's arguments in EXO Gym's strategies, and its other arguments that may be positional.
+# NAMES: the module's argument → its name in EXO Gym's strategies. OF_SPARTA: more arguments that may be positional.
 NAMES = {"sparsification_rate": "p_sparta", "every": "sparta_interval"}
 OF_SPARTA = ("index_selector", "async_delay", "compression_method", "quantization_bits")
 
@@ -143,7 +143,7 @@ class SparseCommunicator(CommunicationModule):
 class _FurthestMoved(IndexSelector):
     """The union of the nodes' nominations: per tensor, the ⌈p·n⌉ entries that moved furthest since last shared."""
 
-    last_shared: Tensor  # stacked (R, P)
+    last_shared: Tensor  # each entry's value when it was last shared, stacked (R, P)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_stacked(last_shared=cluster.weights.clone())  # all nodes start equal

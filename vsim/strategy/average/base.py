@@ -143,8 +143,8 @@ class Average(Stateful, Part):
         self.attack: Attack | None = next((part.attack for part in parts if isinstance(part, Average)), None)
         self.refuses_attack = ""  # why attackers cannot replace the averaged vectors; "" if they can
         self.rule: Rule = Mean()
-        self.limit: Any = None  # a `Clip`
-        self.message: Any = None  # a `Compress`
+        self.limit: Any = None  # a `Clip`, or None
+        self.message: Any = None  # a `Compress`, or None
         seen: list[str] = []
         for part in (one for given in parts for one in (given.parts if isinstance(given, Average) else [given])):
             name = getattr(part, "role", "")

@@ -43,7 +43,7 @@ class BlockQuantizer(Compressor):
     """
 
     bits: int
-    scales = 1  # numbers per block for decoding
+    scales = 1  # numbers per block that decode its codes
 
     def __init__(self, block_size: int = 512, two_stage: bool = False) -> None:
         self.block_size = whole_number("block_size", block_size)
