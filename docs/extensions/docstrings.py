@@ -17,7 +17,7 @@ SPECIAL = re.compile(r"\*|\||(?<=\w)_(?!\w)")
 LETTER = re.compile(r"((?:^|: )[A-Za-z])\.$")  # "num_nodes: K." is no list
 HEADING = re.compile(r"^Attributes\b.*:$")
 # Several items of a section on one line: "H: steps between syncs. lr: the learning rate."
-ITEM = re.compile(r"(?<=[.;]) (?=[a-z]\w*: )")
+ITEM = re.compile(r"(?<=[.;]) (?!default: )(?=[a-z]\w*: )")
 SECTION = re.compile(r"^(Args|Attributes.*|Columns|Examples?|Raises|Returns|Yields):$")
 
 

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[1]
 GOLDEN = DOCS.parent / "tests" / "golden"
 FAMILIES = {
     "data parallel": "Every node communicates at every step.",
-    "local steps": "Nodes train alone for H steps, then meet.",
+    "local steps": "Nodes take H local steps between syncs.",
     "federated": "Clients with data of their own, cohorts of which meet at a server.",
     "asynchronous": "Workers have their own speeds, on [a virtual clock](asynchronous.md); give `compute=`.",
 }

@@ -89,7 +89,7 @@ class OptimSpec:
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise TypeError(f"an optimizer must be a torch.optim class or the name of one, got {cls!r}")
         if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-            raise ValueError(f"{cls.__name__} needs closures or sparse gradients, which a stacked run has not")
+            raise ValueError(f"{cls.__name__} needs closures or sparse gradients, which vsim does not provide")
         parameters = inspect.signature(cls).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             reject_unknown(kwargs, [*(p.name for p in parameters if p.name != "params"), "rest", "only"], cls.__name__)
@@ -237,7 +237,7 @@ class OptimSpec:
             ValueError: the specification has a `rest`, and so needs parameters with names.
         """
         if self.rest is not None:
-            raise ValueError(f"{self} tells parameters by name, which an outer optimizer does not; leave out rest=")
+            raise ValueError(f"{self} chooses parameters by name, which an outer optimizer cannot; leave out rest=")
         kwargs = copy.deepcopy(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
         fused = _FUSED_ON_SOME if weights[0].device.type in ("cpu", "cuda") else _FUSED

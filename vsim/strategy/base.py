@@ -310,7 +310,7 @@ class Algorithm(Configured):
         if attack.kind == "label_flip":
             return modules
         if not any(isinstance(average, Average) for average in averages):
-            raise ValueError(f"{name}: {attack} acts on what an average= is of, and it has none")
+            raise ValueError(f"{name}: {attack} attacks the messages of an average=, and this strategy has none")
         for module, average in zip(modules, averages, strict=True):
             if isinstance(average, Average):
                 if average.refuses_attack:

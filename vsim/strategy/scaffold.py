@@ -72,7 +72,7 @@ class ControlVariates(SharedWeights):
             or optim.kwargs.get("maximize")
         ):
             raise TypeError(
-                f"the inner optimizer must be plain SGD, got {optim}; of any other what a node has moved in a round is "
+                f"the inner optimizer must be plain SGD, got {optim}; with any other, a node's move over a round is "
                 "not its mean gradient"
             )
 

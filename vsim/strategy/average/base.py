@@ -155,7 +155,7 @@ class Average(Stateful, Part):
             seen.append(name)
             setattr(self, name, copy.deepcopy(part))
         if "message" in seen and not (self.rule.is_mean and self.rule.by == "nodes"):
-            raise TypeError(f"{self.rule!r} | {self.message!r}: what is compressed arrives as its plain mean")
+            raise TypeError(f"{self.rule!r} | {self.message!r}: compressed messages only have a plain mean, mean()")
 
     @property
     def parts(self) -> list[Part]:
