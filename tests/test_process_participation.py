@@ -22,6 +22,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.process import NodeFailure
 from vsim.strategy import (
+    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     DionStrategy,
@@ -76,6 +77,19 @@ def test_batches_are_those_of_loaders_over_three_epochs(data: Any, plan: Partici
 
 # Random schedules -----------------------------------------------------------------------------------------------------
 
+
+class Server(CommunicationModule):
+    """Its state moves on processes that hold no node at the time, too."""
+
+    def setup(self, cluster: Cluster) -> None:
+        self.keep_shared(server=cluster.weights[0].clone())
+
+    def communicate(self, cluster: Cluster) -> None:
+        pushed = cluster.collectives.push(cluster.weights, among=cluster.active)
+        self.server.lerp_(pushed.mean(0), 0.5)
+        cluster.weights.copy_(cluster.collectives.pull(self.server, cluster.weights))
+
+
 STRATEGIES: list[Strategy] = [
     SimpleReduceStrategy(lr=1e-2, max_norm=1.0),
     DiLoCoStrategy(H=2, lr=1e-2),
@@ -112,6 +126,7 @@ QUICK = 1  # DiLoCo
 CASES = [
     *((strategy, {"participation": drawn(case)}) for case, strategy in enumerate(STRATEGIES)),
     *zip(STRATEGIES, OTHERS, strict=False),
+    (Strategy([Server()], lr=1e-2), {"participation": Schedule({0: [0], 2: [0, 2], 4: [1]})}),
 ]
 
 
