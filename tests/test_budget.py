@@ -84,7 +84,7 @@ def spent(strategy: Strategy, steps: int, **options: Any) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     strategy=st.sampled_from(PRICEABLE),
     kinds=st.sets(st.sampled_from(["time", "cost", "wire", "examples"]), min_size=1),

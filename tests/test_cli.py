@@ -122,6 +122,8 @@ def test_asynchronous_strategies_train_by_a_clock(tmp_path: Path, capsys: pytest
     both = ["--nodes", 2, "--strategies", "fedavg:H=2", "async_diloco:H=2"]
     assert run("compare", *SMALL, *both, *clock, "--out", tmp_path) == 0
     assert "hours to 9" in capsys.readouterr().out and not (tmp_path / "winners.png").exists()
+    compute = vsim.Comparison.from_json(tmp_path / "comparison.json").compute
+    assert compute is not None and compute.as_plain()["node_seconds"] == [0.8, 0.2]
 
 
 def test_sweep_writes_table_curves_map_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,9 +329,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("compare --data mnist1d --model cnn", ["--model", "mlp"]),
     ("compare --data mnist", ["--data mnist needs --mnist-folder"]),
     ("compare --data mnist --mnist-folder no/such/dir", ["no/such/dir"]),
+    ("compare --data fashion_mnist --mnist-folder no/such/dir", ["no/such/dir"]),
     ("compare --mnist-folder .", ["--mnist-folder", "no effect", "--data mnist"]),
     ("compare --log-dir x", ["--log-dir", "no effect", "--run-name or --tensorboard"]),
     ("compare --resume", ["--resume needs --save-dir"]),
+    ("compare --checkpoint-interval 2", ["checkpoint_interval", "no effect", "save_dir"]),
     ("compare --data digits --network 200_MB", ["bandwidth must be a rate in bits"]),
     ("compare --data digits --network 200_Mbit/s", ["compute is missing"]),
     ("compare --strategies async_diloco", ["AsyncDiLoCoStrategy is asynchronous"]),

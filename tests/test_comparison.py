@@ -317,6 +317,9 @@ def test_of_many_runs_the_legend_names_families() -> None:
     assert texts(figure.legends[0]) == ["DiLoCo (20)", "AllReduce"]
     lines = {line.get_label(): line.get_color() for line in figure.axes[0].get_lines()}
     assert len(set(lines.values())) == 21 and lines["AllReduce"] == COLOURS[0] and lines["DiLoCo H=1"] == COLOURS[2]
+    lost = by_hand(**{f"DiLoCo H={H}": [3] if H == 1 else [[2, 1 / H]] for H in range(1, 21)})
+    assert "diverged" in texts(lost.figure().legends[0])
+    assert len({look.colour for look in looks_of(["DiLoCo H=1", "DiLoCo H=2"]).by_name.values()}) == 2
     # Of one family the settings are read from the names.
     names = [f"DiLoCo H={H}, inner_optim=SGD(lr={rate}, momentum=0.9)" for H in (1, 2, 3) for rate in range(5)]
     looks = looks_of(names)
