@@ -51,7 +51,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "comparison.to_csv": (".csv", lambda path: three_strategies().to_csv(path)),
     "comparison.to_json": (".json", lambda path: three_strategies().to_json(path)),
     "comparison.report": (".html", lambda path: three_strategies().report(path)),
-    "comparison.figure": (".png", lambda path: three_strategies().figure().save(path)),
     "end.json": (".json", lambda path: write_whole(path, {"history": history().as_plain()})),
     "checkpoint": (".safetensors", checkpoint),
     **{f"figure{suffix}": (suffix, figure(suffix)) for suffix in (".png", ".svg", ".pdf")},
