@@ -141,7 +141,7 @@ def steps_within(
     Args:
         budget: "time" in seconds, "cost" in dollars, "wire" in bytes per node, or "examples" → limit.
         strategy, parameters, model, num_nodes, network, compute, seed: see `price`; time and cost need the network.
-        examples: numbers of steps → examples that all nodes see in these steps. most: the largest allowed result.
+        examples: f(number of steps) → examples that all nodes together see. most: the largest allowed result.
 
     Raises:
         ValueError: one step exceeds the budget; nothing limits the steps; or the strategy cannot be priced.

@@ -63,16 +63,16 @@ class outside_of_vmap(AbstractContextManager[None]):
             _functorch.push_dynamic_layer_stack(self.levels.pop())
 
 
-# Names in pickle's errors about operators that a script defines. A public class of operators would replace these names.
+# Names in pickle's errors about operators that a script defines. A stopgap for a public class of operators.
 NAMES_OF_OPERATORS = ("torch._C", "torch._ops", "'_Ops'", "'_OpNamespace'")
 
 # Context that hides computations, such as proofs and measurements, from dispatch modes, which count or record
-# operations. A public way to leave all dispatch modes would replace it.
+# operations. A stopgap for a public way to leave all dispatch modes.
 unwatched = _disable_current_modes
 
 
 def is_watched() -> bool:
-    """Return whether a dispatch mode sees called operations. Public access to the stack of modes would replace it."""
+    """Return whether a dispatch mode sees called operations. A stopgap for public access to the stack of modes."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -91,12 +91,12 @@ def without_performance_warnings() -> Iterator[None]:
 
 
 def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
-    """Allow torch.compile this many graphs within a block. An argument of torch.compile would replace it."""
+    """Allow torch.compile this many graphs within a block. A stopgap for an argument of torch.compile."""
     return torch._dynamo.config.patch(recompile_limit=graphs)
 
 
 def what_changed(error: RuntimeError) -> str | None:
-    """Return the failed guard if an error reports a recompilation, else None. A public class of it would replace it."""
+    """Return the failed guard if an error reports a recompilation, else None. A stopgap for a public class of it."""
     if "fail_on_recompile" not in str(error):
         return None
     guards = [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith("- ")]
@@ -104,12 +104,12 @@ def what_changed(error: RuntimeError) -> str | None:
 
 
 def guarding_hooks() -> AbstractContextManager[Any]:
-    """Recompile code of a block when modules get hooks. An argument of torch.compile would replace it."""
+    """Recompile code of a block when modules get hooks. A stopgap for an argument of torch.compile."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 def without_messages() -> AbstractContextManager[Any]:
-    """Compile a block's code without its prints, warnings and logs. An argument of torch.compile would replace it."""
+    """Compile a block's code without its prints, warnings and logs. A stopgap for an argument of torch.compile."""
     logs = {f for name, f in vars(logging.Logger).items() if name.startswith(_LOGS)}
     names = ("ignore_logging_functions", "ignore_logger_methods")  # the latter in older versions of torch
     name = next(name for name in names if hasattr(torch._dynamo.config, name))
@@ -136,18 +136,18 @@ _TRANSFORMS = ("_dot__functorch", "_dot__dynamo", "_pytree", "__import_contextli
 def mark_static_address(tensor: Tensor) -> None:
     """Declare that a tensor's address is fixed, so that a CUDA graph may write to the tensor without a copy.
 
-    PyTorch's page on CUDAGraph Trees names this function. An argument of torch.compile would replace it.
+    PyTorch's page on CUDAGraph Trees names this function. A stopgap for an argument of torch.compile.
     """
     torch._dynamo.mark_static_address(tensor)
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Return whether torch.compile itself has raised an error. A public base class of its errors would replace it."""
+    """Return whether torch.compile itself has raised an error. A stopgap for a public base class of its errors."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def allow_saved_tensors_hooks() -> None:
-    """Allow hooks on saved tensors again if compiling checkpointed code has failed. A fix in torch would replace it."""
+    """Allow hooks on saved tensors again if compiling checkpointed code has failed. A stopgap for a fix in PyTorch."""
     torch._C._autograd._saved_tensors_hooks_enable()
 
 
@@ -160,12 +160,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a leaf tensor has hooks, which copies would lack. Public access to hooks would replace it."""
+    """Return whether a leaf tensor has hooks, which copies would lack. A stopgap for public access to hooks."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Return whether modules have hooks on gradients of inputs or outputs. Public access to hooks would replace it."""
+    """Return whether modules have hooks on gradients of inputs or outputs. A stopgap for public access to hooks."""
     of_all = nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
     return any((*of_all, *[m._backward_hooks or m._backward_pre_hooks for m in modules]))
 
@@ -173,7 +173,7 @@ def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
 def version(tensor: Tensor) -> int:
     """Return the number of in-place writes to a tensor, or 0 for tensors made in inference mode, which lack a counter.
 
-    A public counter would replace it.
+    A stopgap for a public counter.
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -184,18 +184,18 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors of one storage. A public comparison of storages would replace it."""
+    """Return a number that is equal for tensors of one storage. A stopgap for a public comparison of storages."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def verify_batch_size(size: torch.Size) -> None:
-    """Raise BatchNorm's error if a batch has one value per channel. A public form of the check would replace it."""
+    """Raise BatchNorm's error if a batch has one value per channel. A stopgap for a public form of the check."""
     functional._verify_batch_size(size)  # type: ignore[attr-defined]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Mark an optimizer as stepped, so that schedulers do not warn. A way to set a schedule's step would replace it."""
+    """Mark an optimizer as stepped, so that schedulers do not warn. A stopgap for a way to set a schedule's step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -206,17 +206,17 @@ CHECKS_OF_CAPTURE = ("_cuda_graph_capture_health_check", "_accelerator_graph_cap
 
 
 def default_mps_generator() -> torch.Generator:
-    """Return the default generator of MPS. Public access, as for other devices, would replace it."""
+    """Return the default generator of MPS. A stopgap for public access, which other devices have."""
     return torch.mps._get_default_mps_generator()
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
-    """Return name → hooks that a module calls around its forward. Public access to hooks would replace it."""
+    """Return name → hooks that a module calls around its forward. A stopgap for public access to hooks."""
     return {"forward hook": module._forward_hooks, "forward pre-hook": module._forward_pre_hooks}
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` wraps, or the module. A public attribute would replace it."""
+    """Return the module that `torch.compile(module)` wraps, or the module. A stopgap for a public attribute."""
     return getattr(model, "_orig_mod", model)
 
 

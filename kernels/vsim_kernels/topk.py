@@ -26,8 +26,8 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         k: entries to keep of each row, at least 1; a k above n keeps all n.
 
     Returns:
-        values (…, min(k, n)) with sign, and index (…, min(k, n)), int64, distinct in a row. The order within a row is
-        unspecified, and so is the choice among equal magnitudes; both are the same on every call.
+        values (…, min(k, n)) with sign, and index (…, min(k, n)), int64, without repeats. The order of the entries and
+        the choice among equal magnitudes are unspecified, but the same on every call.
 
     Raises:
         ValueError: k < 1.
@@ -68,7 +68,7 @@ def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
     a temporary (K, n) tensor, and the rows are summed.
 
     Args:
-        index: *stacked* (K, s) int64, the entries that each node sent, distinct in a row.
+        index: *stacked* (K, s) int64, the entries that each node sent, none twice.
         values: *stacked* (K, s), floating.
         n: the number of entries of the result.
 

@@ -464,7 +464,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _exchanged(self, stacked: Tensor, group: Sequence[int]) -> Finish:
-        """(R, n, …) → (m, n, …): for each of the m nodes of a group held here, the parts from all n of the group."""
+        """(R, n, …) → (m, n, …): m of the n nodes of a group are held here; each gets a part from all n nodes."""
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
         """(R, …) → (n, …): the rows of n `sources`, received once if any of the `receivers` is held here."""

@@ -16,7 +16,7 @@ from vsim.cluster.store import Store
 # f(first, last, local) → every node's compute seconds for steps first … last (from 1), or for `local` steps if given.
 ComputeSeconds = Callable[[int, int, NDArray[np.int64] | None], NDArray[np.float64]]
 Nodes = tuple[int, ...]
-BYTES_OF_A_CLIENT = 64  # lower bound of the memory per client: for a plan, and for an order of examples
+BYTES_OF_A_CLIENT = 64  # least memory per client that a plan, or the order of its examples, takes
 
 
 class Segment(NamedTuple):

@@ -123,7 +123,7 @@ class Batches:
 
     def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
         """Load any dataset by one DataLoader, whose batches hold the samples of all nodes in the nodes' order."""
-        # A worker_init_fn may access the user's dataset, which takes single positions.
+        # A worker_init_fn may access the user's own dataset: load from it, one example at a time.
         one_by_one = len(self._datasets) == 1 and self._options.get("worker_init_fn") is not None
         yield from DataLoader(
             self._datasets[0] if one_by_one else _OfNodes(self._datasets, nodes),

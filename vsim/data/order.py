@@ -125,7 +125,7 @@ class Order:
         return len(sizes) == 1 and len(set(self.missed)) == 1
 
     def examples(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return (n,) the examples that all nodes together see in `steps` (n,) steps, if no node misses a step."""
+        """Return how many examples (n,) all nodes together see in `steps` (n,) steps each, if no node misses one."""
         found = np.zeros(len(steps))
         for size, count in Counter(self.shard_sizes.tolist()).items():
             of_epoch = (size if self.drop_last else size + self.batch_size - 1) // self.batch_size

@@ -238,7 +238,7 @@ def _windows(
         whole_number(name, size)
     real_number("val_fraction", val_fraction, above=0, below=1)
     # A window needs block_size + 1 characters, because its last target is the next character, and each part needs a
-    # window. Round first: 1 - 0.9 is a little less than 0.1, and would require one character too many.
+    # window. Rounding is needed as 1 - 0.9 is slightly below 0.1, which would demand a character too many.
     minimum = math.ceil(round((block_size + 1) / min(val_fraction, 1 - val_fraction), 6))
     if len(text) < minimum:
         raise ValueError(

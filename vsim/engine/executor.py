@@ -444,7 +444,7 @@ def check_depends(losses: Tensor) -> None:
 
 
 def write_or_add(grads: list[Tensor], pieces: Sequence[Tensor], first: bool) -> None:
-    """Write (if first) or add `pieces` to `grads`. A written piece may be the same memory as its gradient already."""
+    """Write (if first) or add `pieces` to `grads`. A piece may already be a view of its gradient."""
     pieces = [p.to_dense() if p.is_sparse else p for p in pieces]  # Embedding(sparse=True) has sparse gradients
     if not first:
         torch._foreach_add_(grads, pieces)

@@ -218,7 +218,7 @@ class _Pricing:
         a, *by = (planes * np.array([unit, *self.scale]) / self.whole).T
         slopes, box = np.stack(by, 1), self.box / self.scale
         one, other = np.triu_indices(len(a), 1)
-        # Two planes are equal on a line: its point nearest to 0 is `start`, its direction `way`.
+        # Two planes intersect in a line: `start` is its point nearest to the origin, `way` its direction.
         normal, gap = slopes[one] - slopes[other], a[other] - a[one]
         length = np.hypot(*normal.T)
         meet = length > 1e-9

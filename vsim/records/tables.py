@@ -69,11 +69,11 @@ def text_table(
             number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but `ON_DEMAND`, with the column "note" below a
-            text table that would be wider than a page with it.
+        columns: the other columns to show, in this order; default: all but `ON_DEMAND`. By default, notes stand below a
+            text table if their column would make it wider than a page.
         digits: digits after the point, for all columns or by column; default: by column.
-        marks: a † at values that do not differ significantly from the best, the best in bold (LaTeX), and lines below
-            that explain the † and how rows were compared.
+        marks: the values to mark: † if a value does not differ significantly from the best, bold (LaTeX) for the best.
+            Lines below the table explain the † and how rows were compared.
         notes: lines below the table.
         caption: caption of a LaTeX table, which is then a float with a label; "": a bare tabular.
 

@@ -158,7 +158,7 @@ class Race:
 
     @cached_property
     def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return (M, …) twice: whether noise, and whether rare validation, ties a strategy with the first of a cell."""
+        """Return two arrays (M, …): whether noise, and whether too few validations, tie strategies with the first."""
         names = list(self.means)
         lowest = np.min([own[0] for own in self.means.values()], axis=0)
         by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)

@@ -75,7 +75,7 @@ class DionStrategy(Algorithm):
         self.mu = real_number("mu", mu, at_least=0, at_most=1)
         decay = real_number("weight_decay", weight_decay, at_least=0)
         rest = OptimSpec("adamw", betas=(0.9, 0.95)) if inner_optim is None else inner_optim
-        # SGD applies the steps of the matrices, which are written in place of their gradients.
+        # The step of a matrix replaces its gradient; SGD then applies it.
         with naming("inner_optim"):
             optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=only)
         super().__init__(inner_optim=optim, **options)

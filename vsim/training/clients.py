@@ -127,7 +127,7 @@ class OwnModels:
     def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:
         self._parts, self._clients, self._active = strategy.communication_modules, clients, cluster.active
         gather = cluster.collectives.all_gather
-        self._present: list[dict[str, Tensor]] = []  # of each module, name → rows of the present nodes (K, …)
+        self._present: list[dict[str, Tensor]] = []  # one dict per module: name → rows (K, …) of present nodes
         with cluster.collectives.unbilled():
             for module in self._parts if strategy.is_personal else ():
                 module.remember(cluster)

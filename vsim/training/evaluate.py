@@ -319,7 +319,7 @@ def _of_nodes(run: Run, own_python: bool) -> _Rows:
 
 
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
-    """Return the global model and the mean replica, both computed by the first node's Python object."""
+    """Return the global model and the mean replica; the first node's Python object computes the outputs of both."""
     assert run.global_weights is not None
     mean = run.global_weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
     candidates = torch.stack([run.global_weights, mean])  # (2, P)
