@@ -283,7 +283,7 @@ def calls(folder: Path) -> list[Call]:
         "partition, power_law": {"dataset": data, "num_nodes": 2, "kind": "power_law", "exponent": 1.0, "min_size": 1},
         "partition, shards": {"dataset": data, "num_nodes": 2, "kind": "shards", "shards": 2},
         "price": {**of_nodes, **times, "max_steps": 4, "parameters": 1e6},
-        "required_bandwidth": {**of_nodes, "parameters": 1e6, "compute": 1.0, "grid": [1e9]},
+        "required_bandwidth": {**of_nodes, "parameters": 1e6, "compute": 1.0, "grid": [1e9], "max_steps": 2},
         "synthetic_federated": {"alpha": 1.0, "beta": 1.0, "num_clients": 2},
         "timeline": {"run": history, **times},
         "verify": {**problem, **train, "strategy": SimpleReduceStrategy()},

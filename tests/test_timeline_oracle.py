@@ -323,7 +323,7 @@ def test_the_clock_is_what_nodes_and_lines_do(data: Any, ledger: Ledger) -> None
     np.testing.assert_allclose(line.stalls, stalls, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data(), st.integers(2, 9), st.sampled_from(COLLECTIVES[:4]))
 def test_a_node_waits_for_what_it_needs(data: Any, n: int, collective: str) -> None:
     network, wires = data.draw(networks(n))
