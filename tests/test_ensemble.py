@@ -482,8 +482,7 @@ def test_rows_of_those_that_left_are_gone() -> None:
 
 
 def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last batch of an epoch is of another shape, and proved again, by the rows that are left; with BatchNorm."""
-    strategies = {"bad": broken(1), "bad too": broken(1, 1e-3), "stays": FedAvgStrategy(H=2, lr=1e-2)}
+    """The last batch of an epoch is of another shape, and proved again, by rows that are finite; with BatchNorm."""
     prove, nodes = VmapExecutor.prove, []
 
     def noted(*given: Any) -> Proof:
@@ -492,9 +491,10 @@ def test_the_rows_of_one_that_diverged_prove_nothing_about_the_others(monkeypatc
         return proof
 
     monkeypatch.setattr(VmapExecutor, "prove", noted)
-    with quietly():
-        result = compare(strategies, images(), small_cnn(), batch_size=6, deterministic=False)
-    assert nodes == [[0, 5], [0, 1]] and result["stays"].ended
+    strategies = {"stays": FedAvgStrategy(H=2, lr=1e-2), "bad": broken(1)}
+    with quietly():  # 15 examples a node are 8 and 7; node 1 of the second run has no weights then
+        result = compare(strategies, images(), small_cnn(), deterministic=False)
+    assert nodes == [[0, 3], [0, 2]] and result["stays"].ended
 
 
 class RunningScale(nn.Module):
