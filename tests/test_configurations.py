@@ -415,7 +415,7 @@ STABLE: dict[str, Any] = {
 def test_every_configuration_trains_or_says_what_is_wrong() -> None:
     trained: list[bool] = []
 
-    @settings(max_examples=40, **STABLE)
+    @settings(max_examples=50, **STABLE)
     @given(configurations())
     def checked(configuration: Configuration) -> None:
         trained.append(check(configuration).error is None)

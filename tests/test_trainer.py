@@ -64,6 +64,15 @@ def test_frozen_and_tied_parameters() -> None:
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
 
 
+def test_the_number_of_steps() -> None:
+    # 29 examples on 3 nodes are shards of 10: 3 batches of at most 4.
+    dropping = {"num_epochs": 2, "dataloader_kwargs": {"drop_last": True}}
+    for options, steps in (({"num_epochs": 2}, 6), ({"num_epochs": 2, "max_steps": 4}, 4), (dropping, 4)):
+        trainer = Trainer(small_mlp(), vectors())
+        fit(trainer, **{"max_steps": None, **options})
+        assert trainer.history["step"][-1] == steps and len(trainer.history) == steps + 1
+
+
 @pytest.mark.parametrize("strategy", [DiLoCoStrategy(H=3, lr=0.01), FedAvgStrategy(H=3, lr=0.01)])
 @pytest.mark.parametrize(("task", "executor"), [*zip(TASKS, ["vmap", "loop", "vmap"], strict=True)])
 def test_validation_by_hand(task: Task, executor: str, strategy: Strategy) -> None:
