@@ -171,13 +171,13 @@ def cells(ax: Any) -> dict[tuple[float, float], str]:
 
 
 def test_a_heat_map_is_the_pivot_of_the_histories(swept: Sweep) -> None:
-    ax = swept.heatmap("H", "outer_lr", lr=0.01)
-    values = np.array([[final(swept, H=H, outer_lr=rate, lr=0.01) for H in (2, 5)] for rate in (0.4, 0.7, 1.0)])
+    ax = swept.heatmap("H", "outer_lr", lr=0.001)
+    values = np.array([[final(swept, H=H, outer_lr=rate, lr=0.001) for H in (2, 5)] for rate in (0.4, 0.7, 1.0)])
     written = np.array([[float(cells(ax)[x, y]) for x in range(2)] for y in range(3)])
     np.testing.assert_allclose(written, values, rtol=1e-3)
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "5"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0.4", "0.7", "1"]
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title("left")) == ("H", "outer_lr", "lr = 0.01")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title("left")) == ("H", "outer_lr", "lr = 0.001")
     (bar,) = (other for other in ax.figure.axes if other is not ax)
     assert bar.get_ylabel() == "validation loss" and bar.get_ylim() == pytest.approx((values.min(), values.max()))
     y, x = np.unravel_index(values.argmin(), values.shape)
