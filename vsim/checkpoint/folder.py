@@ -109,7 +109,7 @@ def locked(path: str | Path | None, within: Iterable[Path] = ()) -> Iterator[Non
                     _remove_parts(own_folder)
                 yield
             finally:
-                with suppress(OSError):  # still locked: a process that waits with the open file finds it removed
+                with suppress(OSError):  # still locked: a process that waits to lock the file sees the removal
                     (folder / ".lock").unlink()
     finally:
         del _held[folder]

@@ -43,7 +43,7 @@ Encoded = Any  # see the module's docstring
 _PLAIN = (type(None), bool, int, float, str)
 _DICTS: dict[str, Any] = {cls.__name__: cls for cls in (dict, collections.OrderedDict, collections.Counter)}
 _CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (tuple, set, frozenset, collections.deque)}
-# Kind whose content may have rows → index of the content's only item with rows; None: the content as a whole.
+# Kind whose content may have rows → index of the content's only item with rows; None: all of the content has rows.
 _WITH_ROWS: dict[str, int | None] = {
     **dict.fromkeys(("tuple", "deque", *_DICTS, "joint", "object", "pending"), None),
     **{"optimizer": 3, "module": 0},
@@ -149,13 +149,13 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
             columns = enumerate(zip(*of_kind, strict=True))
             return {kind: [joined(column, held, i == place) for i, column in columns]}
     same = all(_equal(first, part) for part in parts)
-    return first if same else {"each": list(parts)}  # equal stacked rows: nodes share one row
+    return first if same else {"each": list(parts)}  # equal stacked parts: nodes share one row
 
 
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
-    """Cut these rows out of a stacked value. If processes have different values, take that of the rows' process."""
+    """Cut these rows out of a stacked value. If values differ between processes, take that of the rows' process."""
     if isinstance(value, Tensor):
-        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # or one row of all nodes
+        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # fewer: 1 for all nodes
         return value if whole else value[list(rows)]
     if isinstance(value, list):
         return [cut(item, rows, held) for item in value]
@@ -199,7 +199,7 @@ def _equal(one: Encoded, other: Encoded) -> bool:
 
 
 def first_rows(value: Any, made: Any, number: int) -> Any:
-    """Return a stacked value with `number` rows for `Filler.fill`: if possible, the first rows of the setup's `made`.
+    """Return a stacked value with `number` rows, to be filled; if possible, the first rows of the setup's value `made`.
 
     Optimizers and modules are changed in place, and lose their state.
     """
@@ -224,7 +224,7 @@ def first_rows(value: Any, made: Any, number: int) -> Any:
 
 
 def _resize(tensors: Iterable[Tensor], number: int) -> None:
-    """Set the number of rows of stacked tensors and their gradients, up to their number of rows in the setup."""
+    """Set the number of rows of stacked tensors and of their gradients, to at most their number in the setup."""
     for tensor in tensors:
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.as_strided((number, *tensor.shape[1:]), tensor.stride()).data

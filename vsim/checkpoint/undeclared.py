@@ -21,7 +21,7 @@ Contents = dict[tuple[str, str], Any]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by digest, known objects and views of known tensors by name, and generators by state."""
+    """Pickles tensors as digests, known objects and views of known tensors as names, and generators as states."""
 
     known: Mapping[int, str]  # id → name
     memory: Mapping[int, str]  # address → name
@@ -45,7 +45,7 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
 
     Args:
         known: objects that belong to the run, such as the cluster.
-        memory: name → tensor of the run. Views of these or of declared tensors are compared without their values.
+        memory: name → tensor of the run. Views of a run's or a declared tensor are compared without values.
     """
     parts = owners(strategy)
     declared = [(f"{p}.{name}", getattr(own, name)) for p, own in parts.items() for name in placements_of(own)]
@@ -77,7 +77,7 @@ def line_for(name: str, value: Any, rows: int) -> str:
 def _compared(value: Any, known: Mapping[int, str], memory: Mapping[int, str]) -> Any:
     """Return a value as a pickle, or the value itself if it cannot be pickled."""
     if isinstance(value, Iterator | io.IOBase):
-        return None  # may advance unnoticed, and counts as changed
+        return None  # it may advance unnoticed, and so counts as changed
     with suppress(Exception):
         file = io.BytesIO()
         pickler = _Pickler(file)

@@ -50,12 +50,12 @@ class Batches:
         dataloader_kwargs: more arguments for the DataLoader. A `collate_fn` gets the samples of one node at a time.
         argument: the name of the user's argument that sets the number of nodes, for errors.
         held: the nodes held in this process; default: all.
-        of_all: f(a number for each of `datasets`) → such numbers for the datasets of all nodes, in all processes.
+        of_all: takes a number for each of `datasets`; returns the numbers for the datasets of all processes' nodes.
 
     Attributes:
-        lengths: examples of the shared dataset, or of each node's dataset.
-        steps_per_epoch: steps until every example has been seen. epoch_steps: (K,) steps until a node has seen its own.
-        shard_sizes: (K,) examples of every node.
+        lengths: the number of examples of the shared dataset, or of each node's dataset.
+        steps_per_epoch: steps until every example has been seen.
+        epoch_steps: (K,) steps until a node has seen its own examples. shard_sizes: (K,) their number.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Batches:
         self._seed = seed
 
     def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
-        """Return number(dataset) for the datasets of all nodes; for a shared dataset, a list of one number."""
+        """Return a list of number(dataset) for the datasets of all nodes, or for the one dataset that nodes share."""
         return self._of_all([number(dataset) for dataset in self._datasets])
 
     @property
@@ -195,7 +195,7 @@ class _OfNodes(ConcatDataset[Any]):
         self.nodes = nodes
 
     def __getitems__(self, by_node: list[list[int]]) -> list[list[Any]]:
-        """Return the examples of every node, given the node's positions in the concatenation."""
+        """Return each node's examples; `by_node` holds each node's positions in the concatenation."""
         ends, shared = self.cumulative_sizes, len(self.datasets) == 1
         asked = [(position, node) for own, node in zip(by_node, self.nodes, strict=True) for position in own]
         examples: list[Any] = []
@@ -208,7 +208,7 @@ class _OfNodes(ConcatDataset[Any]):
 
 
 def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
-    """Return (the user's arguments for the DataLoader, drop_last), checked."""
+    """Check the user's arguments for the DataLoader; return them without drop_last, and drop_last."""
     options = dict(dataloader_kwargs or {})
     for name, cure in _CURES.items():
         if name in options:
@@ -303,7 +303,7 @@ def check_tensors(batch: Any) -> None:
 def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] | None:
     """Return f(index tensor (…)) → the dataset's fields (…, *shape), if the dataset is held in tensors, else None.
 
-    Datasets held in tensors are a TensorDataset that does not override __getitem__, and a Subset of such a dataset.
+    Held in tensors are a TensorDataset that does not override __getitem__, and every Subset of such a dataset.
     """
     if type(dataset) is Subset:
         inner = in_memory(dataset.dataset)
@@ -325,7 +325,7 @@ def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] 
 
 
 def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[Tensor]] | None:
-    """Return `in_memory` for the concatenation of datasets, if all hold tensors or are Subsets of one that does.
+    """Return the function of `in_memory` for the concatenation of datasets; None unless all are held in tensors.
 
     The returned function takes positions (n, b) in the concatenation; the b positions of a row must lie in one dataset.
     """
@@ -355,7 +355,7 @@ def in_one_gather(datasets: Sequence[Dataset[Any]]) -> Callable[[Tensor], list[T
 
 
 def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) -> list[Any]:
-    """Return the examples at `indices`, by one call if the dataset has `__getitems__`; errors name their `nodes`.
+    """Return the examples at `indices`, by one call if the dataset has `__getitems__`; an error names their `nodes`.
 
     Raises:
         Exception: the dataset's error, with a message that names the example and the node.
@@ -366,7 +366,7 @@ def fetch(dataset: Dataset[Any], indices: list[int], nodes: Sequence[int] = ()) 
         if fetch_many:
             return list(fetch_many(indices))
         for index in indices:
-            examples.append(dataset[index])  # their number tells which example fails
+            examples.append(dataset[index])  # the length of the list tells which example fails
     except Exception as error:
         place = slice(None, 8) if fetch_many else slice(len(examples), len(examples) + 1)
         which = f"example{'s' if fetch_many else ''} {', '.join(map(str, indices[place]))}"
@@ -411,7 +411,7 @@ def validation_examples(
 
 
 def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) -> list[Dataset[Any]]:
-    """Return the datasets behind an argument: the dataset itself, or the datasets of a factory for each of `ranks`.
+    """Return the datasets that an argument stands for: the given one, or a factory's dataset for each of `ranks`.
 
     Raises:
         TypeError: the argument is neither a map-style dataset nor a function f(rank, num_nodes, train_dataset).
@@ -425,7 +425,7 @@ def resolve(dataset: Any, num_nodes: int, ranks: range, train: bool, what: str) 
 
 
 def check_dataset(dataset: Any, what: str) -> Dataset[Any]:
-    """Return a map-style dataset with examples; raise a TypeError or ValueError otherwise."""
+    """Return the dataset if it is map-style and has examples; else raise a TypeError or ValueError."""
     if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], Dataset):
         raise TypeError(
             f"{what} is a {type(dataset).__name__} of {len(dataset)} datasets; for one a node give a function, such as "
@@ -563,7 +563,7 @@ def sizes_of(batch: Any, rows: Iterable[int] = (0,)) -> tuple[int, int]:
 
 
 def evened(batch: Any) -> Any:
-    """Return a batch for measuring memory; for an `Uneven`, a batch in which all rows have its largest part's size."""
+    """Return a batch for measuring memory; in an `Uneven`, all rows get the size of its largest part."""
     if not isinstance(batch, Uneven):
         return batch
     rows = [0] * sum(map(len, batch.rows))

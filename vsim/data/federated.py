@@ -18,7 +18,7 @@ _BYTES_OF_A_CLIENT = 453 * 4 * _FEATURES  # synthetic(α, β): average over the 
 
 
 def fcube(seed: int = 0) -> tuple[Partition, TensorDataset]:
-    """FCUBE: points of a cube, whose opposite octants are dealt to four clients [Li et al. 2021, arXiv:2102.02079].
+    """FCUBE: points of a cube; each of four clients gets two opposite octants [Li et al. 2021, arXiv:2102.02079].
 
     A point's label is 0 if its first coordinate is positive, else 1. Clients 0 to 3 have 1,000 training points each:
     half in the octant with signs (+, +, +), (+, +, −), (+, −, +) or (+, −, −), and half in the opposite octant.

@@ -33,13 +33,13 @@ def epoch_indices(num_examples: int, num_nodes: int, shuffle: bool, seed: int, e
     return padded.view(length, num_nodes).T  # node k takes every K-th index from k on
 
 
-# Cached, because nodes that share a dataset use one epoch, and so do nodes with separate datasets of equal length.
+# Cached, because nodes with a shared dataset, or with separate datasets of equal length, use the same indices.
 _recent_epoch = lru_cache(maxsize=8)(epoch_indices)
 
 
 @dataclass
 class Uneven:
-    """The nodes' batches of one step, if they differ in size; or the positions (n, b) of the batches' examples.
+    """The nodes' batches of one step, which differ in size; or the positions (n, b) of these batches' examples.
 
     Attributes:
         rows: for each part, the rows of its nodes; every row is in one part.
@@ -75,8 +75,8 @@ class Order:
         drop_last: drop the smaller last batch of an epoch.
 
     Attributes:
-        shard_sizes: (K,) examples of every node in an epoch.
-        epoch_steps: (K,) steps of every node in an epoch.
+        shard_sizes: (K,) number of examples of every node in an epoch.
+        epoch_steps: (K,) number of steps of every node in an epoch.
         steps_per_epoch: the maximum of `epoch_steps`.
     """
 

@@ -79,10 +79,10 @@ def partition(
         TypeError: an argument has no effect on the kind, or is missing.
         ValueError: an argument is out of its range, the dataset has too few examples, or labels are missing.
 
-    Deviations: [1909.06335] draws each client's shares of the classes, for clients of equal size; here each class's
-    shares of the clients are drawn. Repeated draws make small clients larger than in the plain distribution.
-    [2102.02079] calls σ · (k + 1) / K the variance; its authors' code draws noise of deviation σ · k / (K − 1) at every
-    read.
+    Deviations: [1909.06335] has clients of equal size, and draws for each client its shares of the classes; here, for
+    each class, the clients' shares of the class are drawn. Repeated draws make small clients larger than in the plain
+    distribution. [2102.02079] calls σ · (k + 1) / K the variance; its authors' code draws noise of deviation
+    σ · k / (K − 1) at every read.
     """
     named: dict[str, Any] = {
         **{"alpha": alpha, "min_size": min_size, "shards": shards, "classes": classes},
@@ -110,20 +110,20 @@ def partition(
 
 
 class Partition:
-    """A dataset dealt to K clients by `partition`; give it as `train_dataset`, which calls it for each client.
+    """A dataset dealt to K clients by `partition`; give it as `train_dataset`, and the run calls it for each client.
 
     Attributes:
         dataset, num_nodes: the dataset, and the number K of clients.
-        sizes: (K,) examples of every client.
+        sizes: (K,) number of examples of every client.
         classes: the labels; empty if unknown.
-        counts: (K, classes) examples of every client by class.
+        counts: (K, classes) number of examples of every client in every class.
     """
 
     def __init__(
         self, dataset: Dataset[Any], num_nodes: int, owners: Ints, classes: Sequence[Any], codes: Ints, description: str
     ) -> None:
         self.dataset, self.num_nodes, self.classes, self._description = dataset, num_nodes, classes, description
-        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # owner −1: in another part of a split
+        self._codes, dealt = codes, np.flatnonzero(owners >= 0)  # owner −1: an example in another part of a split
         owners = owners[dealt]
         self._order = torch.from_numpy(dealt[np.argsort(owners, kind="stable")])  # (n,), client 0's first
         self.sizes = torch.from_numpy(np.bincount(owners, minlength=num_nodes))
@@ -132,7 +132,7 @@ class Partition:
         self.counts = torch.from_numpy(cells[: num_nodes * len(classes)].reshape(num_nodes, len(classes)))
 
     def indices(self, rank: int) -> Tensor:
-        """Return the examples of a client, (n,) positions in the dataset, ascending."""
+        """Return the positions (n,) of a client's examples in the dataset, in ascending order."""
         end = int(self._ends[whole_number("rank", rank, at_least=0, at_most=self.num_nodes - 1)])
         return self._order[end - int(self.sizes[rank]) : end]
 
@@ -242,7 +242,7 @@ class Partition:
 
 
 def _classes(dataset: Dataset[Any], labels: Labels | None, needed: bool) -> tuple[Sequence[Any], Ints]:
-    """Return the classes, and (N,) the position of every example's class among them."""
+    """Return the classes, and every example's class (N,) as an index into them."""
     size = len(dataset)  # type: ignore[arg-type]
     labels = _stored(dataset) if labels is None else labels
     if labels is None and not needed:
@@ -376,7 +376,7 @@ def _noisy(dataset: Dataset[Any], deviations: NDArray[np.float64], stream: np.ra
 
 
 def _pieces(size: int, number: int) -> Ints:
-    """Cut `size` places into `number` pieces, whose sizes differ by at most 1; return (size,) each place's piece."""
+    """Cut `size` places into `number` pieces, whose sizes differ by at most 1; return each place's piece (size,)."""
     return np.arange(size) * number // size
 
 

@@ -189,8 +189,8 @@ def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
             `t10k-labels-idx1-ubyte`; each name may end in `.gz`, and may have `.idx` in place of `-idx`.
 
     Returns:
-        (train, val): datasets of x (N, 1, 28, 28) float32 in [0, 1] and y (N,) int64, or with the height and width
-        given in the files.
+        (train, val): datasets of x (N, 1, 28, 28) float32 in [0, 1] and y (N,) int64; if the files give another
+        height and width than 28, x has theirs.
 
     Raises:
         FileNotFoundError: the folder or one of the files is missing.
@@ -321,7 +321,7 @@ _STROKES = (
 )
 _PADDING, _TRANSLATION, _LENGTH = (36, 60), 48, 40
 _SCALE, _SHEAR, _NOISE, _WHITE_NOISE, _BLUR = 0.4, 0.75, 0.25, 0.02, 2
-_BYTES_OF_A_STROKE = 8000  # of memory, while it is drawn
+_BYTES_OF_A_STROKE = 8000  # memory that a stroke takes while it is drawn
 
 
 def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tuple[TensorDataset, TensorDataset]:

@@ -74,7 +74,7 @@ def _messages(ledger: Record) -> Iterator[Any]:
 
 
 class _Groups:
-    """The groups of an event that send data."""
+    """Those groups of an event in which data is sent."""
 
     def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
         alone = collective in ("push", "pull")
@@ -85,7 +85,7 @@ class _Groups:
         self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
         places: dict[Hashable, int] = {}
         which = [places.setdefault(network.kind(group), len(places)) for group in sending]
-        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and every group's index
+        self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and each group's kind
         self.whole = len(sending) == 1 and len(sending[0]) == num_nodes  # one group of all nodes
 
     @cached_property
@@ -105,7 +105,7 @@ class _Groups:
 
 
 class _Planned(NamedTuple):
-    """An event sent in `parts` messages; each takes `prices[i]` (N,) seconds in groups of kind i."""
+    """An event sent in `parts` messages; each message takes `prices[i]` (N,) seconds in groups of kind i."""
 
     event: Any
     groups: _Groups
@@ -138,7 +138,7 @@ class Clock:
         self.compute = np.zeros(self.steps)
         self.events: dict[tuple[int, str], list[_Planned]] = {}
         self.due: dict[tuple[int, str], list[tuple[_Groups, Floats]]] = {}
-        # First step → segment of participation; present nodes (None: all); and the round's earliest end (N,).
+        # Participation: first step → segment; present nodes (None: all); earliest end of the round (N,).
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
         self.present: NDArray[np.int64] | None = None
         self.until: Floats | None = None
@@ -193,7 +193,7 @@ class Clock:
                 self.seconds[done] = self.now.max(1)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
-        if self.attendance:  # mean over present nodes; below 0 while these are behind an absent node
+        if self.attendance:  # means over present nodes, below 0 while they are all behind an absent node
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
         return self
 
@@ -229,7 +229,7 @@ class Clock:
         return masked, computed.mean(1)
 
     def _attend(self, step: int) -> None:
-        """Change the present nodes if a segment begins with this step; joining nodes start at the last node's time."""
+        """Change the present nodes if this step begins a segment; joining nodes start at the latest node's time."""
         segment = self.attendance.get(step)
         if segment is None:
             return
@@ -333,7 +333,7 @@ class Clock:
         return ends
 
     def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
-        """Make the nodes of groups wait until `ends`, before which their next messages do not start."""
+        """Make the nodes of groups wait until `ends`; their next messages start no earlier."""
         before = self.now
         if groups.whole:
             self.now = np.maximum(self.now, ends)
@@ -352,5 +352,5 @@ class Clock:
         self.busy = np.broadcast_to(self.busy, (2, *many)).copy()
 
     def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
-        if self.watch is not None:  # of alternative networks, only the first is drawn
+        if self.watch is not None:  # draw only the first of alternative networks
             self.watch(Span(what, step, start[0], end[0], nodes, label))

@@ -22,9 +22,9 @@ class Compute:
         seconds_per_step: forward, backward and optimizer together, in seconds or as text ("800 ms"): one number, or one
             per node.
         layers: L layers of equal size. The gradient of a layer is ready when the backward pass has reached the layer,
-            and the payload is sent in parts, each once it is ready. A step is a chain of 3L − 1 equal pieces: L pieces
-            forward; backward the gradients of weights and activations in turn, ending with the weights of the first
-            layer. Default: the whole payload is sent when the step is computed.
+            and the payload is sent in parts, each once it is ready. A step is a chain of 3L − 1 equal pieces: L for the
+            forward pass, and 2L − 1 for the backward pass, in turn the gradients of a layer's weights and activations,
+            down to the first layer's weights. Default: the whole payload is sent when the step is computed.
         speeds: relative speeds, one per node: a step of node k takes seconds_per_step / speeds[k].
         jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z drawn from N(0, 1).
         seed: seed of the jitter.
@@ -120,7 +120,7 @@ class Compute:
         return made
 
     def decides_as(self, other: Compute) -> bool:
-        """Return whether every step takes as long as with `other`; if so, stragglers and asynchronous runs repeat."""
+        """Return whether every step takes as long as with `other`, so that stragglers and asynchronous runs repeat."""
         own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
         return own == its
 

@@ -17,7 +17,7 @@ class Round(NamedTuple):
     """Consecutive rounds of equal cost; the messages of a round travel at the same time.
 
     Attributes:
-        times: number of rounds. share: size of a message in units of the payload, for all pairs or (m,) for each pair.
+        times: number of rounds. share: size of a message divided by the payload, one for all pairs or (m,) by pair.
         pairs: (2, m) sources and targets, as indices in the group; None: around the ring, from each node to the next.
     """
 
@@ -78,7 +78,7 @@ class Way(NamedTuple):
 
 
 def ways(collective: str, n: int) -> tuple[Way, ...]:
-    """Return the messages to a server and then from it, for a collective of n nodes with a payload of S bytes each."""
+    """Return the messages to a server, then those from the server, in a collective of n nodes."""
     all_in, source, others = Way(True, slice(None), 1.0), Way(True, slice(1), 1.0), slice(1, None)
     back = {"all_reduce": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
     if collective == "all_to_all":
@@ -95,13 +95,13 @@ def ways(collective: str, n: int) -> tuple[Way, ...]:
 def ring_seconds(latency: Floats, seconds: Floats, links: NDArray[np.int64], times: int) -> Floats:
     """Return the time when the last node of a ring has its last message, in a collective of `times` rounds.
 
-    A node forwards the message of the previous round once it has arrived and the node's line is free:
+    A node forwards the message of the previous round once this message has arrived and the node's line is free:
 
         sent(i, r + 1) = max(sent(i − 1, r) + latency(i − 1) + seconds(i − 1), sent(i, r) + seconds(i))
 
     The last message thus ends a longest path of `times` rounds. In each round, the path either moves to the next link
-    or stays and waits for the line. The longest path stays at the slowest link that it visits, and begins, or ends,
-    with a run of equal links.
+    or stays and waits for the line. The longest path stays at the slowest link that it visits, and begins
+    where a run of equal links begins, or ends where one ends.
 
     Args:
         latency, seconds: (P, …) a message's latency, and its seconds on the line, for each of P runs of equal links.

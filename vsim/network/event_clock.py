@@ -13,7 +13,7 @@ from vsim.network.links import Network
 # Kinds of events, in the order in which simultaneous events are handled: a local step is done, a message reaches the
 # server, a timer of the server ends, a message reaches its worker.
 STEP, ARRIVAL, TIMER, RETURN = range(4)
-_BLOCK = 256  # steps whose seconds are drawn at once
+_BLOCK = 256  # number of steps whose seconds are drawn at once
 # Times that agree to this many digits are equal: three steps of 0.1 s end with a step of 0.3 s, not 6e-17 s later.
 _DIGITS = 10
 

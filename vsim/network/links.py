@@ -35,7 +35,7 @@ def bits_per_second(name: str, value: Any) -> float:
     """Return a rate in bit/s, given as a number (possibly infinite) or as text: "100 Mbit/s", "1 Gbps".
 
     Raises:
-        TypeError: `value` is not a number or text. ValueError: it is not above 0, not a rate, or a rate in bytes.
+        TypeError: `value` is not a number or text. ValueError: `value` is not a rate, is in bytes, or is not above 0.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + r"([kMGT]?)(bit/s|bits/s|bps|bit|b/s)\s*", value, flags=re.ASCII)
@@ -57,8 +57,8 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
     """Return a duration in seconds, given as a number of seconds or as text: "50 ms", "10 h".
 
     Raises:
-        TypeError: `value` is not a number or text. ValueError: it is outside the bounds of `real_number`, or text that
-            is not a duration.
+        TypeError: `value` is not a number or text. ValueError: `value` is text that is not a duration,
+            or is outside the bounds of `real_number`.
     """
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + "(d|h|min|s|ms|us|µs|μs|ns)" + r"\s*", value)
@@ -241,7 +241,7 @@ class Network:
         return cls._of_places(bits, delays, None, options)
 
     def in_units(self) -> Network:
-        """Return the network with equal links of 1 bit/s and 1 s, and a server's line in proportion, for `scaled`.
+        """Return this network, for `scaled`, with equal links of 1 bit/s and 1 s, and a server's line in proportion.
 
         A network whose links differ is returned unchanged; `scaled` then multiplies its own links.
         """
@@ -326,8 +326,8 @@ class Network:
 
         Args:
             collective: a name as in the ledger. kind: the group's key from `kind`: its size if links are equal.
-            payload_bytes: (E,) payload of a node, in each of several calls.
-            crowd: (size, number of groups) of all groups that use a server at the same time, including this group.
+            payload_bytes: (E,) the payload of a node in each of E calls.
+            crowd: (size, number of groups of this size) for all groups that use a server at once, including this group.
                 Default: only this group.
 
         Returns:
@@ -359,7 +359,7 @@ class Network:
         return np.concatenate([total[..., :0], *found], -1)
 
     def _places(self, kind: Hashable) -> NDArray[np.int64]:
-        """Return the places of a group's nodes, in the order of the group, for a key from `kind`."""
+        """Return the places of a group's nodes, in the group's order, from the group's key `kind`."""
         if isinstance(kind, tuple):
             places, most = np.array(kind), self._bits.shape[-1] - 1
             if len(kind) and not (places.dtype.kind == "i" and 0 <= places.min() <= places.max() <= most):
@@ -371,12 +371,12 @@ class Network:
         return np.zeros(size, dtype=np.int64)
 
     def _messages(self, sources: NDArray[np.int64], targets: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds (E,) until the last of several simultaneous messages, between these places, arrives."""
+        """Return the seconds (E,) until all of several simultaneous messages between these places have arrived."""
         link = ..., sources, targets
         return (self._latency[link][..., None] + 8 * size / self._bits[link][..., None]).max(-2)
 
     def _to_each(self, places: NDArray[np.int64], size: Floats) -> Floats:
-        """Return the seconds for a message from every node to every other node: the seconds of the busiest line.
+        """Return the seconds in which every node sends a message to every other node: those of the busiest line.
 
         Messages may be split, so that in some order no line waits for another [Gonzalez and Sahni 1976].
         """
@@ -390,7 +390,7 @@ class Network:
     def _around(self, collective: str, places: NDArray[np.int64], payload: Floats) -> Floats:
         """Return the seconds of a collective around the ring of nodes at these places, from each node to the next."""
         links = np.stack([places, np.roll(places, -1)])
-        starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # starts of runs of equal links
+        starts = np.flatnonzero((links != np.roll(links, 1, axis=1)).any(0))  # where runs of equal links start
         starts = starts if len(starts) else np.zeros(1, dtype=np.int64)
         count = np.diff(starts, append=starts[0] + len(places))
         if collective == "broadcast":  # a chain: leave out the last link, which closes the ring

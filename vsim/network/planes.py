@@ -28,8 +28,8 @@ from vsim.network.links import Network
 from vsim.network.timeline import timeline
 
 Floats = NDArray[np.float64]
-# The allowed relative difference between the clock and the returned planes, which are found with up to twice this gap,
-# and then raised by half of it; and the allowed relative error of slopes.
+# TOLERANCE: the allowed relative difference between the clock and the planes. Planes are found with a gap of up to
+# twice this difference, and then raised by half of their gap. _LOST: the allowed relative error of slopes.
 TOLERANCE, _LOST = 4.5e-4, 1e-4
 # The most planes for one step.
 _MOST_PLANES = 60
@@ -38,8 +38,8 @@ _NUMBERS = 1 << 22
 # The first points are these multiples of the latency, and of the 1/bandwidth, that alone takes as long as all compute.
 # Beyond the largest factor, the smallest term is negligible.
 _FACTORS = np.array([0.0, *10.0 ** np.linspace(-5, 5, 11)])
-# The most rounds of corners, and the most of these in which all planes miss a point. Slopes are taken at this relative
-# distance from a point, because at the point itself the clock may bend.
+# The most rounds of corners, and the most of these rounds in which all planes miss a point; and the relative distance
+# from a point at which slopes are taken, because at the point itself the clock may bend.
 _ROUNDS, _TRIES, _BESIDE = 20, 3, 1e-4 * np.array([1.0, 0.6])
 
 
@@ -49,14 +49,14 @@ class Planes:
 
     Attributes:
         steps: (S,) ascending.
-        planes: for every step (P, 3): the factors of compute, latency and 1/bandwidth. Compute is in seconds a step,
-            mean over the nodes. If all links are equal, latency is in seconds and bandwidth in bit/s; otherwise both
-            are relative to the network's.
+        planes: an array (P, 3) for every step: the factors of compute, latency and 1/bandwidth. Compute is the mean
+            over the nodes of a step's seconds. If all links are equal, latency is in seconds and bandwidth in bit/s;
+            otherwise both are relative to those of the network.
         computed: compute seconds until the last of the steps, divided by the seconds of one step; both are means over
             the nodes.
         compute: mean seconds of a step of the `Compute` that was given.
         decided: the settings that decided the run's course: "", "compute", or "both" compute and network. With
-            another setting, the run would be another one; its compute must therefore stay the same.
+            other settings, the run would have taken another course; its compute must therefore stay the same.
     """
 
     steps: NDArray[np.int64]
@@ -76,7 +76,7 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
 
     Args:
         ledger: the run's ledger.
-        network: if its links differ, one factor changes all bandwidths, including a server's, and one all latencies.
+        network: if its links differ, one factor changes all bandwidths, with a server's, and another all latencies.
         compute: if its seconds change, the ratios between nodes and the parts of messages stay the same.
         steps: the steps whose times to return.
 
@@ -133,12 +133,12 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
 
 
 def _missing(values: Floats, seconds: Floats) -> Floats:
-    """Return the relative gap (N,) between the clock's `seconds` (N,) and the largest of planes of `values` (N, P)."""
+    """Return the relative gap (N,) between the clock's `seconds` (N,) and the planes' largest of `values` (N, P)."""
     return np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0)
 
 
 def _covering(points: Floats, seconds: Floats, slopes: Floats) -> tuple[Floats, list[int]]:
-    """Return a few of the planes (N, 3) that reach the clock at all points (N, 3), and indices of points they miss."""
+    """Return a few of the planes `slopes` (N, 3) that reach the clock at points (N, 3), and the points missed."""
     values, chosen, missed = np.zeros((len(points), 1)), list[int](), list[int]()
     # Among planes that are about equally good at a point, prefer planes that are good elsewhere, then the first.
     weights = points / np.where(seconds > 0, seconds, np.inf)[:, None]
@@ -187,8 +187,8 @@ class _Pricing:
         self.computed, huge = 0.0, 1e12
         alone, *ends = self._clock(np.array([0.0, huge, 0.0]), np.array([0.0, 0.0, huge]))[:, -1]
         self.whole = float(alone) or 1.0
-        # The factors of latency and of 1/bandwidth at which each alone takes as long as all the compute; and the
-        # largest factors that matter, 0 for latency or bytes that never add to the compute.
+        # scale: the factors of latency and of 1/bandwidth at which each alone takes as long as all the compute.
+        # box: the largest factors that matter, 0 for latency or bytes that never add to the compute.
         self.scale = np.array([huge * self.whole / end if end > 2 * alone else 1.0 for end in ends])
         self.box = np.array([end > 2 * alone for end in ends]) * self.scale * _FACTORS[-1]
 
@@ -204,13 +204,13 @@ class _Pricing:
         return np.concatenate(found)
 
     def grid(self) -> Floats:
-        """Return the first factors (N, 2) of latency and 1/bandwidth; those with the most precise slopes come first."""
+        """Return the initial factors (N, 2) of latency and 1/bandwidth, from the most to the least precise slopes."""
         ways = [_FACTORS * by if most else np.zeros(1) for by, most in zip(self.scale, self.box, strict=True)]
         own = np.column_stack([own.ravel() for own in np.meshgrid(*ways, indexing="ij")])
         return own[np.argsort(np.abs(self.digits(own)).max(1), kind="stable")]
 
     def digits(self, ways: Floats) -> Floats:
-        """Return numbers (N, 2) that are equal where factors (N, 2) are about equal."""
+        """Map factors (N, 2) to rounded logarithms (N, 2), which are equal for about equal factors."""
         return np.round(np.log10(ways / self.scale + 1e-7), 5) + 0.0
 
     def corners(self, planes: Floats, unit: float) -> Floats:
@@ -225,7 +225,7 @@ class _Pricing:
         one, other, normal, gap, length = (own[meet] for own in (one, other, normal, gap, length))
         start = normal * (gap / length**2)[:, None]
         way = normal[:, ::-1] * [-1, 1] / length[:, None]
-        # At t on the line, all other planes are lower and the factors in the box if room + along * t >= 0.
+        # At start + way * t, both planes are the largest, and the factors in the box, if room + along * t >= 0.
         room = np.column_stack(
             [a[one, None] - a + _dot(slopes[one, None] - slopes, start[:, None]), start, box - start]
         )
@@ -242,9 +242,9 @@ class _Pricing:
         return np.clip(found, 0, box) * self.scale
 
     def sampled(self, ways: Floats, unit: float, beside: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return the points (N, 3) of factors (N, 2), the seconds there (N, S), and slopes next to them (N, S, 3)."""
+        """Return points (N, 3) for factors (N, 2), the seconds (N, S) at these points, and slopes (N, S, 3) nearby."""
         near = ways * (1 + beside)
-        # Steps are small enough to stay on one plane, and large enough for the precision of slopes.
+        # Differences span steps small enough to stay on one plane, and large enough for precise slopes.
         steps = np.maximum(1e-5 * near, 1e-9 * self.scale * (1 + (near / self.scale).sum(1, keepdims=True)))
         at = np.concatenate([ways, near, near + steps * [1, 0], near + steps * [0, 1]])
         here, own, *later = np.split(self._clock(*at.T), 4)

@@ -145,7 +145,7 @@ def seconds_on(
 
 
 def _check_decided(ledger: Record, network: Network | None, compute: Compute) -> None:
-    """Raise a ValueError if another network or compute decided the run's course; network=None is never the run's."""
+    """Raise a ValueError if another network or compute decided the run's course; network=None is always another."""
     decided, own, odd = ledger.clock or {}, [], []
     if "network" in decided:
         its_network = Network.from_plain(decided["network"])
@@ -187,7 +187,7 @@ _AROUND = 2
 
 
 def around_first_event(ledger: Record) -> tuple[int, int]:
-    """Return the first and the last step to draw around the first event, from its sending to its due step."""
+    """Return the first and last step to draw: from just before the first event is sent to just after it is due."""
     first = next((event for event in ledger if event.step > 0), None)
     if first is None:
         return 1, min(ledger.steps, 1 + 2 * _AROUND)

@@ -32,7 +32,7 @@ from vsim.training.run import Run
 
 # The kinds of values that are compared at a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
-_CUT = ("weights", "optimizer state", "global weights")  # kinds with P numbers a row, compared by parameter
+_CUT = ("weights", "optimizer state", "global weights")  # kinds with P numbers per row, compared by parameter
 # A difference counts as rounding up to this many units in the last place (ULPs) of the tensor's largest entry.
 ROUNDING_ULPS = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,12 +45,12 @@ class Difference:
     Attributes:
         step: the completed step; 0 before training. node: the node's number.
         what: the kind of value, one of KINDS.
-        name: of a parameter, buffer, optimizer state ("exp_avg of head.weight") or history column; an event's label.
+        name: the parameter, buffer, optimizer state ("exp_avg of head.weight") or history column; or the event's label.
         entries: the number of entries that differ, out of `size`.
         ulps: the largest distance of two entries in units in the last place: the number of floating-point steps from
             one to the other; None for events, integers and NaN.
         relative: the largest distance divided by the largest entry; infinite or NaN where undefined.
-        index: the entry with the largest distance. simulator, process: the entry's value in each.
+        index: the entry with the largest distance. simulator, process: this entry's value in each of them.
         rounding: whether the difference can be rounding: at most ROUNDING_ULPS units in the last place of the tensor's
             largest entry (for optimizer state, of all parameters). In the first difference of a report: whether all
             differences at its step can be rounding.
@@ -159,7 +159,7 @@ def only_rounding(differences: Sequence[Difference]) -> bool:
     """Return whether all differences of a step can come from rounding alone.
 
     AdamW and similar optimizers divide a gradient by its size, so that a gradient that is only rounding moves a weight
-    by a whole step. Therefore, if optimizer states differ, they decide, and differences of weights are ignored.
+    by a whole step. Therefore differences of weights are ignored if optimizer states differ.
     """
     follow = ("weights", "global weights", "history")
     causes = [d for d in differences if d.what not in follow]
@@ -177,7 +177,7 @@ def differences_at(
     """Return all differences after a step that all processes have completed, by kind, then node, then name.
 
     Args:
-        dtype: the dtype of the computation; losses are measured in its units in the last place.
+        dtype: the dtype of the computation; losses are measured in this dtype's units in the last place.
         folder: the folder to which the nodes' `CompareStates` have written their differences.
     """
     found = []
@@ -270,7 +270,7 @@ def _of_state(
             pair = pair[0][replicas.first_node + row], pair[1][row]
         if pair[0].dtype == pair[1].dtype and torch.equal(*pair):
             continue
-        # A layer's gradient may be the rounding error of larger gradients: scale its state by that of all parameters.
+        # A layer's gradient may be a rounding error of larger ones: scale optimizer state by that of all parameters.
         scale = largest_magnitude(*pair) if kind == "optimizer state" else None
         if kind not in _CUT or pair[1].shape[-1:] != (replicas.num_parameters,):
             yield from difference(*pair, step, node, kind, name, scale)
@@ -329,7 +329,7 @@ def _optimizers(strategy: Algorithm) -> Iterator[tuple[str, StackedOptimizer]]:
 
 
 def _states(optimizer: StackedOptimizer, replicas: Replicas) -> list[tuple[list[dict[str, Tensor]], bool]]:
-    """Return for each parameter (states of all nodes, True), or ([a single shared or stacked state], False)."""
+    """Return for each parameter (its states on all nodes, True), or ([its one shared or stacked state], False)."""
     parts = parts_of(optimizer)
     if len(parts) > 1:
         return [states for part in parts for states in _states(part, replicas)]

@@ -148,7 +148,7 @@ def main(
     """
     os.setsid()
     _die_with(alive)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drop a Ctrl-C from before the session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drop a Ctrl-C that came before the session
     signal.pthread_sigmask(signal.SIG_SETMASK, setup.signals)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even if the caller ignores SIGINT, as under nohup
     for number, output in outputs.items():
@@ -172,7 +172,7 @@ def main(
 
 
 def _die_with(alive: Connection) -> None:
-    """Make the kernel kill this session when `alive` closes, because a thread cannot run while code holds the GIL."""
+    """Make the kernel kill this session when `alive` closes; a thread could not do so while code holds the GIL."""
     if hasattr(fcntl, "F_SETSIG"):  # on Linux; on other systems only `_listen` kills the session
         fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)

@@ -42,7 +42,7 @@ def completing(what: str) -> Iterator[None]:
 
 def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
     """Make the default process group. A collective that does not complete in `timeout` raises an error."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"  # read by nccl here; unset, nccl aborts the process after the timeout
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # nccl reads this here; without it, nccl aborts the process after the timeout
     sets = backend == "nccl" and name not in os.environ
     if sets:
         os.environ[name] = "1"
@@ -54,7 +54,7 @@ def open_group(backend: str, store: dist.Store, rank: int, size: int, timeout: t
 
 
 def even_ranges(num_nodes: int, num_processes: int) -> list[range]:
-    """Divide nodes into a range for each process, with sizes as equal as possible.
+    """Divide the nodes into ranges of sizes as equal as possible, one for each process.
 
     >>> even_ranges(5, 2)
     [range(0, 2), range(2, 5)]
@@ -187,7 +187,7 @@ class ProcessCollectives(Collectives):
         return self._delivered(pairs, lambda row, _: own[row], stacked)
 
     def _rows(self, stacked: Tensor, sources: Sequence[int], receivers: Sequence[int]) -> Finish:
-        if len(receivers) == self.num_nodes and not all(self.ranges):  # processes without a node here receive, too
+        if len(receivers) == self.num_nodes and not all(self.ranges):  # processes without a node receive, too
             rows = self._all_gather(stacked)
             return lambda: rows_of(rows(), sources)
         one_a_rank = {self.rank_of[dst]: dst for dst in receivers}.values()
@@ -203,11 +203,11 @@ class ProcessCollectives(Collectives):
     def _delivered(
         self, pairs: Sequence[tuple[int, int]], payload: Callable[[int, int], Tensor], like: Tensor
     ) -> Finish:
-        """Send bytes `payload(row, dst)` for every pair (src, dst); return those for this process's nodes, in order.
+        """Send bytes `payload(row, dst)` for every pair (src, dst); return the bytes for this process's nodes.
 
         Args:
             payload: returns the bytes; `row` is the row of the node src among this process's rows.
-            like: a stacked tensor (R, …); every part has the shape and dtype of its rows. The result is (n, …).
+            like: a stacked tensor (R, …); every message has the shape and dtype of its rows. The result is (n, …).
         """
         # Send from node to node, because groups that change with each call would need a new process group each time.
         tag = next(self._tags)

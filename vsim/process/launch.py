@@ -376,7 +376,7 @@ class _Run:
         raise error from failure
 
     def _names(self, rank: int) -> tuple[str, str]:
-        """Return the names of a rank and of its process in messages."""
+        """Return what messages call a rank, and what they call its process."""
         if self.spec.num_processes is None:
             return f"node {rank}", f"node {rank}'s process"
         if len(self.num_nodes) > 1:  # the runs of a sweep
@@ -432,7 +432,7 @@ def _kill_fork_server() -> None:
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leave the exit code for multiprocessing
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing still reads the exit code
 
 
 def _how_it_ended(process: BaseProcess) -> str:

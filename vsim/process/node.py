@@ -128,7 +128,7 @@ class NodeBatches:
         return numbers if self._own else numbers[:1]
 
     def attended(self, nodes: Sequence[int], missed: Sequence[int]) -> NodeBatches:
-        """See `Batches`. Returns the batches of the only node."""
+        """See `Batches`; here `nodes` must hold one node."""
         own = copy.copy(self)
         ((own._node, own._missed),) = zip(nodes, missed, strict=True)
         own._dataset = self._datasets[own._node if self._own else 0]
@@ -145,7 +145,7 @@ class NodeBatches:
             seed=spec.seed,
         )
         batches = _From(BatchSampler(sampler, spec.batch_size, self._drop_last))
-        named = self._options.get("worker_init_fn") is None  # a worker_init_fn may need the user's dataset itself
+        named = self._options.get("worker_init_fn") is None  # a worker_init_fn may access the dataset: keep it
         loader: DataLoader[Any] = DataLoader(
             OfNode(self._dataset, self._node) if named else self._dataset,
             generator=generator(spec.seed, LOADER),

@@ -1,4 +1,4 @@
-"""Train a range of the nodes in each process, so that the rows of a run's matrix lie in several processes.
+"""Train a range of the nodes in each process, so that a run's matrix is spread over the processes.
 
 Each process computes its rows as the simulator does, by the executor that the user chose. Only the collectives differ:
 they first reduce the process's rows, and then reduce between the processes.
@@ -57,7 +57,7 @@ def run_ranges(
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
     Returns:
-        A list of the run's outcome, equal in all processes; empty for a comparison, whose outcomes go to `notify`.
+        A list with the run's outcome, equal in all processes; [] for a comparison, whose outcomes go to `notify`.
     """
     if isinstance(content, RunSpec):
         return [run_one(content, device, partial(notify, 0), interrupt)]

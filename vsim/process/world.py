@@ -82,7 +82,7 @@ def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int
 
 
 def first_device(spec: RunSpec, device: str | torch.device | None) -> torch.device:
-    """Return the device of the first or only process: the first of `devices`; without `devices`, `device`."""
+    """Return the device of the first or only process: the first of `devices`, or `device` if a run has no `devices`."""
     first = pick_device(device) if spec.devices is None else devices_of_nodes(spec.devices, None, 1)[0]
     if spec.deterministic:
         check_repeats(first)

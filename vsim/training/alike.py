@@ -20,7 +20,7 @@ def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[A
     last = int(batches.shard_sizes.max()) % spec.batch_size
     own_collation = (spec.dataloader_kwargs or {}).get("collate_fn") is not None
     single = spec.batch_size == spec.num_nodes == 1 and one_in_memory(batches) is None  # examples may differ in length
-    if own_collation or single:  # a collate_fn may pad to a node's longest example: only equal data agree in shape
+    if own_collation or single:  # a collate_fn may pad to a node's longest example, so only equal data agree in shape
         return spec.batch_size, spec.num_nodes, spec.seed, spec.shuffle, id(spec.participation)
     if drop_last or uneven or not last or num_steps < batches.steps_per_epoch:
         return (spec.batch_size,)
@@ -45,7 +45,7 @@ def _same_module(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_tensors(first: nn.Module, other: nn.Module) -> bool:
-    """Return whether all tensors have equal shape, dtype and trainability, and all frozen parameters equal values."""
+    """Return whether all tensors agree in shape, dtype and trainability, and all frozen parameters agree in value."""
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         own, theirs = (dict(of(model)) for model in (first, other))
         if list(own) != list(theirs):

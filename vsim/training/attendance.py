@@ -104,15 +104,15 @@ def _changes(run: Run, step: int) -> bool:
 
 
 def rows_at_first(run: Run, step: int) -> list[int]:
-    """Return the rows of this process's nodes that take part in `step`; the run is set up with all nodes."""
+    """Return the rows of this process's nodes that take part in `step`, right after the setup with all nodes."""
     own = run.collectives.machines[run.collectives.rank]
     return [machine - own.start for machine in _plan(run).machines(step) if machine in own] or [0]
 
 
 def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
-    """Return the row from which each of this process's nodes in `step` continues, and the content of row −1.
+    """Return the rows that this process's nodes in `step` continue from, and the state that row −1 stands for.
 
-    A joining node continues from its peer's row. If another process holds this row, it sends the content: row −1.
+    A joining node continues from its peer's row. Row −1 stands for a peer's row that another process holds and sends.
     """
     plan, collectives = _plan(run), run.collectives
     own = collectives.machines[collectives.rank]
@@ -172,10 +172,10 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
 
 
 def _kept_view(run: Run) -> str:
-    """Return the name of an attribute in which a strategy keeps a view of its weights or gradients; "" for none.
+    """Return the name of an attribute in which a strategy keeps a view of its weights or gradients, or "".
 
     When rows move, such a view would show other nodes. An attribute named in `derived` may hold a collection of views,
-    because the strategy makes it again when rows move.
+    because the strategy makes the collection again when rows move.
     """
     matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
     for part, owner in owners(run.strategy).items():
@@ -230,7 +230,7 @@ def _bytes_of_a_node(run: Run) -> int:
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
 
-    def size(t: Tensor) -> int:  # if rows are as wide as the matrix's, subtract the gap, which no node sends
+    def size(t: Tensor) -> int:  # subtract the gap between rows as wide as the matrix, which no node sends
         return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
 
     # All rows may share one optimizer, or each row may have its own.

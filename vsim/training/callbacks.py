@@ -59,7 +59,7 @@ class Callback:
         """Called after the last step; not called if the run was interrupted or has failed."""
 
     def on_exit(self, failure: str) -> None:
-        """Called in the process of `fit` however the run ended; `failure`: why it did not finish, or ""."""
+        """Called in the process of `fit`, however the run ended; `failure` says why it did not finish, "" if it did."""
 
 
 @contextmanager
@@ -97,8 +97,8 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
     """Check that callbacks that are called in this context change no parameter of `run.model`.
 
     Every call is checked for replaced parameters, writes that torch counts, and assignments to `requires_grad` and
-    `.data`. Torch does not count writes through `.data`, so values are compared as well, after steps 0, 1, 2, 4, 8, …
-    and the last, except with a process for each node. Changes of buffers are not detected, nor writes through `.data`
+    `.data`. To find writes through `.data`, which torch does not count, values are compared after steps 0, 1, 2, 4, 8,
+    … and the last; not with a process for each node. Changes of buffers are not detected, nor writes through `.data`
     that are undone before the next comparison.
 
     Args:
@@ -332,7 +332,7 @@ class Relay:
 
 
 def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name → callback, for callbacks with a state; the name is the class's, numbered if it occurs again."""
+    """Return name → callback, for callbacks with a state; names are class names, numbered from the second on."""
     found: dict[str, Any] = {}
     for one in callbacks:
         if all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):

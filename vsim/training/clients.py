@@ -60,7 +60,7 @@ class Clients:
                 yield owner, name, getattr(owner, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the "drawn" clients, their stacked rows ("kept", in this order), and the "first" row of new clients.
+        """Return "drawn": the clients drawn; "kept": their stacked rows, in this order; "first": a new client's row.
 
         Raises:
             ValueError: another run has used the folder in the meantime.
@@ -73,7 +73,7 @@ class Clients:
         """Restore the state that `state_dict` returned."""
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
-        self._first = state["first"]  # in a resumed fork, the new setup has computed another
+        self._first = state["first"]  # the setup of a resumed fork has computed another first row
 
     def _check(self) -> None:
         self._check_whole()
@@ -111,14 +111,14 @@ class Clients:
                 value[row] = own
 
     def of(self, owner: Stateful, client: int) -> dict[str, Tensor]:
-        """Return name → row of a client's last stored state, for `owner`, the strategy or a part of it."""
+        """Return name → row: a client's last stored state in `owner`, which is the strategy or a part of it."""
         self._check_whole()
         rows = zip(self._values(), self.kept.get(client, self._first), strict=True)
         return {name: row for (part, name, _), row in rows if part is owner}
 
 
 class OwnModels:
-    """Makes clients' models: the global model with personal values. All processes must create one, to gather rows.
+    """Makes clients' models: the global model with personal values. Every process must create one, to join a gather.
 
     Args:
         clients: the state of a population's clients; None if every node is a client.

@@ -115,7 +115,7 @@ class Outcome:
 
     Attributes:
         error, stopped_at, finished_at: see `Entry`.
-        record: at the start, the history of a resumed run as plain values, and its last step.
+        record: at the start of a resumed run, its history as plain values, and the history's last step.
         weights (P,), buffers: the mean model of a complete run. callbacks: the states of its callbacks.
     """
 
@@ -188,7 +188,7 @@ class Entries:
             train: trains the entries; default `train_here`.
 
         Raises:
-            Interrupted: on Ctrl-C; the entries hold their steps so far, and ended entries their outcomes.
+            Interrupted: on Ctrl-C; the entries hold their steps so far and, if they have ended, their outcomes.
             Exception: an entry fails in its first step, when no progress is lost. A non-finite loss only ends its run.
         """
         with ExitStack() as holding:
@@ -307,7 +307,7 @@ class Entries:
             recorders = {r: Recorder(r.history, False, r.spec.label) for r in running}
             for recorder in recorders.values():
                 recorder.has_warned = not self.processes.is_first
-            # Call `on_exit` of every run's callbacks. With several processes, `train_elsewhere` does.
+            # Call `on_exit` of every run's callbacks. With several processes, `train_elsewhere` calls it.
             for entry, recorder in recorders.items() if self.processes.connect is None else ():
                 ending.push(lambda kind, error, trace, own=entry, recorder=recorder: _finish(recorder, own, error))
             seed = running[0].spec.seed
@@ -344,7 +344,7 @@ class Entries:
                     )
 
     def _separate(self, entries: Sequence[Entry], earlier: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Discard the joint training of `entries`; give them back `earlier`, copies of their callbacks before it.
+        """Discard the joint training of `entries`; restore their callbacks from `earlier`, copies made before it.
 
         Raises:
             ValueError: halving and pruners need runs that train together.
@@ -397,7 +397,7 @@ class Entries:
         watch.show(min(best, default=None), preparing, last)
 
     def _notify_outcome(self, entry: Entry, outcome: Outcome | None = None) -> None:
-        """Send an outcome; without one, send how the run ended, unless this was sent before."""
+        """Send an outcome. If none is given, send how the run ended, unless that was sent before."""
         known = _end_of(entry)
         if outcome is not None or known != self._sent.get(entry, (None, None, None)):
             self._sent[entry] = known
@@ -406,7 +406,7 @@ class Entries:
             self.notify(self.entries.index(entry), outcome)
 
     def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
-        """Return the runs to stop: at a rung that all unfinished runs have reached, those that `keep` does not name."""
+        """Return the runs to stop: those that `keep` does not name, once all unfinished runs have reached a rung."""
         step = min((run.done for run in ensemble.unfinished), default=0)
         if self.keep is None or step not in self.rungs:
             return []
@@ -546,7 +546,7 @@ def matrix_bytes(spec: RunSpec) -> float:
 
 
 def _score(entry: Entry, step: int) -> float:
-    """Return the last validation loss up to a step; without one, the mean training loss of the last tenth of steps."""
+    """Return the last validation loss up to a step, or else the mean training loss of the last tenth of steps."""
     known = entry.history["step"] <= step
     validated = entry.history["global_loss"][known]
     if len(validated := validated[~np.isnan(validated)]):
@@ -617,7 +617,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def read_end(entry: Entry) -> dict[str, Any] | None:
-    """Return the content of end.json; None if the run has not ended, or has ended at another length than asked for."""
+    """Return the content of end.json; None if the run has not ended, or had another number of steps than asked for."""
     assert entry.folder is not None
     path = entry.folder / "end.json"
     if not path.exists():
@@ -669,7 +669,7 @@ class _Watch:
 
         Args:
             best: the lowest training loss. preparing: text about long work before the next step.
-            last: update regardless of the last update.
+            last: whether this update is the last, which is always shown.
         """
         longest = max(self.steps.values())
         steps = {entry: self.steps.get(entry) or entry.spec.max_steps or longest for entry in self.entries}

@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Losses (R,) and accuracies (R,): None if the objective has no accuracy, NaN where no prediction counts."""
+    """Losses (R,) and accuracies (R,). Accuracies: None if the objective has none, NaN where no prediction counts."""
 
     losses: Tensor
     accuracies: Tensor | None
@@ -134,7 +134,7 @@ class Evaluator:
         return math.nan
 
     def _applied(self, function: Callable[[Any, Any], Any], rows: _Rows, pieces: Sequence[Any]) -> Iterator[Any]:
-        """Yield function(model, batch) for the first model and every batch."""
+        """Yield the results of function(model, batch) for the first model and every batch."""
         objective = self.executor.for_evaluation(rows.python[0])
         buffers = {name: b[0] for name, b in rows.buffers.items()}
         for piece in pieces:
@@ -160,7 +160,7 @@ class Evaluator:
         return total / examples
 
     def _measure(self, rows: Sequence[_Rows], pieces: Sequence[Any]) -> list[_Measured]:
-        """Measure all rows, and equal rows only once; a call takes up to `rows_at_once` rows with one random seed."""
+        """Measure all rows, each distinct row once; a call takes up to `rows_at_once` rows with one random seed."""
         distinct, places = _distinct(rows)
         calls: list[list[_Rows]] = []
         for own in distinct:
@@ -195,7 +195,7 @@ def _measured_together(
     """Measure models in one call per piece of the data; also return whether the models drew random numbers."""
     weights = torch.cat([own.weights for own in rows])  # a copy, which the model may change
     buffers = {name: torch.cat([own.buffers[name] for own in rows]) for name in rows[0].buffers}
-    found: list[Tensor] = []  # per piece: losses, then right and counted predictions if known; (1, R) or (3, R)
+    found: list[Tensor] = []  # per piece: losses (1, R); or losses, right and counted predictions (3, R)
     stream = generator(rows[0].seed, EVALUATION, device=weights.device)
     before, objective = stream.get_state(), objective or executor.for_evaluation(rows[0].python[0])
     examples = sum(len(tree_leaves(piece)[0]) for piece in pieces)
@@ -328,7 +328,7 @@ def _of_cluster(run: Run, own_python: bool) -> _Rows:
 
 
 def _distinct(rows: Sequence[_Rows]) -> tuple[list[_Rows], list[list[int]]]:
-    """Return the distinct models, each as `_Rows` of one row, and for each of `rows` its models' indices among them."""
+    """Return the distinct models, each as `_Rows` of one row; and, for each of `rows`, the indices of its models."""
     distinct: list[_Rows] = []
     places: list[list[int]] = []
     # Find candidates by the sum of a row's bits. A floating-point sum would depend on the number of rows on a GPU.
@@ -354,7 +354,7 @@ def _equal(one: _Rows, other: _Rows) -> bool:
 
 
 def _of_first_process(run: Run, value: float) -> float:
-    """Return the value that the first node's process has, in every process of a run."""
+    """Return, in every process of a run, the value from the first node's process."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
         same = torch.full((num_held, 1), value, dtype=torch.float64)

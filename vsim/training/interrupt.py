@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """A request to stop after the current step; in this context, Ctrl-C makes it, and a second Ctrl-C raises at once.
+    """A request to stop after the current step. In its context, Ctrl-C makes the request; a second one raises at once.
 
     The handler is installed only in the main thread, and only in place of Python's default handler of SIGINT.
 
@@ -40,7 +40,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.insisted = False
-        self._installed: list[bool] = []  # for each nested context, the comparison's and the run's
+        self._installed: list[bool] = []  # one item for each nested context, a comparison's or a run's
 
     def request(self) -> None:
         """Ask the run to stop. May be called from any thread."""

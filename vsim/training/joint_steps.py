@@ -126,7 +126,7 @@ class _Together:
 
 
 def _runs(strategies: Sequence[Algorithm]) -> list[tuple[int, Algorithm]]:
-    """Return (number, strategy): adjacent strategies have the same number if they can be stepped together."""
+    """Number the strategies; adjacent strategies that can be stepped together get the same number."""
     numbered, number = [(0, strategies[0])], 0
     for before, strategy in pairwise(strategies):
         number += not _can_join(before, strategy)
@@ -168,7 +168,7 @@ def _parameter(optimizer: Optimizer) -> Tensor:
 
 
 def _of_all_rows(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state for the comparison of parts, with None in place of tensors with a row per node."""
+    """Return an optimizer's state, to compare parts; None replaces every tensor that has a row for each node."""
     state = optimizer.state.get(parameter) or {}
     return {key: None if _is_stacked(value, len(parameter)) else value for key, value in state.items()}
 

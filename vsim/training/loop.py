@@ -47,8 +47,8 @@ class Ensemble:
         ends_early: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
         watch: called as f(ensemble) when a step is reported for all runs.
         stopping: called as f(ensemble) after a step; returns the runs to stop after this step.
-        memory: returns the bytes of a device that this process holds.
-        values: model that callbacks get → checksums of its parameters; see `vsim.training.callbacks.watching`.
+        memory: returns how many bytes of a device's memory this process holds.
+        values: model that callbacks see → checksums of the model's parameters; see `vsim.training.callbacks.watching`.
     """
 
     runs: list[Run]
@@ -94,7 +94,7 @@ class Ensemble:
                 run.left_states = global_states(run.cluster.weights.device)
             if run.clients is not None:
                 run.clients.release()
-            run.cluster.gradient_at = None  # a reference to the stack, which would keep the stack's memory in use
+            run.cluster.gradient_at = None  # refers to the stack, and would keep its memory in use
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
 
@@ -150,7 +150,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     for step in range(first + 1, ensemble.max_steps + 1):
         if step > first + 1:
             attend(ensemble.stacks, ensemble.training, step)
-        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # others resumed from a later step
+        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # other runs resumed from a later step
         stops = False
         for stack in ensemble.stacks:
             if taking.intersection(stack.runs):
@@ -209,7 +209,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         try:
             with runs[0].computing():
                 losses = stack.losses_and_grads(batch) if stack.taking else torch.empty(0)
-        except Exception as error:  # from the model or the data, which all runs of the stack share
+        except Exception as error:  # an error of the model or the data, which all runs of the stack share
             given = stack.few.batch if isinstance(batch, Uneven) else batch
             _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
             return False
@@ -305,7 +305,7 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run so that the others continue; raise the error if they cannot, or no progress would be lost."""
+    """Remove a failed run so that the others continue; raise the error if they cannot, or if this loses no progress."""
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, the other processes may not have this error
@@ -381,7 +381,7 @@ def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport
         return
     try:
         found = _of_ended(stack, runs)
-    except Exception as error:  # from the model or the data, which all these runs share
+    except Exception as error:  # an error of the model or the data, which all these runs share
         _all_leave(ensemble, runs, error)
         return
     for run, (own, tested) in found.items():
@@ -392,7 +392,7 @@ def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
-    """Return the mean loss of the nodes that took a step, whose losses are not NaN; NaN if no node did."""
+    """Return the mean of the losses that are not NaN, those of nodes that took a step; NaN if no node took one."""
     total = sum(losses)
     if math.isnan(total):
         known = [loss for loss in losses if loss == loss]
@@ -425,7 +425,7 @@ def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
         if run.trains and run.is_over:
             with _own(ensemble, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
-                    # With several processes, one process could no longer notify the others of an interrupt.
+                    # With several processes, an interrupt raises: a request could no longer reach the other processes.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
                         notify(callback, "on_end", run)
                 run.concluded = True
@@ -449,7 +449,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
                 before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
                 ensemble.check_draws(before, runs[0], "the model or a metric")
-        except Exception as error:  # from the model or the data, which all these runs share
+        except Exception as error:  # an error of the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:

@@ -182,13 +182,13 @@ def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
 def _gathered(
     run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
 ) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
-    """Return the first problem of any process; without a problem, in the first process, also the joined state."""
+    """Return the first problem of any process. If there is none, the first process also returns the joined state."""
     collectives = run.cluster.collectives
     text, contents = packed([stacked, shared])
     gathered = collectives.of_processes([problem, text, {digest: len(flat) for digest, flat in contents.items()}])
     if problems := [one for one, *_ in gathered if one]:
         return problems[0], {}, {}
-    # The first process that has a content sends it, so each content is sent once.
+    # Each content is sent once, by the first process that has it.
     first = {d: (rank, n) for rank, (*_, sizes) in reversed([*enumerate(gathered)]) for d, n in sizes.items()}
     for digest, (rank, size) in first.items():
         flat = contents.get(digest, torch.empty(size, dtype=torch.uint8))
@@ -212,7 +212,7 @@ def rows_of(
     """Return the encoded state of these rows of a run.
 
     Args:
-        matrix: whether to include weights and buffers. sent: the state of a row of another process; its number is −1.
+        matrix: whether to include weights and buffers. sent: the state of row −1, which another process holds.
     """
     held, found = [len(run.rows)], {}
     for name, value in _state(run)[0].items():
@@ -306,7 +306,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     for own in run.strategy.schedulers:
         for other in own[1:]:
             other.load_state_dict(copy.deepcopy(own[0].state_dict()))
-    if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # the processes hold the same numbers of nodes
+    if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # every process holds as many nodes as before
         states = own_of(checkpoint.shared["process"], [*run.nodes], held)
         set_global_states(
             Filler(cluster.collectives, torch.device("cpu")).fill(states, None, "process"), cluster.weights.device
@@ -374,7 +374,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
-    """Restore the inner optimizers' state; if the saved state does not fit (one row for all nodes), clear it."""
+    """Restore the inner optimizers' state; clear it if the saved state does not fit, such as one row for all nodes."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
@@ -392,7 +392,7 @@ def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
 
 
 def _fits(part: StackedOptimizer, spec: OptimSpec) -> bool:
-    """Return whether an optimizer has all state that its options need, and, if it steps all nodes, in every row."""
+    """Return whether an optimizer has all state that its options need, for each node if it steps all nodes."""
     names, for_all = spec.state_names(), isinstance(part, Optimizer)
     for p, own in (pair for optimizer in torch_optimizers(part) for pair in optimizer.state.items()):
         tensors = [value for value in own.values() if isinstance(value, Tensor) and value.dim()]

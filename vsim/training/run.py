@@ -234,7 +234,7 @@ class Run:
 
     @property
     def losses_of_all(self) -> list[float]:
-        """The losses of the nodes (K,) in the last step, NaN for absent nodes; those of a cohort are in its order."""
+        """The losses of the nodes (K,) in the last step, NaN for absent nodes; in a cohort's order if there is one."""
         spec, losses = self.spec, self.node_losses
         if self.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
@@ -349,7 +349,7 @@ class Run:
         return [first for name in names for first in within[one_of("every name", name, within)]]
 
     def _first_names(self) -> dict[str, str]:
-        """Return name → first name of the same tensor, for parameters and buffers of the model, which may be tied."""
+        """Return name → first name of the same tensor, because parameters and buffers of the model may be tied."""
         module = self.cluster.replicas.module
         found: dict[int, str] = {}
         named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
@@ -372,7 +372,7 @@ class Run:
     @property
     def shares(self) -> tuple[bool, bool]:
         """Whether the nodes share one row of weights, and whether they share one row of gradients."""
-        # In a deterministic run every node has its row, to sum in the same order as with a process for each node.
+        # In a deterministic run, every node has its own row, so that sums have the order of a run in processes.
         in_one = not self.spec.deterministic and min(map(len, self.collectives.ranges)) > 1
         strategy = self.spec.strategy
         return in_one and strategy.shares_weights, in_one and strategy.shares_grads
@@ -433,7 +433,7 @@ class Run:
         return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
 
     def mean_weights(self) -> Tensor:
-        """Return the mean (P,) of the nodes' weights as the strategy evaluates them."""
+        """Return the mean over the nodes (P,) of the weights that the strategy evaluates."""
         with torch.no_grad(), self.strategy.evaluating():
             return self.cluster.mean_weights()
 
@@ -485,7 +485,7 @@ class Run:
                 raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
 
     def check_weights(self) -> None:
-        """Raise `Diverged` if weights are not finite. After the last step, no later loss would reveal this."""
+        """Raise `Diverged` if weights are not finite, which after the last step no later loss would reveal."""
         cluster = self.cluster
         if bool(cluster.mean_weights().isfinite().all()):
             return

@@ -125,11 +125,11 @@ def prepare(
 
 
 def bytes_of_node(spec: RunSpec) -> int:
-    """Return a lower bound of a node's bytes: its weights, gradients, buffers and optimizer state."""
+    """Return a lower bound on the bytes that a node takes: weights, gradients, buffers and optimizer state."""
     row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
     in_one = not spec.deterministic
     optim = spec.strategy.optim_spec
-    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # else perhaps less than a row
+    moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # else states may be smaller than rows
     weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
     grads = 0 if in_one and spec.strategy.shares_grads else row
     of_generator = generator(spec.seed, NODE).get_state().nbytes
@@ -139,7 +139,7 @@ def bytes_of_node(spec: RunSpec) -> int:
 def _measured_at_the_end(spec: RunSpec) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """Return the validation data of every node or client, and a list of the test data; either may be empty."""
     clients, test, everyone = spec.client_val_dataset, spec.test_dataset, range(spec.population)
-    train = isinstance(clients, Partition)  # divides one dataset, the training data or another, among the clients
+    train = isinstance(clients, Partition)  # it divides a dataset, the training data or another, among clients
     return (
         [] if clients is None else resolve(clients, len(everyone), everyone, train, "client_val_dataset"),
         [] if test is None else resolve(test, spec.num_nodes, range(1), False, "test_dataset"),
@@ -179,7 +179,7 @@ def assemble(
 
 
 def can_join(run: Run) -> bool:
-    """Return whether a run can share a stack: its nodes step in lockstep, and have, or can cheaply get, a row each."""
+    """Return whether a run can share a stack: nodes step in lockstep, and each has, or can cheaply get, its own row."""
     if run.spec.strategy.is_asynchronous:
         return False
     trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
@@ -194,7 +194,7 @@ def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[
         whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
         return whole, [whole.rows(0, counts[0], runs[0].nodes.start)]
     whole = Replicas.of_several(models, counts, device)
-    # Rows that a run's nodes share are adjacent, so that one optimizer call can step them, too.
+    # Shared rows of several runs are adjacent in memory, so that one optimizer call can step them, too.
     num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
     weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
     parts, start, next_weights, next_grads = list[Replicas](), 0, 0, 0
@@ -229,7 +229,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 def _are_alike(first: Run, other: Run) -> bool:
     """Return whether one call can compute the losses and gradients of both runs."""
     one, two = first.spec, other.spec
-    if (first.plan is None) != (other.plan is None):  # a plan changes the steps with smaller batches
+    if (first.plan is None) != (other.plan is None):  # a plan changes which steps have smaller batches
         return False
     longest = max(first.steps, other.steps)  # the shorter run leaves its rows when it is over
     return (
@@ -253,7 +253,7 @@ def _stacked(
     loss_fn, accuracy = copied(spec.loss_fn, "loss_fn"), copied(spec.accuracy, "accuracy")
     objective = Objective(whole.module, loss_fn, accuracy).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
-    # A deterministic run on an accelerator computes all nodes at once: the size of pieces would depend on free memory.
+    # A deterministic run on an accelerator computes all nodes at once, because pieces would depend on free memory.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
     settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
@@ -361,7 +361,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
 
 
 def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None:
-    """Set the validation examples, on `device`, of every run with validation data.
+    """For every run with validation data, put the validation examples on `device`.
 
     Runs with equal examples get the same object, and are measured together.
     """

@@ -27,7 +27,7 @@ _SHARED = (
 
 
 class FewRows:
-    """Computes copies of some of an executor's rows: rows whose batches have one size, or rows at other weights.
+    """Computes some of an executor's rows, as copies: rows whose batches have one size, or rows at other weights.
 
     Args:
         whole: all rows of the stack.
@@ -53,7 +53,7 @@ class FewRows:
         return replace(whole, weights=matrix(*size), grads=matrix(*size), buffers=buffers)
 
     def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
-        """Return the losses (R,) of all rows, and write their gradients; compute batches of one size at a time."""
+        """Return the losses (R,) of all rows, and write their gradients; a call computes the batches of one size."""
         losses, replicas = torch.empty(0), self.engine.replicas
         if replicas.shares_grads:
             replicas.grads.zero_()
@@ -66,7 +66,7 @@ class FewRows:
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
         """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
 
-        If all nodes share one row of gradients, add to it the given rows' contribution to the mean.
+        If all nodes share one row of gradients, their mean, add the contribution of the given rows to that row.
 
         Raises:
             ValueError: the model changes weights that nodes share.

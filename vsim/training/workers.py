@@ -41,7 +41,7 @@ class Workers:
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
         self._here = nullcontext if one_in_memory(batches) is not None else run.fetching
-        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # steps of the run that this one forked from
+        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # steps of the run that was forked
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step
 
