@@ -78,7 +78,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def countable(name: str, value: Any, things: str, bytes_each: int, *, at_least: int = 1) -> int:
-    """Return a `whole_number` if that many things of `bytes_each` fit into memory; raise a ValueError otherwise."""
+    """Check that `value` is a `whole_number`, and that this many things of `bytes_each` fit into memory; return it."""
     count, memory = whole_number(name, value, at_least=at_least), psutil.virtual_memory().total
     if count * bytes_each > memory:
         raise ValueError(
@@ -208,12 +208,12 @@ def naming(name: str) -> Iterator[None]:
 
 
 def brief(text: str, most: int = 10_000) -> str:
-    """Return a text or, if it has more than `most` characters (a whole dataset, say), its beginning and its length."""
+    """Shorten a text of more than `most` characters (a whole dataset, say) to its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 def retold(error: Exception, text: str) -> Exception:
-    """Return an error of the same type (a RuntimeError if that type takes no text) with `text`, caused by `error`."""
+    """Return a new error with `text`, caused by `error`: of its type or, if that type takes no text, a RuntimeError."""
     try:
         named = type(error)(text)
     except Exception:  # the type takes other arguments
@@ -229,7 +229,7 @@ def is_factory(dataset: Any) -> bool:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace the first word of a TypeError's or ValueError's message by `names`: argument → the user's name for it."""
+    """In messages of a TypeError or ValueError, replace a leading argument name by the user's name for it."""
     try:
         yield
     except (TypeError, ValueError) as error:

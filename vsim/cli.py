@@ -1,4 +1,4 @@
-"""The work of each command of the command line. `vsim_cli` parses their options."""
+"""The functions that carry out the commands of the command line. `vsim_cli` parses their options."""
 
 from __future__ import annotations
 
@@ -274,9 +274,9 @@ def parse_strategy(text: str, lr: float) -> Algorithm:
     """Return the strategy for a text "name:argument=value,…".
 
     Args:
-        text: the name is one of STRATEGIES or PRESETS; values are Python literals, a compressor, selector or optimizer
-            with its arguments, or else strings.
-        lr: learning rate, unless the text or the strategy's defaults have one.
+        text: the name is one of STRATEGIES or PRESETS; a value is a Python literal, a compressor, selector or optimizer
+            with its arguments, or else text.
+        lr: learning rate if neither the text nor the strategy's defaults set one.
 
     >>> parse_strategy("diloco:H=50,outer_lr=0.4", lr=1e-3).optim_spec
     OptimSpec(AdamW, lr=0.001)
@@ -353,7 +353,7 @@ def _value(text: str) -> Any:
 
 
 def _called(call: ast.expr) -> Any:
-    """Return the result of name(arguments), or of several joined by |; an argument is a literal or another call."""
+    """Return the result of name(arguments), or of such calls joined by |; an argument is a literal or a call."""
     text = ast.unparse(call)
     if isinstance(call, ast.BinOp) and isinstance(call.op, ast.BitOr):
         return _called(call.left) | _called(call.right)
@@ -481,7 +481,7 @@ def _folder(output: Output, kind: str, inputs: Iterable[Path]) -> Path:
     """Make and return the folder for results; check before training that it is writable.
 
     Args:
-        kind: "comparison" or "sweep"; a folder with a result of this kind is kept, and a numbered folder is made.
+        kind: "comparison" or "sweep"; if `out` already holds a result of this kind, make a numbered folder instead.
         inputs: files that the command reads, and must not overwrite.
     """
     first = out = _path("--out", output.out)

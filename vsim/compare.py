@@ -93,18 +93,18 @@ def compare(
         model: the initial model of all runs; or a function f(seed) → model, so that every seed has its own initial
             weights, the same for all strategies.
         train_dataset, val_dataset, loss_fn: see `Trainer`.
-        strategies: name → strategy; or name → dict of strategies, such as a `vsim.grid`; the name prefixes theirs.
+        strategies: name → strategy; or name → dict of strategies, such as a `vsim.grid`; the name becomes a prefix.
         num_nodes: K.
-        seeds: train every strategy once with each seed, instead of once with `seed`: tables then show mean ± standard
-            deviation, and figures bands.
+        seeds: train every strategy once with each seed; tables then show mean ± standard deviation, and figures show
+            bands. Default: only `seed`.
         logger, run_name, wandb_project: see `Trainer.fit`. Every strategy is logged as a run
             "<run_name>/<name of the strategy>", in a folder of this name; the default run name is date and time.
             vsim's loggers are copied for every run; a logger object of your own gets all runs, step by step.
-        together: train all runs at the same time, in groups that fit into half of the free memory, or into the share
-            `max_memory_usage` of the whole memory; False: one after the other. If a model, strategy or callback draws
-            from the global random generators of Python, NumPy or torch in its first two steps, the runs start again,
-            one after the other.
-        max_steps: see `Trainer.fit`; or name → steps of this strategy.
+        together: whether to train runs at the same time, in groups that fit into half of the free memory (or into the
+            share `max_memory_usage` of all memory), instead of one after the other. If a model, strategy or callback
+            draws from the global random generators of Python, NumPy or torch in its first two steps, the runs start
+            again, one after the other.
+        max_steps: see `Trainer.fit`; or a dict: strategy's name → its steps.
         budget: limits for every strategy, such as `{"time": "10 h", "cost": 500}`: "time" on the network, "cost" in
             dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes the largest number of steps
             that `vsim.price` finds within all limits, at most `max_steps`, and its learning-rate schedule ends with its
@@ -112,34 +112,33 @@ def compare(
         at: number of parameters of the model that is priced for the budget; default: the trained model's. The result
             has the bytes and hours of that model, see `Comparison.at`.
         tune: argument of strategies → values to try. Each strategy is first trained with every combination of the
-            tuned arguments that it takes. Tuning uses as many seeds as the comparison: the numbers after its largest
-            seed. The setting with the lowest mean validation loss, after equal steps or within the budget, goes into
-            the comparison; among settings that the seeds do not distinguish from the best, the middle one, see
-            `Sweep.chosen`. A warning names a best value that is the smallest or largest value tried.
-            `Comparison.tuned` has all runs of tuning; they have no loggers and hooks, and are saved in save_dir/tuning.
+            tuned arguments that it takes. Tuning uses as many seeds as the comparison, but others: the numbers after
+            the comparison's largest seed. The comparison uses the setting with the lowest mean validation loss, after
+            equal steps or within the budget; of settings that seeds cannot tell from the best, the middle one, see
+            `Sweep.chosen`. A warning says if the best value of an argument is the smallest or largest one tried.
+            `Comparison.tuned` has all runs of tuning, which have no loggers or hooks and are saved in save_dir/tuning.
         extend: a comparison of the same problem, which may be read from a file. Only missing strategies and seeds, and
             failed or interrupted runs, are trained; the result includes the comparison's other runs. For more steps,
             resume the comparison from its `save_dir`.
-        save_dir: a folder for the checkpoints of all runs, with a folder for each run, which `load_checkpoint` and
-            `Trainer.fit` can read. All runs are saved at the end, when interrupted, and every `checkpoint_interval`
-            steps.
+        save_dir: a folder for checkpoints, with a subfolder for each run that `load_checkpoint` and `Trainer.fit` can
+            read. Runs are saved every `checkpoint_interval` steps, at the end, and when interrupted.
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
             a comparison without a stop. "auto": resume if there is a comparison, else start one.
-        network, compute: what hours are derived from, see `vsim.timeline`; kept in the comparison, whose tables then
-            show hours and utilization. Only asynchronous strategies need them to train; else give them now or later.
+        network, compute: hours are derived from these, see `vsim.timeline`. The comparison keeps them; its tables show
+            hours and utilization. Only asynchronous strategies need them to train; for others, give them now or later.
         options: every other argument of `Trainer.fit`, the same for all strategies.
 
     Returns:
         A `Comparison`. All strategies are set up before the first one trains, so that mistakes are found early; errors
         name the strategy. A run that fails later is kept with its record and the reason, and the other runs continue.
         After an interrupt, all runs are returned: complete runs with their models, and all other runs with the step of
-        the interrupt. A warning names failed and interrupted runs. The time that the runs took together is divided
-        among the `seconds` of their histories in proportion to their nodes.
+        the interrupt. A warning names failed and interrupted runs. If runs train together, each history's `seconds` is
+        a share of their time, in proportion to the run's nodes.
 
     Raises:
         TypeError, ValueError: see `Trainer.fit`.
         CheckpointError: a ValueError: `save_dir` holds another comparison, or nothing to resume.
-        Exception: any error of a run in its first step, when no progress is lost yet; not a non-finite loss.
+        Exception: any error in a run's first step, as no progress is lost yet, except a non-finite loss.
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a dict of name → strategy, got {type(strategies).__name__}")
@@ -312,7 +311,7 @@ def train_entries(
         max_steps: steps of all entries, or name → steps.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             Runs of stopped entries stay in the result, with `stopped_at`.
-        pruning: steps at which entries may end, and the `keep` of `Entries`, which returns those that continue.
+        pruning: steps at which entries may end, and the function `keep` of `Entries`: it returns entries that continue.
         extend: a comparison whose runs are neither trained again nor in the result.
         interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
@@ -322,7 +321,7 @@ def train_entries(
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = checked_seeds(seeds, options)
-    amounts, within = _amounts(budget, at), None  # `within`: what decides the steps, if runs may differ in steps
+    amounts, within = _amounts(budget, at), None  # `within`: what decides each run's steps, if they may differ
     lengths: dict[str, int] = {}
     if isinstance(max_steps, Mapping):
         if budget is not None:
@@ -370,7 +369,7 @@ def train_entries(
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
     running: list[Entry] = []
     configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
-    problems: dict[Trainer, dict[str, Any]] = {}  # descriptions of model and data made so far
+    problems: dict[Trainer, dict[str, Any]] = {}  # the descriptions of model and data that were made so far
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
     for seed in seeds:

@@ -20,7 +20,7 @@ from vsim.strategy.configured import names_of
 def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Algorithm]:
     """Return name → strategy for every combination of settings, for `vsim.compare`.
 
-    `compare` also takes a dict of such dicts and single strategies.
+    `compare` also takes a dict whose values are such dicts or single strategies.
 
     Args:
         strategy: a class, or a function that returns a strategy.
@@ -67,7 +67,7 @@ def made(strategy: Callable[..., Algorithm], name: str, values: Mapping[str, Any
 
 
 def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    """Raise a TypeError, with the nearest name, for a setting that is no argument of `strategy` and not in `also`."""
+    """Raise a TypeError that suggests a name if a setting is neither an argument of `strategy` nor in `also`."""
     try:
         if isinstance(strategy, Algorithm):
             raise TypeError
@@ -153,7 +153,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
 
 
 def _text(value: Any, among: Sequence[Any] = ()) -> str:
-    """Return short text for a value from `describe`. Name only arguments that differ `among` objects of the same class.
+    """Return short text for a value from `describe`, without arguments that all objects of its class in `among` share.
 
     >>> _text({"T": 10, "rates": [1e-3, 0.5, None]})
     '(T=10, rates=(0.001, 0.5, None))'

@@ -44,14 +44,14 @@ def ladder(
 ) -> Ladder:
     """Train every strategy at every size of a model, to predict the best strategy at a size too large to train.
 
-    Each size is one `compare`: with `tune=`, strategies are tuned at each size, and all see the same data, order and
-    seeds. By default, larger models train for more steps. Every run's learning-rate schedule ends with the run.
+    Each size is one `compare`: all strategies see the same data, order and seeds. With `tune=`, they are tuned at each
+    size. By default, larger models train for more steps. Every run's learning-rate schedule ends with the run.
 
     Args:
         model: a function f(size) → model, such as `lambda width: GPT(…, width=width)`, called for each seed with
             torch's generators set to that seed.
         train_dataset, val_dataset: see `compare`.
-        sizes: at least two arguments of `model`, such as widths; their models must differ in number of parameters.
+        sizes: at least two sizes to call `model` with, such as widths; the models must differ in number of parameters.
         strategies, num_nodes: see `compare`.
         tokens_per_parameter: tokens that all nodes of a run train on together, per parameter of the model; default: 20.
             An example counts as its number of token ids, or as one token if it has no token ids.
@@ -130,7 +130,7 @@ def ladder(
     return Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
 
 
-_compare = inspect.unwrap(compare)  # without its check of argument names, which rejects `title`
+_compare = inspect.unwrap(compare)  # without the check of argument names, which rejects `title`
 
 
 def load_ladder(path: str | Path) -> Ladder:

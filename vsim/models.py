@@ -60,8 +60,8 @@ class MLP(_LossModel):
         hidden: width of each hidden layer; empty for a linear classifier.
         num_classes: number of classes.
         dropout: probability after each ReLU, in [0, 1).
-        seed: of the initial weights, which are drawn on the CPU without changing the global generator; None: draw from
-            the global generator.
+        seed: seed of the initial weights, which are drawn on the CPU without changing the global generator; None: draw
+            from the global generator.
 
     Raises:
         ValueError: an argument is out of its range, or an input has another size.
@@ -168,9 +168,9 @@ class CNN(_LossModel):
 class GPT(_LossModel):
     """A decoder-only transformer after GPT-2: pre-LayerNorm, learned positions, tied embedding and head.
 
-    x is (B, T) int64 with T ≤ block_size, y is (B, T) int64, the token that follows each token of x; logits are
-    (B, T, vocab_size). Initial weights are GPT-2's: normal with standard deviation 0.02, divided by sqrt(2 · layers)
-    for the projections that write into the residual stream; biases are zero.
+    x is (B, T) int64 with T ≤ block_size, y is (B, T) int64, the next token for each token of x; logits are (B, T,
+    vocab_size). Initial weights are GPT-2's: normal with standard deviation 0.02, divided by sqrt(2 · layers) for the
+    projections that write into the residual stream; biases are zero.
 
     Args:
         vocab_size: number of different tokens.

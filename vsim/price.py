@@ -40,9 +40,10 @@ def price(
 
     Args:
         strategy: the strategy, whose code runs except for the inner optimizer, which sends nothing.
-        parameters: their number N, up to 10¹⁵; the shapes are those of a GPT, see `gpt_of`. Or give a model.
+        parameters: the model's number of parameters, up to 10¹⁵, in the shapes of a GPT (see `gpt_of`); or give
+            `model`.
         layers: layers of this GPT. Default: the layers of `compute`, or else the usual number for a GPT of that size.
-        model: a model whose shapes are used instead of `parameters`; may be on the meta device, and is not changed.
+        model: the model to price, instead of a GPT with `parameters`; it may be on the meta device, and is not changed.
         num_nodes: K, up to 10⁶. max_steps: steps of the run. network, compute: see `timeline`.
         bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.
         seed: seed of random decisions that all nodes share, such as the draw of islands.
@@ -80,10 +81,9 @@ def required_bandwidth(
 
     Args:
         strategy, parameters, layers, model, num_nodes, compute, bytes_per_parameter: see `price`.
-        utilization: shares of the time, in (0, 1].
-        latency, collective: see `Network`.
-        grid: bandwidths to choose from, in bit/s or text. Default: 50 from 0.1 to 1000 Gbit/s, evenly spaced in their
-            logarithm.
+        utilization: shares of the time in which nodes compute, in (0, 1]. latency, collective: see `Network`.
+        grid: bandwidths to choose from, in bit/s or text. Default: 50 bandwidths from 0.1 to 1000 Gbit/s, evenly spaced
+            in their logarithm.
         max_steps: steps that may send messages; the run is priced until the last message is due.
 
     Returns:
@@ -102,7 +102,7 @@ def required_bandwidth(
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
         hint = "one node has no other to send to" if num_nodes == 1 else "a larger max_steps shows more"
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; {hint}")
-    ledger.steps = max(event.due for event in ledger)  # whole rounds, with the wait for all messages
+    ledger.steps = max(event.due for event in ledger)  # whole rounds: until the last message is due
 
     @cache
     def reached(bandwidth: float) -> float:
@@ -113,7 +113,7 @@ def required_bandwidth(
 
 
 Floats = NDArray[np.float64]
-_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps priced first; and the largest number without max_steps
+_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps to price first; the most steps without max_steps
 # Kind of budget → function that writes an amount as text.
 _TEXTS: dict[str, Callable[[float], str]] = {
     "time": duration,
@@ -139,7 +139,7 @@ def steps_within(
     """Return the largest number of steps whose price is within the budget: one more step exceeds the budget.
 
     Args:
-        budget: "time" in seconds, "cost" in dollars, "wire" in bytes per node, or "examples" → limit.
+        budget: kind → limit. Kinds: "time" (seconds), "cost" (dollars), "wire" (bytes per node), and "examples".
         strategy, parameters, model, num_nodes, network, compute, seed: see `price`; time and cost need the network.
         examples: f(number of steps) → examples that all nodes together see. most: the largest allowed result.
 
@@ -164,11 +164,11 @@ def steps_within(
         return {of: found[of] for of in budget}
 
     within, beyond, first, tries = 0, math.inf if most is None else most + 1, _FIRST_STEPS, 0
-    hint = None  # of the last run that exceeded the budget: the steps within it
+    hint = None  # steps within the budget, of the last priced run that exceeds it
     while within + 1 < beyond:
         if hint is None:
             steps = int(min(first, beyond - 1))
-        else:  # most strategies do the same in a shorter run, but a schedule may depend on the run's length
+        else:  # a shorter run mostly costs the same until then, but a schedule may depend on its length
             steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
         if most is None and steps > _MOST_STEPS:
             raise ValueError(f"the budget is enough for more than {_MOST_STEPS:,} steps: limit them by max_steps=")

@@ -1,7 +1,7 @@
-"""Private names of torch and transformers that vsim uses, each with the reason and a possible public replacement.
+"""Private names of torch and transformers that vsim uses, each with the reason.
 
-All other files use only public functions of torch, `torch.utils._pytree` and `torch._foreach_*`, on which torch's whole
-ecosystem depends; `tests/test_house.py` checks this.
+"A stopgap for X" means: replace the name once torch offers X. Other files use only public functions,
+`torch.utils._pytree` and `torch._foreach_*`, on which torch's ecosystem depends; `tests/test_house.py` checks this.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def recompile_limit(graphs: int) -> AbstractContextManager[Any]:
 
 
 def what_changed(error: RuntimeError) -> str | None:
-    """Return the failed guard if an error reports a recompilation, else None. A stopgap for a public class of it."""
+    """Return the failed guard if an error reports a recompilation, else None. A stopgap for a public class of error."""
     if "fail_on_recompile" not in str(error):
         return None
     guards = [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith("- ")]
@@ -224,7 +224,7 @@ def register_recorders(model: nn.Module) -> None:
     """Register the outputs that models of transformers can record; their constructor does, but unpickling does not.
 
     Without registration, a Mixtral with `output_router_logits` finds no router logits in another process. Registration
-    in `PreTrainedModel.__setstate__` would replace it.
+    in `PreTrainedModel.__setstate__` would replace this function.
     """
     registry: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
     for module in model.modules() if registry is not None else ():

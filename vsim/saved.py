@@ -34,13 +34,13 @@ from vsim.records.swept import Sweep
 
 # File names of `vsim compare` and `vsim sweep`.
 NAMES = ("comparison.json", "sweep.json")
-# Suffixes of files that runs write, and how many folders below the path of a comparison these files can be.
+# Suffixes of the files that runs write, and how many levels below a comparison's path these files can be.
 _SUFFIXES, _DEPTH = (".json", ".csv", ".safetensors"), 2
 _SEED = re.compile(r"(.+), seed (-?\d+)")
 
 
 class Log(History):
-    """The record of a run that a `CSVLogger` wrote: the numbers of bytes sent, but not the events."""
+    """The record of a run that a `CSVLogger` wrote: with the numbers of bytes sent, but without events."""
 
     def time(self, network: Any = None, compute: Any = None) -> Timeline:
         """Raise a ValueError, because a record without events has no hours."""
@@ -103,7 +103,7 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
     if len(set(places)) < len(places):
         raise ValueError(f"a file is named more than once: {', '.join(map(str, paths))}")
     stems = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
-    if len(set(stems)) < len(stems):  # a comparison and a sweep of one folder
+    if len(set(stems)) < len(stems):  # a comparison and a sweep in one folder
         stems = places
     names = next(
         names
@@ -212,7 +212,7 @@ def _read_file(path: Path) -> Comparison:
     kind = next(kind for kind in (Search, Sweep, Comparison) if all(key in content for key in kind._keys))
     with holding_a_record(path, kind.__name__):
         comparison = kind._from_plain(content)
-        comparison.table()  # a file whose table cannot be made is not a record
+        comparison.table()  # raises an error for a damaged file
         str(comparison.describe())
         for name in comparison:
             for run in comparison.runs(name):
@@ -226,7 +226,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _of_checkpoints(folder: Path, cache: Cache) -> SavedRun | None:
-    """Return the run saved in a folder, from end.json or else the newest readable checkpoint; None without both."""
+    """Return the run saved in a folder, from end.json or else the newest readable checkpoint; None without either."""
     end = folder / "end.json"
     if end.is_file():
         ended: SavedRun = cache.get(_stamp(end), _ended, end)
@@ -268,7 +268,7 @@ def _logged(folder: Path) -> SavedRun:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a running process saves in a folder. Read the lock file's text, and leave the lock alone."""
+    """Return whether a running process saves in a folder: read its id from the lock file, without taking the lock."""
     try:
         said = read_text(folder / ".lock", errors="replace")
     except OSError:

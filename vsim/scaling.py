@@ -123,7 +123,7 @@ class Law:
         return float(value - width * np.std(drawn, ddof=1)), float(value + width * np.std(drawn, ddof=1))
 
     def predict(self, **at: float) -> Prediction:
-        """Return the loss for the law's variables among N, M and H.
+        """Return the law's loss; give those of N, M and H that are variables of the law.
 
         Raises:
             TypeError: a variable is missing, or the law does not have it. ValueError: a value is not above 0.
@@ -222,8 +222,8 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
 def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
     """Return the law that fits DiLoCo's published losses up to 2.4 billion parameters, in N parameters and M replicas.
 
-    Source: arXiv:2503.09799; its joint fit of the power law has A = 19.226, a = −0.0985 and b = 0.0116. The paper gives
-    no losses by H.
+    Source: arXiv:2503.09799; its joint fit of the power law has A = 19.226, a = −0.0985 and b = 0.0116. The paper does
+    not list losses by H.
 
     Args:
         form: see `fit`. held_out: fit also to the sizes of 4 and 10 billion, which the paper holds out.
@@ -252,9 +252,9 @@ def penalty(
 
     Returns:
         A DataFrame `strategy, ratio, low, high, at_least, seeds, reached, tied`. ratio: the geometric mean over the
-        seeds of both strategies; NaN unless all runs reach the loss. at_least: the ratio if the other runs had
-        reached the loss at their last steps. low, high: the interval of the ratio, by Student's t of its logarithms;
-        NaN with one seed. reached: the number of seeds that reach the loss. tied: whether the interval contains 1.
+        seeds of both strategies; NaN unless all runs reach the loss. at_least: the ratio if runs that miss the loss had
+        reached it in their last steps. low, high: the interval of the ratio, by Student's t of its logarithms; NaN with
+        one seed. reached: the number of seeds that reach the loss. tied: whether the interval contains 1.
 
     Raises:
         ValueError: there is no strategy `to`, or it does not reach the loss.

@@ -67,7 +67,7 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
     def size(width: int, tokens: int = _TOKENS) -> int:
         return (tokens + _POSITIONS + 2) * width + depth * (12 * width + 13) * width
 
-    root = math.sqrt((_TOKENS + _POSITIONS) ** 2 + 48 * depth * parameters)  # for d in 12 depth d² + (tokens + …) d = N
+    root = math.sqrt((_TOKENS + _POSITIONS) ** 2 + 48 * depth * parameters)  # solves 12 depth d² + (tokens + …) d = N
     guess = int((root - _TOKENS - _POSITIONS) / (24 * depth)) // 64
     widths = [64 * n for n in (guess, guess + 1) if n > 0]
     width = min(widths, key=lambda width: abs(size(width) - parameters), default=0)
@@ -84,7 +84,7 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
         block |= {f"{name}_weight": (out * width, into * width), f"{name}_bias": (out * width,)}
     block |= {f"norm{i}_{what}": (width,) for i in (1, 2) for what in ("weight", "bias")}
     model = nn.Module()
-    model.tokens = nn.Embedding(tokens, width, device=_META)  # excluded from hidden matrices by its class
+    model.tokens = nn.Embedding(tokens, width, device=_META)  # not a hidden matrix, as it is an nn.Embedding
     model.positions = nn.Embedding(_POSITIONS, width, device=_META)
     model.blocks = nn.ModuleList(_module(block) for _ in range(depth))
     model.norm = _module({"weight": (width,), "bias": (width,)})
@@ -139,7 +139,7 @@ def _have_common_entries(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def naming_layers(model: nn.Module) -> Iterator[None]:
-    """If `model` (from `without_values`) is a single matrix, say so in the message of a ValueError, and what to do."""
+    """Add to a ValueError, if `model` (from `without_values`) is a single matrix, that it is, and what to do."""
     try:
         yield
     except ValueError as error:

@@ -71,7 +71,8 @@ class Trainer:
         devices: with backend="process", where the nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
-        history: the `History` of the last run. strategy: the last run's copy of the strategy. loggers: the last run's.
+        history: the last run's `History`. strategy: the last run's copy of the strategy. loggers: the last run's
+            loggers.
         run_label: the name that the next runs get in progress bar and history; None: the strategy's name.
 
     Example:
@@ -101,7 +102,7 @@ class Trainer:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None:
             a_function("loss_fn", loss_fn, "outputs, y")
-        self.model = uncompiled(model)  # compiled, its parameters' names have a prefix; compile=True is for all nodes
+        self.model = uncompiled(model)  # compiling would prefix parameters' names; compile=True is for all nodes
         check_apart(self.model)
         if idle := idle_dropout(self.model):
             warnings.warn(
@@ -218,7 +219,7 @@ class Trainer:
             deterministic: on the CPU, compute nodes one by one in eager PyTorch; in float32, the run is bitwise equal
                 to separate processes. `forward` must not draw from Python's or NumPy's global generator. On CUDA, use
                 PyTorch's deterministic algorithms, so that runs repeat bit by bit. Not for MPS.
-            compile: torch.compile the loss and its gradient, and the kernels of strategies that were measured to be
+            compile: torch.compile the loss and its gradient, and those kernels of strategies that were measured to run
                 faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
@@ -237,8 +238,8 @@ class Trainer:
                 step, a `vsim.network.Compute` or seconds. network: a `Network` or text; None: messages take no time.
             save_dir: a folder for checkpoints, saved at the end, when Ctrl-C interrupts the run (after the current
                 step; a second Ctrl-C acts at once), and every `checkpoint_interval` steps. The newest two are kept.
-            resume: resume a run, bitwise equal to a run without a stop: from the newest checkpoint in a folder, or from
-                a file. True: from `save_dir`; without a save_dir, this trainer's last run, if it was interrupted, or
+            resume: a folder whose newest checkpoint to resume from, or a file; the run is bitwise equal to one without
+                a stop. True: from `save_dir`; without a save_dir, this trainer's last run, if it was interrupted, or
                 has ended and `max_steps` is larger now. All settings that determine a run must be as before, except its
                 length; `Checkpoint.fork` starts another run from a checkpoint. The random state of a DataLoader's
                 worker processes is not restored.
@@ -261,8 +262,8 @@ class Trainer:
                 for the global model in evaluation mode, averaged over the validation examples.
             accuracy: f(outputs, targets) → a boolean for each prediction that counts, or the batch's share of right
                 predictions, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn, f(the
-                model's output, batch). False: no accuracy. None: accuracy of models with `loss_and_accuracy`, and where
-                a loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
+                model's output, batch). False: no accuracy. None: known for models with `loss_and_accuracy`, or if
+                loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
             train_loss_hook: called as f(step, mean training loss) after every step; the short form of a callback.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 
@@ -271,8 +272,8 @@ class Trainer:
             CheckpointError: a ValueError: a checkpoint is damaged or from another run, or the run's state cannot be
                 saved.
             KeyboardInterrupt: the run was interrupted; `history` and `ledger` hold its steps so far.
-            FloatingPointError: a node's loss is not finite, or its weights when they are saved or returned; the message
-                names step and nodes.
+            FloatingPointError: a node's loss, or a weight to save or return, is not finite; the message names step and
+                nodes.
             NodeFailure: with backend="process", a node's process died. An error in a node is raised here, caused by a
                 NodeFailure with the node's rank and traceback.
         """

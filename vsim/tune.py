@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _OBJECTIVES = ("loss", "wire", "time", "cost")
 _FILE = "comparison.json"  # the records in save_dir, for `vsim show` and `vsim report`
-# User attributes in optuna: a trial's process, and the reason why the trial did not complete; a study's problem.
+# User attributes in optuna: of a trial, its process and the reason why it did not complete; of a study, its problem.
 _PROCESS, _FAILURE, _PROBLEM = "process", "failure", "problem"
 
 
@@ -78,9 +78,9 @@ def tune(
             search a study.
         study_name: name of the study in the storage; default "vsim".
         seeds: train every trial once with each seed; default: once with `seed`.
-        save_dir: a folder for the records of all trials and their checkpoints, and without `storage` also for the
-            study, in study.db: an equal call continues the batch of a killed call. Without save_dir, the result has
-            only the trials that this call trains.
+        save_dir: a folder for the records and checkpoints of all trials and, without `storage`, for the study
+            (study.db). An equal call continues the batch of a killed call. Without save_dir, the result has only the
+            trials that this call trains.
         options: every other argument of `compare`, the same for all trials. `max_steps` is a number.
 
     Returns:
@@ -246,7 +246,7 @@ class _Asking:
                 f"trial {left.number}: wait for it, or give another study_name"
             )
         self._seed(left.number)
-        # Only its private id turns a stored trial into one that can suggest values and be reported.
+        # A stored trial is frozen: only a new Trial with its private id can suggest values and be reported.
         trial = self.optuna.Trial(self.study, left._trial_id)
         trial.set_user_attr(_PROCESS, self.process)
         return trial
@@ -298,7 +298,7 @@ class _Asking:
     def _report(self, trial: Any, values: Sequence[float] | None = None, state: Any = None) -> None:
         try:
             self.study.tell(trial, values, state=state)
-        except RuntimeError:  # an exhausted sampler stops the study, for which optuna raises an error here
+        except RuntimeError:  # optuna cannot stop a study here, as an exhausted sampler asks
             if self.study.trials[trial.number].state == self.states.RUNNING:
                 raise
             self.exhausted = True

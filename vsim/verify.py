@@ -44,7 +44,7 @@ class VerifyReport:
         compared: the kinds of values that were compared, from KINDS.
         differences: all differences at the first step with a difference, sorted by kind, then node, then name.
         num_processes: the number of processes in the last comparison; None: a process for every node.
-        agreed: how many processes earlier comparisons used, as text; these agreed with the simulator.
+        agreed: the numbers of processes, as text, of earlier comparisons without a difference.
     """
 
     num_nodes: int
@@ -62,7 +62,7 @@ class VerifyReport:
 
     @property
     def first_difference(self) -> Difference | None:
-        """The first difference, or None. Its `rounding` says whether all differences can be rounding."""
+        """The first difference, or None; its attribute `rounding` says whether rounding can explain all differences."""
         if self.identical:
             return None
         return replace(self.differences[0], rounding=only_rounding(self.differences))
@@ -144,7 +144,7 @@ def verify(
     Raises:
         TypeError, ValueError, FloatingPointError: see `Trainer.fit`.
         RuntimeError: called under torchrun, although verify starts its processes itself.
-        Exception: a failure in the processes only, caused by a NodeFailure with rank and traceback.
+        Exception: an error that occurs only in the processes; its cause is a NodeFailure with rank and traceback.
 
     Example:
         >>> import vsim
