@@ -25,10 +25,10 @@ class Cluster:
     """K nodes in the middle of a run.
 
     Attributes:
-        replicas: the weights, gradients and buffers of the nodes held here (by this process: all K in the simulator).
+        replicas: the weights, gradients and buffers of the nodes that this process holds (all K in the simulator).
         collectives: the only way for nodes to communicate.
-        generator: draws the random decisions that all nodes share (masks, islands, cohorts); on the CPU, so that
-            these decisions do not depend on the device.
+        generator: draws the random decisions that all nodes share (masks, islands, cohorts). It is on the CPU, so that
+            the decisions do not depend on the device.
         shard_sizes: (K,) the number of examples that each node has.
         max_steps: the number of steps of the whole run.
         deterministic: whether results must be bitwise equal to the multi-process run.
@@ -36,7 +36,7 @@ class Cluster:
         plan: which nodes take part in which steps; None: all nodes in all steps.
         seconds: a function for the nodes' compute seconds, if a schedule of syncs needs them.
         gradient_at: computes gradients of the nodes held here at given weights; None outside of a run, see `gradient`.
-        frozen: name → whether the parameter is frozen now, for every parameter that was ever frozen.
+        frozen: parameter name → whether it is frozen now; lists every parameter that was ever frozen.
         optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
             the strategy steps them.
     """
@@ -68,12 +68,12 @@ class Cluster:
 
     @property
     def lr(self) -> float:
-        """The inner learning rate of the current step; between two steps, of the next step."""
+        """The inner learning rate of the current step or, between two steps, of the next step."""
         return float(self.optim.param_groups[0]["lr"])
 
     @property
     def next_lr(self) -> float:
-        """The inner learning rate of the step after the current one; between two steps, of the next step."""
+        """The inner learning rate of the next step: within a step, of the step after the current one."""
         if self.completed == self.step or not self.schedulers:
             return self.lr
         return rate_after(self.schedulers[0])
@@ -106,7 +106,7 @@ class Cluster:
 
     @property
     def resting_nodes(self) -> list[int]:
-        """The places in `active` of clients that rest in this step: they have completed their epochs of the round."""
+        """The places in `active` of the clients that rest in this step, having completed their epochs of the round."""
         segment = None if self.plan is None else self.plan.segment(max(1, self.step))
         if segment is None or not segment.steps:
             return []
@@ -120,9 +120,9 @@ class Cluster:
 
     @property
     def weights(self) -> Tensor:
-        """The weights, stacked (R, P): a row for each node held here. Rows are contiguous, possibly with gaps between.
+        """The weights, stacked (R, P): a row for each node held here.
 
-        If all nodes share one row, the tensor is read-only.
+        Each row is contiguous; gaps between rows are possible. If all nodes share one row, the tensor is read-only.
         """
         return self.replicas.weights.expand(self.replicas.num_held, -1)
 
@@ -132,7 +132,7 @@ class Cluster:
         return self.replicas.grads.expand(self.replicas.num_held, -1)
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
-        """Return every node's gradient at the weights `at`, both stacked (R, P), as in a second backward pass.
+        """Return every node's gradient (R, P) at its weights in `at` (R, P), as in a second backward pass.
 
         The nodes' weights, gradients, buffers and random streams stay unchanged, so all passes of a step draw the same
         random numbers (dropout masks). Frozen parameters have a gradient of zero.
@@ -161,7 +161,7 @@ class Cluster:
         return compiled(function) if self.compile else function
 
     def mean_weights(self) -> Tensor:
-        """Return the mean replica, shared (P,), unbilled. Weights that are equal on all nodes are not rounded."""
+        """Return the mean replica, shared (P,), unbilled. A weight that is equal on all nodes is not rounded."""
         if self.replicas.shares_weights:
             return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce

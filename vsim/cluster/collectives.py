@@ -86,23 +86,22 @@ class Collectives(ABC):
     All collectives take the following arguments:
 
     - `label`: the name in the ledger;
-    - `payload_bytes`: the bytes that one node hands in, if they are not the bytes of its row (packed indices, fewer
-      bits);
+    - `payload_bytes`: the bytes that one node hands in, for packed or quantized rows; default: the bytes of its row;
     - `among`: the nodes that take part; default: all. `all_reduce` and `merge` also take a list of several groups, each
       of which reduces separately. With `among`, results are stacked, and a node that does not take part keeps its row.
 
     Arguments name nodes by their numbers in `active`; rows and weights are in the order of `active`.
 
-    The n nodes that take part now have the places 0 … n − 1 in `active`. A process that holds none of these nodes also
-    calls the collectives, with one row that no node receives, to keep its shared state up to date.
+    The n nodes that take part now have the places 0 … n − 1 in `active`. A process that holds none of these nodes calls
+    the collectives, too, to keep its shared state up to date; it passes one row, which no node receives.
 
     Args:
         ledger: records the calls.
-        machines: the machines of each process, in the order of the processes. A machine computes for one node, or for
-            one client of a population after another. rank: the number of this process.
+        machines: the machines of each process, in the order of the processes. A machine computes for one node, or in
+            turn for clients of a population. rank: the number of this process.
 
     Attributes:
-        active: the numbers, as in the ledger, of the nodes that take part now. num_nodes: their number n.
+        active: the ledger's numbers of the nodes that take part now. num_nodes: n, how many take part now.
         nodes: the places in `active` that this process holds. ranges: the places that each process holds.
         is_alone: whether this process holds all machines.
         position: the step and moment of the calls, shared with the ledger.
@@ -148,12 +147,12 @@ class Collectives(ABC):
         """Reduce over the nodes.
 
         Args:
-            stacked: (R, …); for a mean also (1, …), a row that all nodes share.
+            stacked: (R, …). A mean also accepts (1, …), a row that all nodes share.
             op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
-            weights: (K,), one per node, for a weighted mean; they are scaled to sum to 1 in every group.
-            summable: whether a sum of messages is no larger than a message, so that `payload_bytes` may be below the
-                bytes of a row without a warning. Use `all_gather` for messages that are not summable, such as codes
-                with a scale for each node.
+            weights: (K,), one per node, for a weighted mean; scaled to sum to 1 in every group.
+            summable: whether a sum of messages takes no more bytes than one message. If so, a `payload_bytes` below the
+                bytes of a row gives no warning. Use `all_gather` for messages that are not summable, such as codes with
+                a scale for each node.
 
         Returns:
             Shared (…); with `among`, stacked (R, …), where every row is the result of its own group.
@@ -222,7 +221,7 @@ class Collectives(ABC):
     def all_to_all(
         self, stacked: Tensor, *, among: Nodes = None, label: str = "all_to_all", payload_bytes: Bytes = None
     ) -> Finish:
-        """Send part j of every row to node j of n: (R, n, …) → stacked (R, n, …); part i received is from node i."""
+        """Send part j of every row to node j of n: (R, n, …) → stacked (R, n, …), whose part i came from node i."""
         group = self._one_group(among)
         if stacked.shape[1:2] != (len(group),):
             raise ValueError(f"all_to_all takes a part for each of {len(group)} nodes, got {tuple(stacked.shape)}")
@@ -272,7 +271,7 @@ class Collectives(ABC):
 
         def finish() -> Tensor:
             result = stacked.clone()
-            arrived = arriving()  # always wait, so that a node that only sends has sent its row
+            arrived = arriving()  # wait in every process: a node that only sends must have sent its row
             result[rows_on(result.device, here)] = arrived
             return result
 
@@ -316,11 +315,11 @@ class Collectives(ABC):
         The simulator computes the result at once; processes send in the background.
 
         Args:
-            collective: the name of a method of this class; or a function that communicates through this object, such
-                as a compressor's exchange of several messages. Processes wait for a function at once, because its later
+            collective: the name of a method of this class; or a function that communicates through this object, such as
+                a compressor's exchange of several messages. With a function, processes wait at once, because its later
                 messages depend on earlier ones. arguments, options: the arguments of the method or function.
-            delay: steps until the result is taken, at least 0. The ledger records that step as `due`, even if the run
-                ends before it.
+            delay: steps until the result is taken, at least 0. The ledger records the step of the result as `due`, even
+                if the run ends earlier.
         """
         if not callable(collective):
             one_of("collective", collective, COLLECTIVES)
@@ -346,7 +345,7 @@ class Collectives(ABC):
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Bill the calls of a block as parts of one message: all bytes count, and latency is paid once.
+        """Bill the calls of a block as parts of one message: the bytes of all calls, and one latency.
 
         A call joins the previous call if step, moment, collective, nodes and delay are equal; otherwise it begins a new
         message. Processes send the parts one after another.
@@ -412,7 +411,7 @@ class Collectives(ABC):
         return tuple(self.active[node] for node in group)
 
     def _written(self, stacked: Tensor, parts: Sequence[tuple[Sequence[int], Finish]]) -> Finish:
-        """Return a copy of `stacked` with received values in the rows of receiving nodes; `parts`: (nodes, values)."""
+        """Return a copy of `stacked` in which each part (nodes, values) of `parts` fills the rows of its nodes."""
 
         def finish() -> Tensor:
             result = stacked.clone()
@@ -439,7 +438,7 @@ class Collectives(ABC):
         return stacked
 
     def from_process(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the tensor of process `rank`; every process must call this with a tensor of that shape. Not billed."""
+        """Return the tensor of process `rank`; every process must pass a tensor of equal shape. Not billed."""
         return tensor
 
     def broadcast_object(self, value: Any, rank: int = 0) -> Any:
@@ -474,7 +473,7 @@ class Collectives(ABC):
 def _merged(rows: Finish, function: Merge, shares: Tensor | None) -> Finish:
     def finish() -> Tensor:
         dense = rows().contiguous()
-        # For rows of integers, keep the shares floating: as integers, shares below 1 would be 0.
+        # Do not cast shares to the dtype of integer rows: shares below 1 would become 0.
         return function(dense, None if shares is None else shares.to(dense.device if is_whole(dense) else dense))
 
     return finish

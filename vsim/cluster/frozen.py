@@ -1,4 +1,4 @@
-"""Make optimizers skip frozen parameters, as torch's optimizers skip a parameter whose gradient is None."""
+"""Make optimizers skip frozen parameters, just as torch's optimizers skip a parameter whose gradient is None."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vsim.private_torch import storage_key
 
 Key = TypeVar("Key")
 
-# Key, in the optimizer state of a whole matrix, of a dict for parameters that were ever skipped: name → the parameter's
-# state that has no columns, such as its step count; None if the parameter was never stepped.
+# Under this key, the optimizer state of a whole matrix holds a dict for parameters that were ever skipped: name → the
+# parameter's state without columns, such as its step count, or None if the parameter was never stepped.
 _APART = "apart"
 
 
@@ -42,8 +42,8 @@ def skipping(cluster: Cluster) -> Iterator[None]:
     """Make the inner optimizer skip frozen parameters within this context, however the optimizer is stepped.
 
     An optimizer with a tensor for each parameter leaves out the frozen tensors. An optimizer over whole rows steps
-    ranges of columns instead, each with views of the rows' state. A parameter that was once skipped is a separate range
-    with a separate step count: when it is unfrozen, Adam corrects its bias by the steps of this parameter alone.
+    ranges of columns instead, each with views of the rows' state. A parameter that was ever skipped remains a separate
+    range with a separate step count, from which Adam computes the parameter's bias correction.
     """
     if not cluster.frozen:
         yield
@@ -61,7 +61,7 @@ class _Parts:
 
     def __init__(self, cluster: Cluster, optimizer: Optimizer) -> None:
         self.layout, self.frozen = cluster.replicas.layout, cluster.frozen
-        # Find the tensors' columns now: per-node code may assign other memory to a parameter before it is stepped.
+        # Find the tensors' columns now, because per-node code may move a parameter to other memory before its step.
         weights, names = cluster.replicas.weights, {c.start: c.name for c in self.layout if c.start < c.stop}
         self.names: dict[int, str | None] = {}  # id of a tensor → name of its parameter; None: whole rows
         for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -90,7 +90,7 @@ class _Parts:
             group["params"] = stepped
 
     def _divided(self, optimizer: Optimizer, p: Tensor) -> list[tuple[str | None, slice, Tensor]]:
-        """Return (name, columns, part) of the ranges to step; name: None for parameters that were never skipped."""
+        """Return (name, columns, part) of each range to step; the name is None if its parameters were never skipped."""
         whole = optimizer.state.get(p) or {}
         apart: dict[str, Any] = whole.pop(_APART, {})
         numbers = {key: value for key, value in whole.items() if not _is_alike(value, p)}

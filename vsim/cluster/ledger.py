@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
     Attributes:
         step: the step in which the nodes hand in their tensors; the first step is 1.
-        due: the step at which the result is taken, at the same moment; equal to `step` if the nodes wait for it.
+        due: the step at which the result is taken, at the same moment; `step` itself if the nodes wait for the result.
         moment: "gradients", before the optimizer step; "weights", after it; or "start", before the step computes.
         collective: "all_reduce", "all_gather", "broadcast", …; see `vsim.cluster.traffic`.
         label: names the content and the sender of the communication.
@@ -113,10 +113,10 @@ class Ledger(Sequence[Event]):
         position: the current position of the recorded run.
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
         steps: the number of recorded steps, including steps without an event.
-        clock: the settings of time on which the run's results depend, as plain data: the compute that decided which
-            nodes were late, or the compute and network of an asynchronous run. None if results do not depend on time.
-        seconds: for every step of an asynchronous run, the time at which the step was done, and the mean compute time
-            of the nodes until then, in seconds.
+        clock: the time settings that influenced the results, as plain data: the compute that decided which nodes were
+            late, or the compute and network of an asynchronous run; None if results do not depend on time.
+        seconds: for every step of an asynchronous run, two numbers in seconds: the time when the step was done, and the
+            nodes' mean compute time until then.
         doubted: labels of all-reduces whose payload got a warning in this run.
         total_wire_bytes, server_wire_bytes: bytes transmitted so far by all nodes, and by the server (not a node).
     """
@@ -134,14 +134,14 @@ class Ledger(Sequence[Event]):
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self.doubted: set[str] = set()
         self._events: list[Event] = []
-        # (payload, wire) bytes that every node has in common, (2, K) the additional bytes of each node, and their
-        # maximum over the nodes. Most events concern all nodes alike; recording them must not cost a sum over K nodes.
+        # Payload and wire bytes: the part equal on all nodes (2,), the additional bytes of each node (2, K), and the
+        # maximum of these (2,). Most events concern all nodes alike, and must be recorded without a sum over K nodes.
         self._alike = [0.0, 0.0]
         self._own = np.zeros((2, 1))
         self._most = [0.0, 0.0]
 
     def record(self, event: Event) -> None:
-        """Append an event. Only the collectives call this method, for every call, so that the count is complete."""
+        """Append an event. Called by the collectives alone, once per call, so that the count is complete."""
         event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
         payload, (wire, total, server) = event.payload_bytes, event._wire()
         of_all = traffic(event.collective, self.num_nodes)
@@ -161,7 +161,7 @@ class Ledger(Sequence[Event]):
         self._events.append(event)
 
     def attend(self, segment: Segment) -> None:
-        """Record a segment of steps and its nodes, unless the segment is recorded already."""
+        """Record which nodes take part in a segment of steps, unless the segment is recorded already."""
         if not self.attendance or self.attendance[-1].first < segment.first:
             self.attendance.append(segment)
 
@@ -212,7 +212,7 @@ class Ledger(Sequence[Event]):
         """Restore the ledger of K nodes from the output of `as_plain`.
 
         Raises:
-            TypeError, ValueError: a number has a wrong type or range, or counts more than this machine's memory holds.
+            TypeError, ValueError: a number has a wrong type or range, or counts more items than memory holds.
         """
         ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT))
         ledger.steps = countable("steps", plain["steps"], "steps", BYTES_OF_A_STEP, at_least=0)

@@ -37,7 +37,7 @@ class StackedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step, on all nodes, the matrices that have a gradient."""
+        """Step the matrices that have a gradient, on all nodes."""
         for group in self.param_groups:
             momentum, lr = group["momentum"], float(group["lr"])
             stepped = [(p, p.grad) for p in group["params"] if p.grad is not None]

@@ -64,9 +64,9 @@ class OptimSpec:
 
     Args:
         cls: a subclass of torch.optim.Optimizer, or the lower-case name of a class in torch.optim.
-        rest: the optimizer for the parameters that `cls` does not step: an `OptimSpec`, class or name. Its default
-            learning rate is that of `cls`. None: `cls` steps all parameters.
-        only: with `rest`, the names of the parameters that `cls` steps, or patterns such as "blocks.*.weight".
+        rest: the optimizer for the parameters that `cls` does not step: an `OptimSpec`, class or name. The learning
+            rate of `rest` is by default that of `cls`. None: `cls` steps all parameters.
+        only: allowed with `rest`: names of the parameters that `cls` steps, or patterns such as "blocks.*.weight".
             Default: the hidden matrices, which are all matrices except embeddings and the last linear layer; a
             convolution's weights count as a matrix (out, rest).
         kwargs: the arguments of `cls`.
@@ -189,10 +189,10 @@ class OptimSpec:
         return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
-        """Build the optimizer of all nodes of `replicas`: one over the matrix if that equals one optimizer per node."""
+        """Build the optimizer of all nodes of `replicas`; a single one over the matrix if equal to one per node."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
-            # If the nodes share one row of weights, all rows of gradients are equal: use the first.
+            # Nodes that share one row of weights have equal rows of gradients: use the first.
             return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
         grads = replicas.views(replicas.grads[: len(replicas.weights)])
         named = {name: _with_grad(w, grads[name]) for name, w in replicas.views(replicas.weights).items()}
@@ -223,10 +223,10 @@ class OptimSpec:
         """Build one optimizer that updates stacked `weights` (R, P) in place from `grads`.
 
         Rows are stepped together with the gaps between them, as one dense parameter (R, pitch). Fused kernels then read
-        whole SIMD vectors, so that equal rows are rounded alike, wherever the part of a thread ends.
+        whole SIMD vectors, and round equal rows alike, wherever one thread's part ends.
         """
         if deterministic and self.kwargs.get("fused"):
-            # Step row by row: a single node's last entries may not fill a vector, and are then rounded differently.
+            # Step row by row: in a run with one node, the last entries may not fill a vector, and round differently.
             return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 
@@ -315,8 +315,8 @@ def resolve_optim(
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:
     """Scale every node's gradient so that its 2-norm is at most `max_norm`, as torch's clip_grad_norm_ does.
 
-    With `exact`, torch's function computes the norm tensor by tensor, bitwise equal to a run with one node. Otherwise,
-    the norms of all rows are computed at once.
+    With `exact`, torch's function computes each norm tensor by tensor, so that the norm is bitwise equal to that of a
+    run with one node. Otherwise, the norms of all rows are computed at once.
     """
     grads = replicas.grads
     if exact:

@@ -26,7 +26,7 @@ class JointOptimizers:
 
     optimizers: Sequence[StackedOptimizer]
 
-    # Placement in a checkpoint: "parts" if each optimizer is for all nodes, "rows" if there is one for each node.
+    # Placement in a checkpoint: "parts" if each optimizer serves all nodes, "rows" if each serves one node.
     placement: ClassVar[str] = "parts"
 
     def __init__(self, optimizers: Sequence[StackedOptimizer]) -> None:
@@ -52,7 +52,7 @@ class JointOptimizers:
 
 
 class NodeOptimizers(JointOptimizers):
-    """A separate optimizer per node, for updates of an element that depend on other elements of its tensor.
+    """One optimizer per node, for classes whose update of an element depends on other elements of its tensor.
 
     Args:
         cls: the class of torch optimizers.
@@ -77,7 +77,7 @@ class NodeOptimizers(JointOptimizers):
         """Step the current rows of the stacked tensors from now on, with one optimizer per row."""
         self.optimizers = self._all[: len(self.stacked[0])]
         for optimizer in self._all:
-            mark_stepped(optimizer)  # otherwise torch warns, because the schedules of absent nodes continue
+            mark_stepped(optimizer)  # otherwise torch would warn, because the schedules of absent nodes continue
         for number in range(len(self.optimizers)):
             for own, stacked in zip(self._rows[number], self.stacked, strict=True):
                 own.data = stacked[number].detach()
@@ -150,7 +150,7 @@ def evaluating(optimizer: StackedOptimizer, weights: Tensor) -> Iterator[None]:
 
 
 def move(tensors: Iterable[Tensor], earlier: Replicas, replicas: Replicas) -> None:
-    """Point stacked parameters and their gradients, so far views of rows of `earlier`, to the rows of `replicas`."""
+    """Turn stacked parameters and gradients from views of rows of `earlier` into views of rows of `replicas`."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         grad, tensor.grad = tensor.grad, None
         tensor.data = replicas.moved_view(tensor.data, earlier)

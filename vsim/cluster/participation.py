@@ -1,7 +1,7 @@
 """Plan which nodes take part in which steps: cohorts of a population, failures and joins, stragglers.
 
-A node that does not take part takes no step, is in no mean, draws no random number and sends nothing. Participation is
-decided in advance, from the seed. A `Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
+A node that does not take part takes no step, counts in no mean, draws no random number and sends nothing. Participation
+is decided in advance, from the seed. A `Plan` is a sequence of `Segment`s; within a segment, the same nodes take part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Participation(ABC):
         return num_nodes
 
     def of_run(self, number: int) -> Participation:
-        """Return the participation of run `number` of several, with separate storage for each run."""
+        """Return this participation for run `number` of several runs; each run gets separate storage."""
         return self
 
     def changes_nothing(self, num_nodes: int) -> bool:
@@ -150,8 +150,8 @@ class Availability(ByChance):
     Availability(2 nodes, period=2)
 
     Args:
-        p: probabilities in [0, 1]: (K,), for each node or client to take part in a round; or (T, K), for T rounds,
-            which repeat.
+        p: (K,), each node's or client's probability in [0, 1] of taking part in a round; or (T, K), for T rounds,
+            repeated in turn.
         rounds: steps per round; default: from one sync of the strategy to the next.
     """
 
@@ -176,7 +176,7 @@ class Availability(ByChance):
 
 
 class ByLabel(Availability):
-    """Classes take turns: a client takes part the likelier, the more examples of the current class it has.
+    """Classes take turns: a client with more examples of the current class is more likely to take part.
 
     In a turn of class c, client k takes part with probability  otherwise + (1 − otherwise) · n_kc / max_c' n_kc',
     where n_kc is the number of examples of class c that client k has. If c is the client's largest class, the
@@ -201,7 +201,7 @@ class ByLabel(Availability):
 
 
 def _table(name: str, value: Any, dims: tuple[int, ...], at_most: float = math.inf) -> NDArray[np.float64]:
-    """Return `value` as an array; raise an error unless numbers are in [0, at_most], and their dimensions in `dims`."""
+    """Return `value` as an array; raise an error unless its ndim is in `dims`, and its numbers in [0, at_most]."""
     shape = f"numbers in {' or '.join(map(str, dims))} dimensions"
     try:
         found = np.asarray(value, np.float64).copy()
@@ -259,8 +259,9 @@ class Trace(Participation):
     """Failures, leaves and joins from a record, for instance of a cluster's scheduler.
 
     Args:
-        file: a CSV file with the columns step, node and event ("join", "leave" or "fail"), or such tuples. An event
-            happens after `step` completed steps. A node takes part from the start unless its first event is a join.
+        file: a CSV file with the columns step, node and event ("join", "leave" or "fail"), or a list of such rows. An
+            event happens after `step` completed steps. A node takes part from the start unless its first event is a
+            join.
     """
 
     def __init__(self, file: str | Path | Iterable[tuple[int, int, str]]) -> None:
@@ -314,9 +315,9 @@ def _events(file: Any) -> Iterator[tuple[int, int, str]]:
 
 
 class Stragglers(Participation):
-    """A rule that decides which nodes arrive in time in a round. Late nodes lose their work, and join the next round.
+    """A rule that decides which nodes of a round arrive in time. Late nodes lose their work, and join the next round.
 
-    The rule needs `fit(compute=…)`: a node arrives when it has computed the round's steps, or its epochs. With
+    The rule needs `fit(compute=…)`: a node arrives when it has computed the steps of the round, or of its epochs. With
     `participation=rule`, a round lasts from one sync of the strategy to the next. With `Sample(stragglers=rule)`, a
     round is a round of `Sample`.
     """
@@ -326,7 +327,7 @@ class Stragglers(Participation):
 
     @abstractmethod
     def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
-        """Return the number of earliest arrivals whose work counts, at least 1, and the round's least seconds.
+        """Return how many of the first arrivals count, at least 1, and the least duration of the round in seconds.
 
         Args:
             arrivals: seconds from the beginning of the round, in ascending order.
@@ -346,7 +347,7 @@ class Stragglers(Participation):
             yield rule.segment(Segment(first, last, everyone), given.num_nodes, given)
 
     def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
-        """Return a segment with the nodes that arrive in time; `local` (N,): the steps that each client must take."""
+        """Return a segment with the nodes that arrive in time; `local` (N,): how many steps each client must take."""
         if given.seconds is None:
             raise TypeError(
                 f"{type(self).__name__} needs compute seconds: fit(…, compute=Compute(seconds_per_step, …))"
@@ -363,9 +364,9 @@ class Deadline(Stragglers):
 
     Args:
         seconds: the deadline in seconds from the start of a round. "adaptive": the median of the nodes' arrivals in
-            recent rounds plus k times their median absolute deviation, both per step, so that rounds may differ in
-            length; the first round waits for all nodes.
-        k: for "adaptive"; default 3.
+            recent rounds plus k median absolute deviations. Arrivals are counted per step, so that rounds may differ in
+            length. The first round waits for all nodes.
+        k: for "adaptive", the number of deviations; default 3.
         quorum: for "adaptive", the least share of nodes to wait for, rounded up; default 0.5.
         window: for "adaptive", the number of recent rounds; default 10.
     """
@@ -432,7 +433,7 @@ class OverCommit(Stragglers):
     """Draw more clients than wanted, and end the round when the wanted number of clients have arrived; for `Sample`.
 
     Args:
-        factor: clients drawn for each client wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
+        factor: clients to draw for each client wanted, > 1 [Bonawitz et al. 2019, arXiv:1902.01046: 1.3].
     """
 
     @known_keywords
@@ -463,8 +464,8 @@ class Sample(Participation):
             until the round ends. The round must be long enough for the client with the most data. None: clients take
             all steps of a round.
         stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: wait for all clients.
-        available: `DayNight`, `ByLabel`, `Availability` or `Dropout`: the clients from whom a cohort is drawn. If fewer
-            than n clients are available, the cohort is smaller. None: all clients.
+        available: `DayNight`, `ByLabel`, `Availability` or `Dropout`, which decides from which clients a cohort is
+            drawn. If fewer than n clients are available, the cohort is smaller. None: all clients.
         store: a folder for the clients' state, with one file per tensor (in a comparison, one folder per run); None:
             memory. Files have their full size for the population from the start. Only one run at a time may use a
             folder.

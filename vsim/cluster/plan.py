@@ -26,8 +26,8 @@ class Segment(NamedTuple):
         first, last: the numbers of the first and last step, from 1.
         nodes: the nodes that take part, in ascending order.
         late: the nodes that computed but arrived too late; their work is lost.
-        seconds: the least duration of the segment in seconds, given by a deadline.
-        steps: the number of local steps of each node, after which the node rests; empty: all steps of the segment.
+        seconds: the least duration of the segment in seconds, if a deadline sets one.
+        steps: the number of local steps after which each node rests; empty: nodes take all steps of the segment.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Round(NamedTuple):
         num_nodes, seed: arguments of the run. period: steps from one sync of the run's strategy to the next.
         seconds: the compute seconds of nodes, if known.
         epochs: (N,) the number of steps in an epoch of each node or client.
-        syncs: the steps of all syncs of the run, if intervals differ; `period` is then the shortest interval.
+        syncs: the steps of all syncs of the run, given if intervals differ; `period` is then the shortest interval.
     """
 
     num_nodes: int
@@ -97,7 +97,7 @@ class Plan:
     ) -> None:
         self.population, self.renews, self.store = population, renews, store
         self._coming, self._known = segments, [next(segments)]
-        # The number of a segment and, before that segment, each node's completed steps and number of joins.
+        # The number of a segment; each node's completed steps and number of joins before this segment.
         self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
 
     def segment(self, step: int) -> Segment:
@@ -115,7 +115,7 @@ class Plan:
         return self._times
 
     def missed(self, step: int) -> list[int]:
-        """Return the number of the run's steps that each node in the segment of `step` has missed before."""
+        """Return how many steps each node in the segment of `step` has missed before this segment."""
         segment, clock = self.segment(step), self.clock(step)
         return [segment.first - 1 - int(clock[node]) for node in segment.nodes]
 
@@ -131,7 +131,7 @@ class Plan:
         return next((node for node in before if node in now), before[0])
 
     def machines(self, step: int) -> Nodes:
-        """Return the machines that compute in the segment of `step`: its nodes; for n clients, the first n machines."""
+        """Return the machines of the segment of `step`: machine k for node k, or the first n machines for n clients."""
         nodes = self.segment(step).nodes
         return tuple(range(len(nodes))) if self.renews else nodes
 

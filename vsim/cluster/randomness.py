@@ -27,7 +27,7 @@ _LOCK = threading.RLock()
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Check the positions in a NumPy generator's state, which NumPy reads memory at unchecked; return the state."""
+    """Return a NumPy generator's state; raise a ValueError if a position would make NumPy read outside its memory."""
     for where, name, length in ((state.get("state"), "pos", 624), (state, "buffer_pos", 4)):
         if isinstance(where, dict) and name in where and not 0 <= where[name] <= length:
             raise ValueError(f"{name} of {state.get('bit_generator')} must be from 0 to {length}, got {where[name]}")
@@ -120,7 +120,7 @@ def fingerprints(device: torch.device) -> dict[str, bytes]:
 
 
 class DataStates:
-    """The states of the global random generators for one run's data, as if no other run drew from the generators.
+    """States of the global random generators for one run's data, which the draws of other runs do not change.
 
     Args:
         seed: seeds the generators, as in `isolated`. device: the device whose default generator is included.
@@ -155,9 +155,9 @@ def preserved(device: torch.device = _CPU) -> Iterator[None]:
 
 @contextmanager
 def isolated(seed: int, device: torch.device) -> Iterator[None]:
-    """Run a block with the global generators of torch, numpy and Python seeded from `seed`, then restore them.
+    """Seed the global generators of torch, numpy and Python from `seed` for a block, then restore them.
 
-    For draws of a user's dataset, model or hook, which then depend only on `seed`. vsim itself draws from separate
+    Within the block, draws of a user's dataset, model or hook depend only on `seed`. vsim itself draws from separate
     streams.
     """
     with preserved(device):

@@ -15,7 +15,7 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 def rows_on(device: torch.device, rows: Sequence[int]) -> Any:
-    """Return an index for the given rows of a tensor on a device; if possible, the host does not wait for the device.
+    """Return an index for the given rows of a tensor on `device`, chosen so that the host need not wait for the device.
 
     On the CPU, the index is a list. On other devices, the host would wait until a list is copied. There, the index is a
     slice for adjacent rows, and a tensor for other rows.
@@ -60,7 +60,7 @@ def reduce_rows(stacked: Tensor, op: str, weights: Tensor | None = None) -> Tens
 
 
 def groups_of(among: Any, active: Sequence[int]) -> list[list[int]]:
-    """Return the groups in `among` as positions in `active`, the numbers of the nodes that take part.
+    """Return the groups in `among` as positions in `active`, which lists the nodes that take part.
 
     A list of nodes is one group; a list of lists is several groups. Empty groups are left out.
 
@@ -87,7 +87,7 @@ def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
     """Return pairs (source, destination) of nodes as positions in `active`.
 
     Raises:
-        ValueError: an entry is not a pair of participating nodes, or a node is a source or a destination twice.
+        ValueError: an entry is not a pair of participating nodes; or a node is twice a source, or twice a destination.
     """
     listed = [tuple(pair.tolist() if hasattr(pair, "tolist") else pair) for pair in pairs]
     if any(len(pair) != 2 for pair in listed):
@@ -98,7 +98,7 @@ def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:
-    """Return the weights of the n nodes of a group, (K,) → (n,), scaled to sum to 1; None without weights.
+    """Return the weights (n,) of a group of n nodes from `weights` (K,), scaled to sum to 1; None without weights.
 
     Raises:
         ValueError: `weights` does not have one weight per node, or the sum over the group is 0 or not finite.

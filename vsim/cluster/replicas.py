@@ -34,17 +34,17 @@ class Replicas:
         module: a private copy of the user's model, for its code and module tree; the tensors in it are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters share one range, under the first of their names.
-        weights: stacked (K, P), one row per node, or (1, P) if all nodes are equal and share one row. Rows are
+        weights: stacked (K, P), one row per node, or (1, P) if all nodes have equal weights and share one row. Rows are
             contiguous and begin at multiples of 64 bytes, followed by gaps of zeros if needed (see
             `vsim_kernels.alignment`, and `with_gaps`).
         grads: stacked (K, P); (1, P) if only the mean over the nodes is needed. Entries of parameters that the loss
             does not depend on are zero.
         num_held: the number of nodes held here: K in the simulator.
-        buffers: name → stacked (K, *shape), dense, with a row for every node, such as BatchNorm statistics.
+        buffers: name → stacked (K, *shape), such as BatchNorm statistics; dense, with a row for every node.
         frozen: name → shared tensor, for parameters that do not require a gradient.
         first_node: the number of the node in row 0.
 
-    Replicas may be a slice of rows of larger Replicas (see `rows`), and then share their memory.
+    Replicas that are a slice of rows of larger Replicas (see `rows`) share memory with the larger ones.
     """
 
     module: nn.Module
@@ -123,7 +123,7 @@ class Replicas:
 
     @property
     def embeddings(self) -> set[str]:
-        """The names of embedding tables: parameters of nn.Embedding, and parameters tied to them."""
+        """The names of embedding tables: parameters of nn.Embedding, and parameters tied to such a table."""
         tables = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         return {name for name, p in self.module.named_parameters() if id(p) in tables}
 
@@ -133,7 +133,7 @@ class Replicas:
         return range(self.first_node, self.first_node + self.num_held)
 
     def views(self, matrix: Tensor) -> Views:
-        """Return name → view of a stacked (R, P) matrix as (R, *shape), or of a shared (P,) row as (*shape)."""
+        """Return name → view (R, *shape) of a stacked (R, P) matrix, or view (*shape) of a shared (P,) row."""
         lead = matrix.shape[:-1]
         return {c.name: matrix[..., c.start : c.stop].view((*lead, *c.shape)) for c in self.layout}
 
@@ -149,7 +149,7 @@ class Replicas:
         )
 
     def moved_view(self, view: Tensor, earlier: Replicas) -> Tensor:
-        """Return a view of this object's rows, with the columns of `view`, a view of the rows of `earlier`.
+        """Return a view of this object's rows with the columns that `view` has in the rows of `earlier`.
 
         Args:
             view: stacked (R, …), of weights or gradients of `earlier`. Tensors in other memory are returned unchanged.
@@ -184,7 +184,7 @@ def kept_in_evaluation(model: nn.Module) -> list[str]:
 def idle_dropout(model: nn.Module) -> list[str]:
     """Return the paths of trainable parts whose dropout is off, because they are in evaluation mode.
 
-    Models of `from_pretrained` are in evaluation mode, also as parts of a new module.
+    `from_pretrained` returns models in evaluation mode, in which they stay as parts of a new module.
     """
     kept = kept_in_evaluation(model)
     idle = [m for path in kept if isinstance(m := model.get_submodule(path), nn.modules.dropout._DropoutNd) and m.p > 0]
@@ -207,7 +207,7 @@ def matrix(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.de
 
 
 def with_gaps(rows: Tensor) -> Tensor:
-    """Return rows (R, P) of a `matrix` with the gaps behind the rows, dense (R, pitch); a single row (P,) unchanged."""
+    """Return rows (R, P) of a `matrix` as a dense (R, pitch) that includes the gaps; a single row (P,) unchanged."""
     if rows.dim() < 2:
         return rows
     return rows.as_strided((len(rows), rows.stride(0)), rows.stride())

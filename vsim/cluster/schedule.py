@@ -26,8 +26,8 @@ JOINING = {
 def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
     """Return the factor on the peak learning rate at 0-based step s.
 
-    The factor is s / w for s < w. From step w on, the factor is 1, or with `cosine_anneal`
-    0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))), constant from step T on.
+    The factor is s / w for s < w. From step w on, the factor is 1 or, with `cosine_anneal`,
+    0.1 + 0.45 · (1 + cos(π · (s − w) / (T − w))). From step T on, it is constant.
     """
 
     def factor(step: int) -> float:
@@ -56,9 +56,9 @@ class LRSchedule:
     Args:
         scheduler: a torch.optim.lr_scheduler class; "cosine" (warm-up, then cosine annealing) or "lambda_cosine" (the
             same, but annealing only with `cosine_anneal`); or None.
-        kwargs: the arguments of the scheduler; for named schedules `warmup_steps`, `cosine_anneal`, `max_steps`.
-        warmup_steps, cosine_anneal, max_steps: the arguments of named schedules, given outside of `kwargs`. Without a
-            `scheduler`, warm-up or annealing selects a named schedule. max_steps=None: the run's number of steps.
+        kwargs: the arguments of the scheduler: for a named schedule, `warmup_steps`, `cosine_anneal`, `max_steps`.
+        warmup_steps, cosine_anneal, max_steps: the arguments of named schedules, given outside of `kwargs`. Without
+            `scheduler`, warm-up or annealing implies a named schedule. max_steps=None: the run's number of steps.
 
     Raises:
         TypeError, ValueError: an argument would have no effect, is given twice or is out of range.
@@ -147,7 +147,7 @@ class LRSchedule:
             raise kind(f"lr_scheduler {scheduler.__name__}({given}) is not possible: {error}") from error
 
     def horizon(self, max_steps: int) -> int | None:
-        """Return the number of steps of annealing in a run of `max_steps` steps; None without annealing."""
+        """Return the step at which annealing ends in a run of `max_steps` steps; None without annealing."""
         return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
 
     def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
@@ -170,7 +170,7 @@ class LRSchedule:
         return schedulers
 
     def rates(self, optimizer: Optimizer, max_steps: int) -> list[float]:
-        """Return the learning rate of every step of a run, and of the step after the last; `optimizer` is stepped."""
+        """Return the learning rates of a run's steps and of the step after the last; this steps `optimizer`."""
         schedulers, group = self.build(optimizer, max_steps), optimizer.param_groups[0]
         rates = [float(group["lr"])]
         for _ in range(max_steps):

@@ -33,7 +33,7 @@ class Stateful:
 
     Attributes:
         derived: names of attributes that are computed from other attributes, and are not saved.
-        carried: names of shared attributes that a forked run keeps.
+        carried: names of the shared attributes that a forked run takes over.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
@@ -93,14 +93,14 @@ def check_rows(value: Any, weights: Tensor) -> None:
 
 
 def of_clients(value: Any) -> frozenset[str]:
-    """Return the names of the attributes of an object that belong to clients; see `Stateful.keep_client`."""
+    """Return the names of an object's attributes whose rows belong to clients; see `Stateful.keep_client`."""
     return frozenset(vars(value).get("_of_clients", ())) if isinstance(value, Stateful) else frozenset()
 
 
 def owners(strategy: Any) -> dict[str, Stateful]:
-    """Return name → part, for a strategy and all its parts that declare state, also in lists and tuples.
+    """Return name → part: the strategy and all its parts that declare state, including parts in lists and tuples.
 
-    A name is the part's class name, with a number from the second part of a class on.
+    A name is the part's class name; from the second part of a class on, with a number.
     """
     found: dict[str, Stateful] = {}
     counts: Counter[str] = Counter()

@@ -21,8 +21,8 @@ except ImportError:  # not on Windows
 class Store:
     """Tensors (N, …) in the files of a folder: `Sample(store=)`.
 
-    A run locks the folder while it trains, and writes its name to the folder, to notice later whether another run has
-    used the folder. Links are not followed.
+    A run locks the folder while it trains. It also writes its name to the folder, by which it later notices whether
+    another run has used the folder. Links are not followed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Store:
                 )
 
     def tensor(self, name: str, population: int, like: Tensor) -> Tensor:
-        """Return a tensor (N, *shape) in a file, with a row of the shape of `like` for every client.
+        """Return a tensor (N, *shape) that lies in a file: for every client, a row shaped like `like`.
 
         The file's space is allocated now, because a later write to a full disk would kill the process.
 

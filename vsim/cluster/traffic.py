@@ -17,7 +17,7 @@ class Traffic(NamedTuple):
     """The payloads that a group of n nodes hands in and transmits.
 
     Attributes:
-        handed, sent: (n,) payloads that each node hands in, and that each node transmits, by place in the group.
+        handed, sent: (n,) payloads that each node hands in, and transmits, by the node's place in the group.
         busiest, total: payloads that the busiest node transmits, and that all nodes transmit together; exact fractions.
         server: payloads that the server, which is not a node, transmits.
         is_even: whether all nodes of the group hand in the same number of payloads, and transmit the same number.
@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
     is_even: bool
 
 
-# n → (payloads that each node of a group of n but the last transmits, payloads that the last one transmits).
+# Group size n → (payloads that each node except the last transmits, payloads that the last node transmits).
 _Places = Callable[[int], tuple[Fraction, Fraction]]
 _ONCE = Fraction(1)
 _NONE = Fraction(0)
@@ -41,7 +41,7 @@ _COLLECTIVES: dict[str, _Places] = {
     "all_gather": lambda n: (Fraction(n - 1),) * 2,
     "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
     "broadcast": lambda n: (_ONCE, _NONE),
-    # Directly from one node to another.
+    # The following send directly from one node to another.
     "all_to_all": lambda n: (Fraction(n - 1, n),) * 2,
     "send": lambda n: (_ONCE, _NONE),
     "push": lambda n: (_ONCE, _ONCE),
