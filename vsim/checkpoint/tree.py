@@ -1,7 +1,7 @@
 """Encode a run's state as plain values and tensors, join parts of several processes, cut out rows, and fill a run.
 
-An encoded value is None, a bool, a number, a text, a tensor, a list of encoded values, or a dict with one item, from a
-kind to its content:
+An encoded value is None, a bool, a number, a text, a tensor, a list of encoded values, or a dict with a
+single item, kind → content:
 
     tuple, set, frozenset, deque   items
     dict, OrderedDict, Counter     pairs of key and value

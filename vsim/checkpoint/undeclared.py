@@ -45,7 +45,7 @@ def contents_of(strategy: Stateful, known: Iterable[Any], memory: Mapping[str, T
 
     Args:
         known: objects that belong to the run, such as the cluster.
-        memory: name → tensor of the run. Views of a run's or a declared tensor are compared without values.
+        memory: name → tensor of the run. Views of such a tensor, or of a declared one, are compared without values.
     """
     parts = owners(strategy)
     declared = [(f"{p}.{name}", getattr(own, name)) for p, own in parts.items() for name in placements_of(own)]

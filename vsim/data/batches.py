@@ -208,7 +208,7 @@ class _OfNodes(ConcatDataset[Any]):
 
 
 def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
-    """Check the user's arguments for the DataLoader; return them without drop_last, and drop_last."""
+    """Check the user's arguments for the DataLoader; return (arguments without drop_last, drop_last)."""
     options = dict(dataloader_kwargs or {})
     for name, cure in _CURES.items():
         if name in options:

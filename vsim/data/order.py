@@ -154,7 +154,7 @@ class Order:
         return self._together(start_step) if self.in_step else self._apart(start_step)
 
     def of_node(self, node: int, start_step: int = 0) -> Iterator[Tensor]:
-        """Yield the (b,) positions of one node for every step of the node from the 0-based `start_step` on."""
+        """Yield one node's positions (b,) for every step of the node from the 0-based `start_step` on."""
         size, steps = self.batch_size, int(self.epoch_steps[node])
         first_epoch, first = divmod(start_step, steps)
         for epoch in itertools.count(first_epoch):

@@ -1,7 +1,7 @@
 """The lockstep clock: every node computes, sends over its line and waits, event by event of the ledger.
 
-A row of times has one entry while all nodes are alike, and K entries once they differ. Thus an event of all nodes is
-priced as fast for ten thousand nodes as for two. N alternative networks are priced in one pass, with a row each.
+A row of times has one entry while all nodes are alike, and K entries once they differ. Thus an event of nodes that are
+alike is priced as fast for ten thousand as for two. N alternative networks are priced in one pass, with a row each.
 """
 
 from __future__ import annotations

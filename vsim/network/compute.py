@@ -83,7 +83,7 @@ class Compute:
 
     @classmethod
     def from_flops(cls, flops_per_step: float, flops_per_second: float, mfu: float = 1.0, **options: Any) -> Compute:
-        """Return the compute of nodes that reach a share `mfu` of their peak.
+        """Return a Compute for nodes that reach a share `mfu` of their peak rate.
 
         >>> Compute.from_flops(6 * 1e9 * 65_536, 989e12, mfu=0.4)
         Compute(0.994 s a step)

@@ -36,7 +36,7 @@ class VirtualClock:
         self._coming: list[tuple[float, int, int, int, float]] = []  # a heap: rounded time, kind, node, number, time
         self._ends, self._begun = [0.0] * num_nodes, 0.0  # end of every worker's step; seconds of all begun steps
         self._busy = [0.0, 0.0]  # time until which the server's line is busy, in and out
-        # Queues of messages on the nodes' lines, to the server and back: number and bytes. The first one is on its way.
+        # Queues of messages (number, bytes) on the nodes' lines, to the server and back. A queue's first is under way.
         self._queues: list[list[list[tuple[int, float]]]] = [[[] for _ in range(num_nodes)] for _ in range(2)]
         self._drawn = np.empty((0, num_nodes))
         self._computed = compute.steps(num_nodes)

@@ -325,7 +325,7 @@ class Network:
         """Return the seconds of a collective once all nodes of its group are ready.
 
         Args:
-            collective: a name as in the ledger. kind: the group's key from `kind`: its size if links are equal.
+            collective: a name as in the ledger. kind: the result of `kind(group)`; the group's size if links are equal.
             payload_bytes: (E,) the payload of a node in each of E calls.
             crowd: (size, number of groups of this size) for all groups that use a server at once, including this group.
                 Default: only this group.

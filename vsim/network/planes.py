@@ -72,7 +72,7 @@ class Planes:
 
 
 def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[int]) -> Planes:
-    """Return a run's time as planes.
+    """Return the times of a run's steps as planes.
 
     Args:
         ledger: the run's ledger.
@@ -133,7 +133,7 @@ def _fitted(pricing: _Pricing, unit: float) -> list[Floats]:
 
 
 def _missing(values: Floats, seconds: Floats) -> Floats:
-    """Return the relative gap (N,) between the clock's `seconds` (N,) and the planes' largest of `values` (N, P)."""
+    """Return the share (N,) of the clock's `seconds` (N,) that the largest of the planes' `values` (N, P) lacks."""
     return np.where(seconds > 0, 1 - values.max(1) / np.maximum(seconds, 1e-300), 0)
 
 

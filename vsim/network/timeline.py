@@ -96,7 +96,7 @@ def timeline(
                    backward pass
         an event   starts when the last of its nodes is ready and their lines are free, and takes the time of its
                    collective on this network
-        its end    delays the step in which the event is due, at the same moment of the step
+        its end    delays the step in which the event is due, at the moment within the step at which it started
 
     Args:
         run: a ledger, or an object with a ledger: a Trainer, a History, a run of a Comparison.

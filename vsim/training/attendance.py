@@ -1,6 +1,6 @@
 """Between steps, let nodes leave and join, assign rows to the clients of a new round, and drop runs that have ended.
 
-A stack's rows are permuted so that the rows of present nodes of running runs are first in the matrix. Every other
+A stack's rows are permuted so that the present nodes of running runs have the first rows of the matrix. Every other
 object with rows is then a view of these first rows, or is cut to them.
 """
 
@@ -132,7 +132,7 @@ def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
 
 @torch.no_grad()
 def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], Mapping[str, Any]]]) -> None:
-    """Permute a stack's rows so that rows present in `step` come first, and permute all state that has rows with them.
+    """Permute a stack's rows, and all state that has rows, so that the rows of nodes present in `step` come first.
 
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
@@ -219,7 +219,7 @@ def _join(run: Run, step: int) -> None:
     joining = plan.joining(step)
     if not joining:
         return
-    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills: `arrange` has copied the state
+    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills the copies of `arrange`
     stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
     _seed(run, joining, step)
 
@@ -263,7 +263,7 @@ def _end_round(run: Run) -> None:
         run.clients.leave(run.cluster)
         pushed = _statistics_bytes(run) + (0 if strategy.has_global_model() else _shared_bytes(run))
         if pushed:
-            billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: means are computed below
+            billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: the means are computed below
             billing.push(torch.zeros(len(run.cluster.active), 0), label="round", payload_bytes=pushed)
     with strategy.evaluating():
         weights = strategy.global_weights().clone()
@@ -279,7 +279,7 @@ def _shared_bytes(run: Run) -> int:
 
 
 def _statistics_bytes(run: Run) -> int:
-    """Return the bytes of a client's running statistics; the server keeps their mean."""
+    """Return the bytes of a client's running statistics, whose mean over clients the server keeps."""
     personal = {name for module in run.strategy.communication_modules for name in module.personal_buffers}
     own = {name: b for name, b in run.cluster.replicas.buffers.items() if name not in personal}
     return sum(b[0].nbytes for b in own.values() if b.is_floating_point() or b.is_complex())

@@ -27,10 +27,10 @@ class Callback:
     and `run.row` is the history's row of the last step. `run.strategy` and `run.cluster` are the run's strategy and
     nodes. `run.stop()` ends the run. An error in a callback ends the run as well.
 
-    A run trains copies of the model and the loss. `run.set_weights(state)`, `run.freeze(names)` and
-    `run.unfreeze(names)` change all nodes' weights and whether they train; `run.each_model(f)` changes attributes, such
-    as a temperature, which `run.loss_fn` may have as well. A callback that changes a parameter of `run.model`, which
-    belongs to no node, ends the run with a ValueError; see `watching`.
+    A run trains copies of the model and the loss. `run.set_weights(state)` changes the weights of all nodes;
+    `run.freeze(names)` and `run.unfreeze(names)` choose which weights train; `run.each_model(f)` changes attributes of
+    the copies, such as a temperature. `run.loss_fn` may have such attributes, too. A callback that changes a parameter
+    of `run.model`, which belongs to no node, ends the run with a ValueError; see `watching`.
 
     A callback need not inherit from this class: any object with `on_step` is a callback, and a function f(run) is the
     short form of `on_step`. The loss hooks and the loggers of `fit` are callbacks, too.
@@ -40,7 +40,7 @@ class Callback:
 
     Attributes:
         here: with backend="process", whether the callback works in the process of `fit`.
-            True: it gets reports with only `row`, `max_steps` and `minibatch_size`, and `on_end` gets None.
+            True: the callback gets reports with only `row`, `max_steps` and `minibatch_size`, and `on_end` gets None.
             False: a copy works in every node's process, and the state of node 0's copy is returned at the end.
     """
 

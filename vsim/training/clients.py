@@ -118,7 +118,7 @@ class Clients:
 
 
 class OwnModels:
-    """Makes clients' models: the global model with personal values. Every process must create one, to join a gather.
+    """Makes clients' models: the global model with personal values. All processes must create one: this gathers rows.
 
     Args:
         clients: the state of a population's clients; None if every node is a client.

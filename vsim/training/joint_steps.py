@@ -149,7 +149,7 @@ def _can_join(upper: Algorithm, lower: Algorithm) -> bool:
 
 
 def _is_plain(strategy: Algorithm) -> bool:
-    """Return whether the strategy's optimizer is exactly what its `OptimSpec` builds, stepped once per training step.
+    """Return whether an optimizer is exactly what the strategy's `OptimSpec` builds, and is stepped once per step.
 
     A user's strategy class may change its optimizer, for instance by resetting the state or adding hooks.
     """

@@ -62,7 +62,7 @@ def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
 
 
 def undeclared(run: Run) -> Contents:
-    """Return the contents of the strategy's attributes that it does not declare."""
+    """Return the contents of the attributes that the strategy does not declare."""
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
     known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
@@ -229,7 +229,7 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
     """Fill the rows of a run, whose number may have changed, with the state that `rows_of` returned.
 
     Raises:
-        ValueError: weights or buffers have other shapes.
+        ValueError: weights or buffers have other shapes than in this run.
     """
     forget(run.strategy.optim)
     live = _state(run)[0]

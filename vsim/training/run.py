@@ -187,7 +187,7 @@ class Run:
 
     @property
     def is_to_be_moved(self) -> bool:
-        """Whether the run's state must be savable or movable: the run is saved, or its nodes come and go."""
+        """Whether the run's state must be savable or movable, as the run is saved, or its nodes come and go."""
         return self.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
 
     @property
