@@ -52,7 +52,7 @@ class DilocoSimulator:
         outer_optimizer_cls, outer_optimizer_kwargs: the outer optimizer; default SGD, lr 0.7, Nesterov momentum 0.9.
         diloco_interval: local steps between outer steps, H.
         batch_size: examples per node and step.
-        num_epochs: passes over the data. max_local_step: stop after this many local steps if that is earlier.
+        num_epochs: passes over the data. max_local_step: stop after this many local steps if the epochs end later.
         eval_iters: batches of `batch_size` examples in a validation.
         ckpt_interval: outer steps between checkpoints, which are saved in `save_dir`.
         cosine_anneal, warmup_steps: the schedule of the inner learning rate; see `Algorithm`.

@@ -24,7 +24,7 @@ from vsim.strategy import (
 
 
 def ensure_optim_spec(optim: OptimSpec | str | None, default: OptimSpec | None = None, **kwargs: Any) -> OptimSpec:
-    """Return `optim`, a specification or a name, as a specification with `kwargs` added; None: `default` or AdamW.
+    """Return `optim`, a specification or a name, as a specification with `kwargs` added; if None, `default` or AdamW.
 
     >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(OptimSpec("sgd", lr=0.1), lr=0.2)
     (OptimSpec(SGD, lr=0.1), OptimSpec(SGD, lr=0.2))

@@ -78,7 +78,7 @@ from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPART
 from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
 from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
-edit = average.edit  # make `edit` the rule: the imports above bind the name to the module edit.py
+edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
 
 # Short name → class, and the command line's defaults where they differ from those of the class.
 STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {

@@ -28,7 +28,7 @@ class GradientAverage(CommunicationModule):
         self.average.setup(cluster)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        grads = cluster.replicas.grads  # (R, P); if all nodes share one row, (1, P): already the mean
+        grads = cluster.replicas.grads  # (R, P); or (1, P), already the mean, if all nodes share one row
         grads.copy_(self.average(grads, cluster, "gradients"))
 
 

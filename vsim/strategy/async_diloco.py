@@ -39,24 +39,24 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         worker k   pulls φ, takes H inner steps, sends θ_k; pulls φ again
         server     after every `buffer` arrivals:  φ ← outer optimizer(φ, mean_k w(s_k) (φ_k − θ_k))
 
-    φ_k is the φ that worker k pulled last. s_k, its staleness, is the number of outer steps since then. buffer=1 is
-    FedAsync's scheme, a larger buffer is FedBuff's, both with DiLoCo's optimizers.
+    φ_k is the φ that worker k pulled last. The staleness s_k is the number of outer steps since that pull. With
+    DiLoCo's optimizers, buffer=1 is FedAsync's scheme, and a larger buffer is FedBuff's.
 
     Args:
         H: inner steps from pulling φ to sending θ_k, at least 1.
         outer_optim, outer_lr: see `DiLoCoStrategy`.
         staleness: the weight w(s): "sqrt" for 1 / √(1 + s), "none" for 1, or a function of s with values of at least 0.
         buffer: arrivals per outer step, at least 1. Default: 1.
-        patience: replaces `buffer` if workers wait for the outer step: arrivals per outer step, at most K. With
-            math.inf, all workers wait for each other, which is DiLoCo, bitwise if deterministic.
+        patience: arrivals per outer step, at most K, in place of `buffer`: workers then wait for the outer step. With
+            math.inf, all workers wait for each other: this is DiLoCo, bitwise in a deterministic run.
         average: merges the w(s_k) (φ_k − θ_k); see `vsim.strategy.average`. Messages arrive one by one and cannot be
             compressed.
         options: see `Algorithm`.
 
     Payload: all weights, to the server and back, after every H steps of a worker.
 
-    Deviations from the paper: none; the strategy is the paper's baseline. FedAsync [arXiv:1903.03934] mixes weights,
-    and FedBuff [arXiv:2106.06639] takes plain outer steps.
+    Deviations from the paper: none; the strategy is the paper's baseline. In contrast, FedAsync [arXiv:1903.03934]
+    mixes weights, and FedBuff [arXiv:2106.06639] takes plain outer steps.
     """
 
     family = "asynchronous"
@@ -109,11 +109,11 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         return came if self.waits else [node]
 
     def _outer_step(self) -> None:
-        """Take an outer step with the arrivals, in the order of the nodes, not of arrival."""
+        """Take an outer step with the arrived updates, summed in node order, not in order of arrival."""
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
-            # All nodes pulled the same φ: sum in DiLoCo's order, for results bitwise equal to DiLoCo's.
+            # All nodes pulled the same φ: sum in the same order as DiLoCo, for bitwise equal results.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)
         else:
             moved = torch.stack([w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)])

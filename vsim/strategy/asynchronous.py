@@ -35,9 +35,9 @@ class AsynchronousStrategy(Algorithm):
         worker k   pulls φ, takes H_k local steps, pushes θ_k, and waits until `receive` lets it pull φ again
         server     at every arrival, in the order of virtual time: `receive`
 
-    Events happen in the order of virtual time; simultaneous events, in the order of the nodes. The run reaches step s
-    after s·K local steps of all workers together: as many examples as after s synchronous steps. Events until the next
-    local step ends belong to step s, too. All workers have the learning rate of the run's current step.
+    Events happen in the order of virtual time, and simultaneous events in the order of the nodes. The run reaches step
+    s after s·K local steps of all workers together: as many examples as after s synchronous steps. Events before the
+    end of the next local step belong to step s, too. All workers have the learning rate of the run's current step.
 
     Args:
         H: local steps from pulling to pushing, at least 1.
@@ -45,9 +45,9 @@ class AsynchronousStrategy(Algorithm):
 
     Attributes, besides `Algorithm`'s:
         clock: the workers in virtual time; set before `setup`.
-        step_workers: set by the training loop; called with `owed`, to compute these local steps.
+        step_workers: a function, set by the training loop, that computes the local steps in `owed`.
 
-    Payload: all weights, from a worker to the server and back, once a visit.
+    Payload: all weights, from a worker to the server and back, once per visit.
     """
 
     is_asynchronous = True
@@ -56,12 +56,12 @@ class AsynchronousStrategy(Algorithm):
     clock: VirtualClock
     outer_weights: Tensor  # φ, shared (P,)
     taken: Tensor  # the φ that each worker pulled last, stacked (K, P)
-    messages: dict[int, tuple[Tensor, Any]]  # messages in flight: number → a shared row, and facts about it
+    messages: dict[int, tuple[Tensor, Any]]  # messages in flight: number → (shared row, facts about the row)
     version: int  # the number of outer steps of φ so far
     versions: list[int]  # (K,) the version of φ that each worker pulled last
-    waiting: list[int]  # workers that have arrived at the server and may not continue yet
-    owed: list[int]  # local steps of each worker, done in virtual time but not computed yet
-    until: list[int]  # the local step that ends each worker's phase, from pulling φ to pushing θ_k
+    waiting: list[int]  # workers that wait at the server for a new φ
+    owed: list[int]  # for each worker, the local steps done in virtual time but not computed yet
+    until: list[int]  # for each worker, the local step that ends its phase (from pulling φ to pushing θ_k)
     seen: list[int]  # examples that each worker has trained on, or tokens if batches hold token ids
     outer_optims: list[Optimizer]  # the optimizers that step φ, if any
     losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first step
@@ -114,7 +114,7 @@ class AsynchronousStrategy(Algorithm):
 
     @property
     def first_step(self) -> int:
-        """The step of the run in which the first message is sent, if local steps take their mean seconds."""
+        """The step of the run in which the first message is sent, if local steps take mean seconds."""
         own, nodes = self.clock.compute.node_seconds, range(self.cluster.num_nodes)
         seconds = [float(own[node % len(own)]) for node in nodes]
         first = min(self.first_visit(node) * seconds[node] for node in nodes)
@@ -166,13 +166,13 @@ class AsynchronousStrategy(Algorithm):
             self.push(node, self.cluster.weights[node])
 
     def push(self, node: int, row: Tensor, label: str = "outer gradient", facts: Any = None) -> None:
-        """Send a worker's shared row (n,) to the server, with any facts about the row."""
+        """Send `row` (n,) from a worker to the server, with `facts` about the row."""
         collectives = self.cluster.collectives
         (sent,) = collectives.push(row.expand(collectives.num_nodes, -1), among=[node], label=label)
         self.messages[self.clock.send(node, sent.nbytes, to_server=True)] = sent, facts
 
     def pull(self, node: int, row: Tensor, label: str = "outer weights", facts: Any = None) -> None:
-        """Send the server's shared row (n,) to a worker."""
+        """Send `row` (n,) from the server to a worker, with `facts` about the row."""
         sent = self.cluster.collectives.pull(row, among=[node], label=label)
         self.messages[self.clock.send(node, sent.nbytes, to_server=False)] = sent, facts
 
@@ -199,7 +199,7 @@ class AsynchronousStrategy(Algorithm):
         self.clock.step(node)
 
     def waited(self, number: int) -> None:
-        """Act when a timer of the server ends. Default: no-op."""
+        """Called when a timer of the server ends. Default: no-op."""
 
     def measured(self) -> Mapping[str, float]:
         return {"clock_seconds": self.clock.now, "compute_seconds": self.clock.computed_seconds}

@@ -22,20 +22,20 @@ DIRECTIONS = ("deviation", "sign", "unit")
 class Attack:
     """Make a share of the nodes send another vector in place of their gradient or move g, or train on wrong labels.
 
-    Attackers know the mean μ and standard deviation σ, by entry, of the other nodes' vectors g_i, and send:
+    Attackers know the elementwise mean μ and standard deviation σ of the other nodes' vectors g_i, and send:
 
     - "sign_flip": −scale · g.
     - "gaussian": Gaussian noise of standard deviation `scale`.
     - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
-      Φ⁻¹((n − m − s) / (n − m)) for n nodes and m attackers, with s = ⌊n / 2 + 1⌋ − m, at least 1.
-    - "min_max", "min_sum": a = μ + γ p, with the largest γ for which a is as close to the g_i as these are to each
-      other: max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖ for "min_max", Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² for "min_sum"
-      [Shejwalkar and Houmansadr 2021, NDSS].
+      Φ⁻¹((n − m − s) / (n − m)) for n nodes and m attackers, with s = max(1, ⌊n / 2 + 1⌋ − m).
+    - "min_max", "min_sum": a = μ + γ p, with the largest γ for which a is no farther from the g_i than the g_i from
+      each other: max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖ for "min_max", Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² for
+      "min_sum" [Shejwalkar and Houmansadr 2021, NDSS].
     - "label_flip": the vector computed from data with labels C − 1 − y in place of y.
 
     Args:
         kind: one of the above.
-        share: fraction of the nodes that attack, in (0, 1); their number is rounded up, and `seed` draws them.
+        share: fraction of the nodes that attack, in (0, 1), rounded up to whole nodes; `seed` draws the attackers.
         nodes: numbers of the attackers, in place of `share`.
         scale: see "sign_flip", "gaussian" (default 1 in both) and "alie" above.
         direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
@@ -97,7 +97,7 @@ class Attack:
         return tuple(nodes)
 
     def __call__(self, rows: Tensor, cluster: Cluster) -> None:
-        """Overwrite the rows of attackers in stacked `rows` (R, P), the vectors that all nodes would send."""
+        """Overwrite the attackers' rows of stacked `rows` (R, P), which hold the vectors that the nodes would send."""
         if self.kind == "label_flip":
             return
         bad = set(self.attackers(cluster.population))
@@ -151,7 +151,7 @@ class Attack:
         return mean + gamma.to(mean) * toward
 
     def deviations(self, others: int, attackers: int) -> float:
-        """Return z of "alie" for numbers of other nodes and of attackers; 0 if there are too few other nodes."""
+        """Return z of "alie", given the numbers of other nodes and of attackers; 0 if there are too few other nodes."""
         if self.scale is not None:
             return self.scale
         supporters = max(1, (others + attackers) // 2 + 1 - attackers)

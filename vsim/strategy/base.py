@@ -92,7 +92,7 @@ class CommunicationModule(Configured):
         return ()
 
     def remember(self, cluster: Cluster) -> None:
-        """Write the clients' state now, if the module otherwise writes it only at a sync. Default: no-op."""
+        """Record the clients' state now; for modules that otherwise record it only at a sync. Default: no-op."""
 
     def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Turn copies of the global weights (P,) and buffers into a client's model, in place.
@@ -100,7 +100,7 @@ class CommunicationModule(Configured):
         Default: no-op, since clients use the global model.
 
         Args:
-            own: the client's row of every tensor that this module declares by `keep_client`, by name.
+            own: name → the client's row, for every tensor that this module declares by `keep_client`.
         """
 
     def shared_weights(self, weights: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class CommunicationModule(Configured):
             self.sync(cluster)
 
     def follow(self, cluster: Cluster) -> None:
-        """Called in place of `sync` in a warm-up, while weights are equal. Default: copy them to `outer_weights`."""
+        """Called in place of `sync` in a warm-up, while nodes are equal. Default: copy weights to `outer_weights`."""
         if isinstance(outer := vars(self).get("outer_weights"), Tensor):
             outer.copy_(self.shared_weights(cluster.weights)[0])
 
@@ -191,8 +191,8 @@ class Algorithm(Configured):
     A training step is `gradients`, `optimize` and `sync`. A subclass that extends `setup`, `gradients` or `sync` calls
     `super()`. For code that is written as if for one node, subclass `Strategy`.
 
-    A strategy of fixed modules names them in its class statement, and inherits their arguments, docstring and checks,
-    in addition to the options below:
+    A strategy of fixed modules names their classes in its class statement. It inherits the modules' arguments,
+    docstring and checks, in addition to the options below:
 
         class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
 
@@ -205,9 +205,9 @@ class Algorithm(Configured):
             AdamW. EXO Gym's name, optim_spec, is accepted as well.
         lr: the inner learning rate. EXO Gym's name, inner_lr, is accepted as well.
         max_norm: clip every node's gradient to this 2-norm before its optimizer step.
-        lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine": the peak rate times s / w while
-            s < w (warm-up), then, with cosine_anneal, times 0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))), at 0-based
-            step s of T.
+        lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine". Both multiply the peak rate at
+            step s = 0, 1, … of T by s / w while s < w (warm-up), and then, with cosine_anneal, by
+            0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))).
         lr_scheduler_kwargs: arguments of the scheduler.
         attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
         warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T, by default the
@@ -215,7 +215,7 @@ class Algorithm(Configured):
 
     Attributes during a run:
         cluster: the nodes. optim: the inner optimizer.
-        settings: the strategy's arguments, which must be the same in a run that resumes.
+        settings: the strategy's arguments, which a resumed run must repeat.
 
     `str(strategy)` is the call that makes the strategy. `family` is its section in docs/strategies.md.
     """
@@ -278,7 +278,7 @@ class Algorithm(Configured):
             if not isinstance(module, CommunicationModule):
                 raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
         for i, module in enumerate(communication_modules):
-            for other in communication_modules[:i]:  # a module has state; a second one may have no effect
+            for other in communication_modules[:i]:  # a module holds one state; a second module may do nothing
                 again = module.only_once or not (vars(module) or vars(other))
                 if module is other or (type(module) is type(other) and again):
                     raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
@@ -382,7 +382,7 @@ class Algorithm(Configured):
         self.clip()
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
-        """Return the nodes' gradients (R, P) at other weights `at` (R, P); see `Cluster.gradient`."""
+        """Return the nodes' gradients (R, P) at the weights `at` (R, P); see `Cluster.gradient`."""
         return self.cluster.gradient(at, batch)
 
     def communicate_gradients(self) -> None:
@@ -430,7 +430,7 @@ class Algorithm(Configured):
         return self.cluster.lr
 
     def measured(self) -> Mapping[str, float]:
-        """Return name → number, for columns of the history, from all modules. A subclass may add its own."""
+        """Return columns of the history, from all modules: name → number. A subclass may add its own."""
         return {name: float(v) for m in self.communication_modules for name, v in m.measured(self.cluster).items()}
 
     @contextmanager
@@ -454,7 +454,7 @@ class Algorithm(Configured):
 
     @property
     def evaluates_mean(self) -> bool:
-        """Whether the global model is the mean replica: neither the strategy nor a module defines another."""
+        """Whether the global model is the mean replica, because neither the strategy nor a module defines another."""
         modules = (type(module).global_weights for module in self.communication_modules)
         replaced = any(own is not CommunicationModule.global_weights for own in modules)
         return type(self).global_weights is Algorithm.global_weights and not replaced
@@ -466,10 +466,10 @@ class Algorithm(Configured):
         return any(own is not CommunicationModule.personalize for own in modules)
 
     def has_global_model(self, mean: Tensor | None = None) -> bool:
-        """Return whether a server has the global model now: kept by a module, or equal on all nodes after a sync.
+        """Return whether a server has the global model now: a module keeps it, or all nodes are equal after a sync.
 
         Args:
-            mean: the mean replica (P,), if known. Nodes then compare with the mean, and no node sends its weights.
+            mean: the mean replica (P,), if known. Nodes then compare their weights with it, and no node sends weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
         held = type(self).global_weights is not Algorithm.global_weights or cluster.replicas.shares_weights

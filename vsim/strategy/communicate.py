@@ -43,7 +43,7 @@ def all_reduce(
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes that reduce
             separately; default all. Other nodes neither send nor pay, and keep their rows. When nodes come and go,
             `self.cluster.active` lists the participating nodes.
-        payload_bytes: bytes that one node sends, if they are not the bytes of its row (fewer bits per number).
+        payload_bytes: bytes that one node sends, if not the bytes of its row (such as with fewer bits per number).
         summable: whether a sum of messages is no larger than one message, as with numbers in bfloat16. Codes with a
             scale per node cannot be summed: send them by all_gather. Fewer bytes without summable=True get a warning.
     """
@@ -82,8 +82,8 @@ def all_gather(
     """Give every node the rows of all nodes.
 
     Args:
-        tensor_list: n stacked tensors (K, …) to fill in place, tensor j with the row of the j-th of the n nodes that
-            take part; or None.
+        tensor_list: one stacked tensor (K, …) for each node that takes part, in node order, to fill in place with this
+            node's row; or None.
         tensor: stacked (K, …), the row that every node sends.
         among, label, payload_bytes: see all_reduce. A node that does not take part finds its own row in every tensor.
 
@@ -103,7 +103,7 @@ def all_gather(
 
 
 def send(tensor: Tensor, pairs: Pairs, *, label: str = "send", payload_bytes: Bytes = None) -> None:
-    """Replace, for every pair (src, dst), the row of node `dst` in stacked `tensor` (K, …) by the row of `src`.
+    """For every pair (src, dst), replace the row of node `dst` in stacked `tensor` (K, …) by the row of node `src`.
 
     All pairs send at the same time. A node is a source at most once, and a destination at most once.
     """

@@ -30,8 +30,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         fragment           φ ← outer optimizer(φ, average of φ_k − θ_k weighted by tokens²/steps);  answer with φ
         learner k      τ steps after sending, or when the answer arrives if that is later:  θ_k ← φ
 
-    The slack is the time from the quorum until the first of the arrived learners needs its answer. A learner that
-    arrives after the wait for a share γ of the slack joins the next round. A learner that still awaits a fragment's
+    The slack is the time from the quorum until the first of the arrived learners needs its answer. The syncer waits for
+    a share γ of the slack; a learner that arrives later joins the next round. A learner that still awaits a fragment's
     answer does not send the fragment again. With τ > 0, no learner waits.
 
     Args:
@@ -153,7 +153,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         self._merge(self.timers[number])
 
     def _merge(self, i: int) -> None:
-        """Step φ on fragment i with the arrived updates, in the order of the nodes, and send φ to these nodes."""
+        """Step φ on fragment i with the arrived updates, in node order, and send φ to the learners that sent them."""
         nodes, weights, share, _ = zip(*sorted(self.came[i], key=lambda one: one[0]), strict=True)
         self.came[i], self.closing[i] = [], math.inf
         self._forget_timers(i)

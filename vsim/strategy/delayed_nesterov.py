@@ -27,7 +27,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
     A momentum that decayed at every arrival would forget K times as fast as in DiLoCo, and amplify stale directions.
 
     Args:
-        H: inner steps H_k of a worker from pulling φ to sending g, at least 1; with `dylu`, of the fastest worker.
+        H: inner steps from pulling φ to sending g, at least 1: H_k of every worker or, with `dylu`, of the fastest.
         buffer: N, arrivals from one update of the momentum to the next. Default K.
         c: the share of the momentum that each step between two updates applies, in [0, 1/N].
         outer_lr: ε. momentum: β in [0, 1].
@@ -77,7 +77,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
             return self.H
         seconds = self.clock.compute.node_seconds
         own = self.H * float(seconds.min() / seconds[node % len(seconds)])
-        return max(1, math.floor(own + 1e-9))  # 1e-9: rounding errors may end just below a whole number
+        return max(1, math.floor(own + 1e-9))  # 1e-9: rounding errors may turn a whole number into one just below
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:
         N, c, g = self.N, self.c, self.taken[node] - weights

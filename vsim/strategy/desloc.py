@@ -52,9 +52,9 @@ class DESLOCStrategy(Algorithm):
     m and v are the moments that the optimizer keeps: both in Adam and its variants, only m in SGD with momentum, only v
     in RMSprop or Adagrad. H = H_m = H_v is local Adam; without averages of the moments, this is FedAvg.
 
-    A node whose gradients of an entry have all been 0 (a pixel that is black in its images, a token that the node never
-    met) has v_k = 0 there. If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode.
-    With sparse gradients, average v and m together, H_v = H_m, or choose a larger eps.
+    v_k is 0 at an entry whose gradients on node k have all been 0 (a pixel that is black in its images, a token that it
+    never met). If the other nodes' m arrives before their v, Adam steps by lr·m/eps, and weights explode. With sparse
+    gradients, average v and m together, H_v = H_m, or choose a larger eps.
 
     Args:
         H: steps between averagings of the weights, at least 1. K_x in the paper.
@@ -62,8 +62,8 @@ class DESLOCStrategy(Algorithm):
         H_v: steps between averagings of the second moment; default 6 H. K_v in the paper.
         options: see `Algorithm`.
 
-    Payload: P entries at each averaging, P · (1/H + 1/H_m + 1/H_v) a step; averagings in the same step are one message.
-    AMSGrad's maximum of the second moments is averaged with them, for the same number of bytes again.
+    Payload: P entries at each averaging, on average P · (1/H + 1/H_m + 1/H_v) per step; averagings in the same step are
+    one message. AMSGrad's maximum of the second moments is averaged with them, and costs as many bytes.
 
     Raises:
         TypeError: the inner optimizer keeps no moment, or not the moment for which a period is given; or it is two
@@ -97,7 +97,7 @@ class DESLOCStrategy(Algorithm):
         self.communication_modules += [*first, *second]
 
     def _averages(self, argument: str, given: int | None, default: int, names: tuple[str, ...]) -> list[StateAverage]:
-        """Return averages, with the given period, of the moments among `names` that the optimizer keeps."""
+        """Return modules that average, with the given period, those moments among `names` that the optimizer keeps."""
         H, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
         averages = [StateAverage(name, H=H) for name in names if name in kept]
         if given is not None and not averages:

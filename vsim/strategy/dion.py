@@ -45,10 +45,10 @@ class DionStrategy(Algorithm):
             other parameters unless `inner_optim` has an lr. max_norm clips a node's gradient before it enters M_k.
 
     Payload: 4·r·(n + m) bytes per matrix, 4 bytes per entry of other parameters, every step. If r·(n + m) ≥ n·m, a
-    matrix's gradient is sent instead, with the same steps.
+    matrix's gradient is sent in place of factors; the steps are the same.
 
     Raises:
-        ValueError: in the setup, the model has no hidden matrix, or `only` names a vector.
+        ValueError: at setup, the model has no hidden matrix, or `only` names a vector.
 
     Deviations from the paper: the node's own R_k is subtracted from M_k; the authors' code uses the mean of all R_k.
     The mean of the M_k is the same, but the M_k do not drift apart.
@@ -124,7 +124,7 @@ class DionStrategy(Algorithm):
             grads[name].copy_(step.view(grads[name].shape[1:]))
 
     def _means(self, factors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-        """Average stacked factors (R, …) over the nodes, name → shared (…). Factors of `averaged` are equal already."""
+        """Average stacked factors (R, …) over the nodes: name → shared (…). Factors in `averaged` are already equal."""
         sent = [name for name in factors if name not in self.averaged]
         means = average_message([factors[name] for name in sent], self.cluster, label)
         return {name: rows[0] for name, rows in factors.items()} | dict(zip(sent, means, strict=True))

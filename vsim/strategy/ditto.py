@@ -14,7 +14,7 @@ from vsim.strategy.when import When, sync_interval
 
 
 class PersonalModels(CommunicationModule):
-    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step; φ: the nodes' equal weights after the last H-th step.
+    """v_k ← v_k − η (∇F_k(v_k) + λ (v_k − φ)) at every step; φ: the round's initial weights, equal on all nodes.
 
     Place this module after the module that makes the weights equal. max_norm clips the gradients at θ_k only.
 

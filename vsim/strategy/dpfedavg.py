@@ -22,7 +22,7 @@ LEAST_NOISE = 1e-3  # with a smaller z, ε is meaningless, and its computation o
 
 
 class PrivateAverage(AveragingCommunicator):
-    """Average the clients' moves, clipped and with a server's noise, after every H-th step.
+    """Average the clients' clipped moves, plus a server's noise, after every H-th step.
 
         θ_k ← optimizer(θ_k, g_k)
         after every H-th step, for n nodes:
@@ -49,9 +49,9 @@ class PrivateAverage(AveragingCommunicator):
 
     ε is computed by Rényi differential privacy. ε assumes Poisson sampling, where every client joins a round
     independently with probability q, and neighbouring populations that differ by one client added or removed. With
-    participation=Sample(n, of=N), q is n/N, as is common, though cohorts have a fixed size. For fixed cohorts, and one
-    client replaced, the bound is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are
-    drawn but arrive too late count in q. Without Sample, or if rounds= keeps a cohort for several averagings, q is 1.
+    participation=Sample(n, of=N), q is n/N, as is common, though cohorts have a fixed size. For fixed cohorts and one
+    replaced client, ε is larger (10 of 100 clients, z = 1, 100 rounds: 83.9 in place of 7.90). Clients that are drawn
+    but arrive too late count in q. Without Sample, or if rounds= keeps a cohort for several averagings, q is 1.
 
     Deviations from the paper: n is the round's number of nodes, not its expectation; the paper uses the moments
     accountant.
@@ -120,7 +120,7 @@ def _share(cluster: Cluster, begun: int) -> float:
 
 
 def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
-    """Return ε for `rounds`, (q, z) → the number of rounds with noise z that a client joins with probability q.
+    """Return ε for `rounds`: (q, z) → the number of rounds that have noise z and sampling probability q.
 
     Source: Rényi differential privacy of the subsampled Gaussian mechanism [Mironov et al. 2019, arXiv:1908.10530], by
     Google's dp-accounting.

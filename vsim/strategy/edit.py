@@ -26,9 +26,9 @@ class EDiTCommunicator(OuterStep):
             D_k = φ − θ_k;  w_k = softmax_k(−‖D_k‖ / temperature), 0 where ‖D_k‖ is anomalous;  Δ = Σ_k w_k D_k
         Δ ← Δ · min(1, outer_max_norm / ‖Δ‖);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
 
-    ‖D_k‖ is anomalous if it is not finite, or if z > threshold · max(1, σ), where z is its distance from the moving
-    average of the node's past norms in standard deviations, and σ the standard deviation of the last `gate_after` z.
-    Anomalous norms do not enter the average. A tensor whose moves are all anomalous does not change.
+    ‖D_k‖ is anomalous if it is not finite, or if z > threshold · max(1, σ), where z is ‖D_k‖ minus the moving average
+    of the node's past norms, in standard deviations, and σ the standard deviation of the last `gate_after` z. Anomalous
+    norms do not enter the moving average. A tensor whose moves are all anomalous does not change.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
@@ -50,7 +50,7 @@ class EDiTCommunicator(OuterStep):
 
     mean: Tensor  # moving average of the norms of a client's moves, per parameter tensor, stacked (R, L)
     variance: Tensor  # variance of these norms, stacked (R, L)
-    count: Tensor  # number of syncs behind mean and variance, stacked (R, L)
+    count: Tensor  # number of norms in mean and variance, stacked (R, L)
     scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
 
     def __init__(
@@ -102,7 +102,7 @@ class EDiTCommunicator(OuterStep):
         cluster.weights.copy_(phi)
 
     def gate(self, norms: Tensor) -> Tensor:
-        """Return `norms` (R, L), infinite where anomalous; all other norms enter the moving averages."""
+        """Return `norms` (R, L), infinite where anomalous; update the moving averages with all other norms."""
         away = norms - self.mean
         judged = (self.count >= self.gate_after) & (self.variance > 0)
         z = torch.where(judged, away / positive(self.variance).sqrt(), 0.0)

@@ -23,8 +23,8 @@ class AveragingCommunicator(CommunicationModule):
         every: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
             post-local SGD, QSR(…) the quadratic synchronization rule.
         average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, after which all
-            nodes must have been equal; it cannot be used with islands.
+            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
+            made all nodes equal; it cannot be used with islands.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
@@ -66,7 +66,7 @@ class AveragingCommunicator(CommunicationModule):
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
 
 
-# `names=` for averaging in strategies that need equal weights after every round: without islands.
+# `names=` for strategies that average without islands, since they need equal weights after every round.
 FEDERATED = {"every": "H", "island_size": None}
 
 

@@ -28,8 +28,8 @@ class DynamicRegularizer(SharedWeights):
         H: local steps of a round, at least 1.
         alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
 
-    Payload: all weights every H steps. When nodes join, the h_k are summed once, and the new nodes get the difference
-    to N·h, as in `ScaffoldStrategy`.
+    Payload: all weights every H steps. When nodes join, the h_k are summed once, and N·h minus the sum is divided as in
+    `ScaffoldStrategy`.
 
     Deviations from the paper: H counts steps, not epochs.
     """

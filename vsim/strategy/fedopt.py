@@ -57,7 +57,7 @@ class FedAdam(Optimizer):
                 p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(tau), value=-lr)
 
     def adapt_(self, v: Tensor, squares: Tensor, beta: float) -> None:
-        """Update v in place by `squares`, Δ²."""
+        """Update v in place, given `squares` = Δ²."""
         v.mul_(beta).add_(squares, alpha=1 - beta)
 
 

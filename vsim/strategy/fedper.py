@@ -23,9 +23,9 @@ class PersonalAverage(AveragingCommunicator):
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    Personal parameters never leave a client. Before a client first takes part, they are those of the initial model.
-    The validated global model has the mean of the nodes' personal parameters, which no client uses. `local_loss` is
-    the loss of node 0's own model; give `client_val_dataset` to measure every client's own model.
+    Personal parameters never leave a client. Until a client first takes part, they have initial values. The validated
+    global model has the mean of the nodes' personal parameters, which no client uses. `local_loss` is the loss of node
+    0's own model; give `client_val_dataset` to measure every client's own model.
 
     Args:
         H: local steps between averagings, at least 1.

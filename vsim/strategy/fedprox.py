@@ -12,9 +12,9 @@ from vsim.strategy.when import When, sync_interval
 
 
 class ProximalTerm(CommunicationModule):
-    """g_k ← g_k + μ (θ_k − φ) before every optimizer step; φ: the nodes' equal weights after the last H-th step.
+    """g_k ← g_k + μ (θ_k − φ) before every optimizer step; φ: the round's initial weights, equal on all nodes.
 
-    Place this module after the module that makes the weights equal. max_norm clips the gradient including the term.
+    Place this module after the module that makes the weights equal. max_norm clips the sum of gradient and term.
 
     Args:
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
@@ -48,7 +48,7 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: every node takes H steps; in the paper, a node takes the steps that it has time for.
+    Deviations from the paper: every node takes H steps; in the paper, a node takes as many steps as it has time for.
     """
 
     family = "federated"

@@ -23,8 +23,8 @@ class AlternatingAverage(PersonalAverage):
 
     Args:
         H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
-        head_steps: a, the first steps of a round, which train the head: at least 1, and below H. Default: half of the
-            round.
+        head_steps: a, the number of steps at the start of a round that train the head; at least 1, and below H.
+            Default: half of the round.
         personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's parameters.
         average: merges the shared parameters; see `AveragingCommunicator`.
 
@@ -67,7 +67,7 @@ class AlternatingAverage(PersonalAverage):
                 view.zero_()
 
     def communicate(self, cluster: Cluster) -> None:
-        if self.resting is not None:  # undo steps by momentum and weight decay
+        if self.resting is not None:  # undo changes by momentum and weight decay
             part, kept = self.resting
             for view, own in zip(part.views(cluster.weights), part.cut(kept), strict=True):
                 view.copy_(own)

@@ -110,7 +110,7 @@ def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixi
 
 @lru_cache(maxsize=64)
 def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
-    """Return 1 − |λ₂(W)|; if the graph repeats after t > 1 mixings, 1 − their mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
+    """Return 1 − |λ₂(W)|; if the graph repeats after t > 1 mixings, 1 − the mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
 
     NaN for more than 1024 nodes.
     """
@@ -228,9 +228,8 @@ class GossipCommunicator(CommunicationModule):
 
     W is symmetric, and its rows and columns sum to 1. A mixing therefore keeps the nodes' mean, and multiplies the
     nodes' distance from the mean by at most |λ₂(W)|. The history's column `spectral_gap` is 1 − |λ₂(W)|. With tracking
-    [DIGing, Nedić et al. 2017, arXiv:1607.03218], the optimizer takes y_k, which follows the mean gradient, in place of
-    the node's gradient, so that nodes with different data reach the optimum of the mean loss at a constant learning
-    rate:
+    [DIGing, Nedić et al. 2017, arXiv:1607.03218], the optimizer takes y_k in place of the node's gradient. y_k follows
+    the mean gradient, so that nodes with different data reach the optimum of the mean loss at a constant learning rate:
 
         y ← W y + ∇f(x_new) − ∇f(x_old), at first ∇f(x);  x ← optimizer(W x, y), in the paper W x − α y
 
@@ -244,7 +243,7 @@ class GossipCommunicator(CommunicationModule):
 
     Payload: all weights (twice with tracking) to each neighbour every H steps, in d rounds of messages for the largest
     degree d. In a round, a node sends at most once and receives at most once. The ledger has the edges of each round,
-    so that a network prices a node by its own links alone.
+    so that a network prices each node by this node's links alone.
 
     Deviations from the paper: weights are averaged after the gradient step, not during it. When nodes come and go, a
     named graph is built on the participating nodes; other graphs keep the edges among these. Tracking starts again.
@@ -275,7 +274,7 @@ class GossipCommunicator(CommunicationModule):
 
     def attend(self, cluster: Cluster) -> None:
         self.mixings = 0
-        if self.tracking:  # among other nodes, Σ y = Σ g would not hold
+        if self.tracking:  # with other nodes, Σ y = Σ g would no longer hold
             self.correction = torch.zeros_like(cluster.weights)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
@@ -318,7 +317,7 @@ class GossipStrategy(Algorithm, of=GossipCommunicator):
     family = "local steps"
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
-        """Return W (K, K) of mixing number `number`, from 0; "one_peer_exponential" depends on the number."""
+        """Return W (K, K) of mixing number `number`, counted from 0; "one_peer_exponential" depends on the number."""
         (gossip,) = self.communication_modules
         assert isinstance(gossip, GossipCommunicator)
         n, graph = whole_number("num_nodes", num_nodes), gossip.topology

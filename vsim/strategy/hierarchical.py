@@ -69,19 +69,19 @@ class HierarchicalStrategy(Algorithm):
     level does.
 
     Args:
-        levels: nodes in a group → H. Each size is a multiple of the next smaller size, and has a larger H; the largest
-            is all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H may be a schedule of
-            `vsim.strategy.when`.
+        levels: number of nodes in a group → H. Each size is a multiple of the next smaller size, and has a larger H;
+            the largest size is the number of all nodes. H = 1 averages gradients, H > 1 weights. The largest level's H
+            may be a schedule of `vsim.strategy.when`.
         outer: an outer optimizer for the largest level, which is then DiLoCo: an `OptimSpec`, class or name.
         outer_lr: the outer learning rate.
-        average: merges vectors: one average for all levels, or a dict, nodes in a group → average. Only the largest
-            level takes clip(), compress(), and rules that need moves.
+        average: merges vectors: one average for all levels, or a dict: number of nodes in a group → average. Only the
+            largest level takes clip(), compress(), and rules that need moves.
         options: see `Algorithm`.
 
     Payload: all gradients or weights at each level, in its groups.
 
-    Deviations from torch.distributed's `HierarchicalModelAverager`: after H, 2H, … steps, not after 1, 1 + H, …; and if
-    H is 1, gradients are sent in place of weights, as in DDP.
+    Deviations from torch.distributed's `HierarchicalModelAverager`: nodes average after H, 2H, … steps, not after
+    1, 1 + H, …; and if H is 1, gradients are sent in place of weights, as in DDP.
     """
 
     family = "local steps"

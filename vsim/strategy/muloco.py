@@ -25,7 +25,7 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
         outer_optim: the outer optimizer. Default SGD with Nesterov momentum, lr 0.8 and momentum 0.9; for a single node
             lr 0.7 and momentum 0.6.
         outer_lr: the outer learning rate.
-        average: merges the φ − θ_k; with fewer bytes, compress(StatisticalQuantizer(4), error_feedback=0.9). See
+        average: merges the φ − θ_k; to send fewer bytes, compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
 
     Payload: all weights, or the messages of `average`, every H steps.

@@ -74,7 +74,7 @@ def docstring_of(own: str, modules: Sequence[type], names: Mapping[str, str | No
 
 
 def _parts(docstring: str) -> tuple[list[str], dict[str, str]]:
-    """Return the paragraphs of a docstring before its sections, and its sections by their first words."""
+    """Return a docstring's paragraphs before its sections, and a dict of its sections: first word → text."""
     text: list[str] = []
     sections: dict[str, str] = {}
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):

@@ -110,7 +110,7 @@ class Strategy(Algorithm):
         self.optim = super().inner_optimizer()
 
     def _setup_scheduler(self) -> None:
-        """Do nothing: the schedule is built after `_init_node`, where strategies written for EXO Gym call this."""
+        """Do nothing: strategies written for EXO Gym call this in `_init_node`, but vsim builds the schedule later."""
 
     @property
     def num_nodes(self) -> int:
@@ -174,7 +174,7 @@ class Strategy(Algorithm):
             self.clip()
 
         def note(*_: Any) -> None:
-            self.cluster.collectives.position.moment = "weights"  # the moment of all collectives from now on
+            self.cluster.collectives.position.moment = "weights"  # the ledger's moment of all later collectives
 
         optimizers = torch_optimizers(self.optim)
         with ExitStack() as hooks, self._as_one_node("step"):
@@ -244,7 +244,7 @@ class StackedModel(nn.Module):
         return self._replicas.module
 
     def made(self) -> list[nn.Parameter]:
-        """Return the stacked parameters; empty before their first use."""
+        """Return the stacked parameters; an empty list if they have not been used yet."""
         return [*(self._stacked or {}).values()]
 
     def move(self, replicas: Replicas) -> None:
@@ -282,7 +282,7 @@ class StackedModel(nn.Module):
 
 
 class StateByParameter(defaultdict[Any, Any]):
-    """The state of an optimizer that steps all nodes as one matrix, also indexed by the model's stacked parameters.
+    """The state of an optimizer that steps all nodes as one matrix; the model's stacked parameters are keys, too.
 
     Args:
         state: the optimizer's state. optimizer: steps one parameter, the matrix (R, pitch).
@@ -328,9 +328,9 @@ class StateByParameter(defaultdict[Any, Any]):
 
 
 class NoMixing(TorchFunctionMode):
-    """A context in which an operation on stacked tensors that gives one result for all nodes raises a ValueError.
+    """A context that raises a ValueError if an operation on stacked tensors gives one result for all nodes.
 
-    Results of operations on stacked tensors count as stacked, too, so that `p.grad.abs().max()` is found.
+    Results of operations on stacked tensors count as stacked, too, so that `p.grad.abs().max()` raises the error.
     Functions under `torch.vmap`, indexed tensors (`p.grad[0]`), collectives and optimizers are not checked.
 
     Args:

@@ -1,4 +1,4 @@
-"""Make a strategy from the text of the call that made it, which files keep."""
+"""Make a strategy from the text of the call that made it; files keep this text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vsim.strategy.base import Algorithm
 
 # The names that a call may use: vsim's own classes, and the functions of averages.
 _OWN = {name: own for name in strategy.__all__ if callable(own := getattr(strategy, name))}
-_LONGEST = 10_000  # characters of a call that is parsed
+_LONGEST = 10_000  # the most characters of a call that is parsed
 
 
 def remade(call: str) -> Algorithm | None:

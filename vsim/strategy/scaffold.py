@@ -45,8 +45,8 @@ class ControlVariates(SharedWeights):
     N·c minus the c_k of nodes that stay is divided equally among joining and absent nodes. If a joining node copied a
     peer's c_k instead, c would no longer be the mean of the c_k.
 
-    Payload: twice all weights every H steps, for the weights and for the changes of the control variates, in one
-    message. A newly drawn cohort pulls c with the weights; when nodes join, the c_k are summed once.
+    Payload: all weights, and changes of control variates of the same size, in one message every H steps. A newly drawn
+    cohort pulls c with the weights; when nodes join, the c_k are summed once.
 
     Raises:
         TypeError: the inner optimizer is not plain SGD: with momentum, for instance, a node's move is not its mean

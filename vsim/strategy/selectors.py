@@ -36,14 +36,14 @@ class IndexSelector(Configured):
         raise NotImplementedError(f"{type(self).__name__} must define select(cluster, round)")
 
     def note_shared(self, index: Tensor, values: Tensor) -> None:
-        """Called when columns `index` (m,) are shared, with the nodes' values: stacked (R, m), or shared (m,)."""
+        """Called when columns `index` (m,) are shared; `values`: the nodes' values, stacked (R, m) or shared (m,)."""
 
 
 class RandomIndexSelector(IndexSelector):
-    """Choose every entry independently with probability p: m ~ Binomial(P, p), without P draws."""
+    """Choose every entry independently with probability p: m ~ Binomial(P, p) entries, without P draws."""
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
-        # Independent draws for every tensor are independent draws for the whole row.
+        # Drawing every tensor's entries independently is the same as drawing the whole row's entries independently.
         return bernoulli_indices(cluster.replicas.num_parameters, self.p, cluster.generator, cluster.weights.device)
 
 
@@ -77,7 +77,7 @@ class PartitionedIndexSelector(IndexSelector):
 
     def setup(self, cluster: Cluster) -> None:
         most = round_up(1 / self.p)
-        # Tensors of equal c are cut together: all of at least ⌈1/p⌉ entries, and all of each smaller number of entries.
+        # Tensors of equal c are cut together. c is ⌈1/p⌉ for a tensor of at least ⌈1/p⌉ entries, and otherwise n.
         counts = [min(most, max(1, c.stop - c.start)) for c in cluster.replicas.layout]
         self.counts = sorted(set(counts))
         self.members = [
@@ -118,7 +118,7 @@ def _shuffled_chunks(cluster: Cluster, tensors: Sequence[Columns], count: int) -
         return cluster.weights.new_empty(int(bounds[-1]), dtype=torch.int64), bounds
     columns, chunk_of = [], []
     for tensor, own in zip(tensors, cuts, strict=True):
-        # Sort the chunks' numbers, not random numbers: few small integers sort fastest.
+        # Sort by the chunks' numbers, not by random numbers: a few small integers sort fastest.
         numbers = torch.arange(len(own), dtype=torch.int16 if count < 2**15 else torch.int64)
         shuffled = torch.empty(tensor.stop - tensor.start, dtype=numbers.dtype)
         shuffled[torch.randperm(len(shuffled), generator=cluster.generator)] = numbers.repeat_interleave(

@@ -19,8 +19,8 @@ class SlowMomentum(SharedWeights):
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
 
-    lr is the inner learning rate of that step, so that a schedule of lr scales the slow momentum's steps as well. The
-    inner optimizer's state survives the sync. With α = 1 and β = 0, this is FedAvg.
+    lr is the inner learning rate of the H-th step, so that a schedule of lr scales the slow momentum's steps as well.
+    The inner optimizer's state survives the sync. With α = 1 and β = 0, this is FedAvg.
 
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`.
@@ -30,9 +30,9 @@ class SlowMomentum(SharedWeights):
 
     Payload: all weights, or the messages of `average`, every H steps.
 
-    Deviations from the paper: the nodes do not communicate between syncs; in the paper, the inner optimizer may, by
-    gossip or all-reduce. Of the paper's three options for the inner optimizer's buffers, only "maintain" is
-    implemented. At a learning rate of 0, such as at the first step of a warm-up, u only decays.
+    Deviations from the paper: the nodes do not communicate between syncs; in the paper, they may, by gossip or
+    all-reduce. Of the paper's three options for the inner optimizer's buffers, only "maintain" is implemented. At a
+    learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
 
     momentum: Tensor  # u, shared (P,)
@@ -52,8 +52,8 @@ class SlowMomentum(SharedWeights):
     def sync(self, cluster: Cluster) -> None:
         delta = self.average.of_distances(self.outer_weights, cluster.weights, cluster, "weights")
         self.momentum.mul_(self.beta)
-        move = self.momentum * cluster.lr + delta  # lr·u, without dividing by lr
-        if cluster.lr:  # at 0, as at the start of a warm-up, no node has moved
+        move = self.momentum * cluster.lr + delta  # lr·u, computed without a division by lr
+        if cluster.lr:  # if lr is 0, as at the start of a warm-up, no node has moved
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))
         cluster.weights.copy_(self.outer_weights)

@@ -53,9 +53,9 @@ class SparseCommunicator(CommunicationModule):
             `index_selector`.
         every: steps of a round, at least 1.
         async_delay: d, rounds until a mean is written: at the end of round r + d, the mean of round r overwrites the
-            entries S of round r, and so all changes since then. Means of a run's last d rounds are never written.
-        compression_method: "random": the selector chooses S. "topk": every node nominates, of every tensor of n
-            entries, the ⌈p·n⌉ that have moved furthest since this module last shared them; S is the union.
+            entries S of round r, and discards all changes since then. Means of a run's last d rounds are never written.
+        compression_method: "random": the selector chooses S. "topk": in every tensor of n entries, every node nominates
+            the ⌈p·n⌉ entries that have moved furthest since this module last shared them; S is the union.
         quantization_bits: b, 1 to 16: a node rounds its values to b bits, uniformly, with a scale for every tensor (see
             `vsim_kernels.quantize`), and an all-gather sends them. None: an all-reduce averages the exact values.
         mask: "seed": all nodes draw S from the run's seed, at no cost. "broadcast": node 0 sends a mask.

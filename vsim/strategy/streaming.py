@@ -36,11 +36,11 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
             for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
             norm, head) are in the first fragment. With more fragments than layers, the modules in the layers are
             distributed.
-        pattern: "strided" (layer l is in fragment l mod P) or "sequential" (neighbouring layers).
+        pattern: "strided" (layer l is in fragment l mod P) or "sequential" (a fragment has neighbouring layers).
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.
-        outer_step: when φ is stepped: "due", when the mean is due, as in the paper; "send", when the mean is sent. The
-            nodes' weights are the same either way; the global model φ differs between sending and due.
+        outer_step: "due" steps φ when the mean is due, as in the paper; "send" steps φ when the mean is sent. The
+            nodes' weights are the same either way; only the global model φ differs, from sending until due.
         average: merges the Δ_k of each fragment, such as "mean" or, in the paper, compress(FP4()); see
             `vsim.strategy.average`.
 

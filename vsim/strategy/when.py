@@ -1,7 +1,7 @@
 """When nodes synchronize: after every H-th step, or by a schedule.
 
 After each sync, a schedule gives the step of the next sync. `CommunicationModule` asks the schedule at every step, and
-calls `sync` when it is due.
+calls `sync` when a sync is due.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class QSR(When):
 
     Args:
         alpha: see above; above 0. minimum: the smallest H, at least 1.
-        warmup_steps: the number of first steps in which H is the minimum.
+        warmup_steps: the number of steps, from the first, in which H is `minimum`.
         power: 2 in the paper; 3 for the paper's cubic rule.
 
     lr is the inner learning rate of the first step after a sync.
@@ -179,7 +179,7 @@ class PostLocal(When):
 
 @dataclass(eq=False)
 class Seconds(When):
-    """Sync after the steps that the slowest node computes in `seconds`, at least one; the run needs `compute=`.
+    """Sync after as many steps as the slowest node computes in `seconds`, at least 1; the run needs `compute=`.
 
     Source: A-EDiT [Cheng et al. 2024, arXiv:2412.07210]. Deviation: nodes take equal numbers of steps, and wait for the
     slowest; in A-EDiT, faster nodes take more steps.
@@ -194,7 +194,7 @@ class Seconds(When):
     def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         if seconds is None:
             raise TypeError(f"H={self!r} goes by compute seconds: give fit(…, compute=Compute(0.8, …))")
-        few, many = 1, 2  # `few` steps fit, or are 1; `many` may not fit
+        few, many = 1, 2  # `few` steps fit into `seconds`, or `few` is 1; `many` may not fit
         while many <= steps_left and self._fit(seconds, step, many):
             few, many = many, 2 * many
         while many - few > 1:
@@ -220,7 +220,7 @@ def schedule_of(H: int | When) -> When:
 
 
 def syncs(when: When, rates: Sequence[float], max_steps: int, seconds: ComputeSeconds | None) -> list[int]:
-    """Return the steps of all syncs of a run, given the rates of all steps and of the step after the last."""
+    """Return the steps of all syncs of a run, given the learning rates of all steps and of one more step."""
     found, step = [], 0
     while (step := when.after(step, rates[step], max_steps - step, seconds)) <= max_steps:
         found.append(step)

@@ -61,7 +61,7 @@ class Rule(Part):
     of_moves = False
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Merge stacked rows (n, *shape) into (*shape); weights (n,) sum to 1, None: equal. Default: the mean."""
+        """Merge rows (n, *shape) into (*shape); `weights` (n,) sum to 1 or are None (equal). Default: the mean."""
         return reduce_rows(rows, "mean", weights)
 
     def of_mean(self, mean: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Rule(Part):
         return merged
 
     def of_parameters(self, replicas: Replicas, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Merge stacked rows (n, P), all held here, into a shared tensor (P,)."""
+        """Merge stacked rows (n, P), all held by this process, into a shared tensor (P,)."""
         if not self.by_tensor:
             return self(rows, weights)
         views, embeddings = replicas.views(rows).items(), replicas.embeddings
@@ -123,7 +123,7 @@ class Own(Rule):
 
 @dataclass(frozen=True, repr=False)
 class Mean(Rule):
-    """Σ_k w_k v_k, by an all-reduce: w_k = 1/K, or with "examples" in proportion to the node's number of examples."""
+    """Σ_k w_k v_k, by an all-reduce. w_k is 1/K; with "examples", it is proportional to node k's number of examples."""
 
     by: str = "nodes"
 
@@ -135,8 +135,8 @@ class Average(Stateful, Part):
     """A rule, after an optional limit and compressor of the vectors, joined by `|`; see `vsim.strategy.average`.
 
     Raises:
-        TypeError: two rules, limits or compressors; or a compressor and a rule that is not the plain mean, since
-            compressed vectors arrive already averaged.
+        TypeError: two rules, two limits or two compressors; or a compressor with a rule other than the plain mean,
+            since compressed vectors arrive already averaged.
     """
 
     def __init__(self, *parts: Part) -> None:
@@ -164,7 +164,7 @@ class Average(Stateful, Part):
 
     @property
     def is_mean(self) -> bool:
-        """Whether the average is the plain mean of unchanged vectors, so that weights may take the place of moves."""
+        """Whether the average is the plain mean of unchanged vectors, which may then be weights in place of moves."""
         return self.rule.is_mean and self.limit is None and self.message is None and self.attack is None
 
     @property
@@ -189,14 +189,14 @@ class Average(Stateful, Part):
             self.message.setup(cluster)
 
     def weights(self, cluster: Cluster) -> Tensor | None:
-        """Return the nodes' weights in the average (K,); None if they are equal."""
+        """Return each node's weight in the average, (K,); None if the weights are equal."""
         return cluster.shard_sizes if self.rule.by == "examples" else None
 
     def __call__(self, rows: Tensor, cluster: Cluster, label: str, among: Among = None) -> Tensor:
         """Average stacked `rows` (R, P), which may be overwritten.
 
         Returns:
-            Shared (P,); with `among` stacked (R, P), see `Collectives.all_reduce`.
+            The average, shared (P,); or stacked (R, P) if `among` is given: see `Collectives.all_reduce`.
         """
         if self.attack is not None:
             self.attack(rows, cluster)
@@ -207,7 +207,7 @@ class Average(Stateful, Part):
         return self.rule.over_nodes(rows, cluster, label, among, self.weights(cluster))
 
     def of_distances(self, origin: Tensor, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
-        """Average origin − rows over the nodes, for shared `origin` (P,) and stacked `rows` (R, P): shared (P,).
+        """Return the average over nodes, shared (P,), of shared `origin` (P,) minus stacked `rows` (R, P).
 
         A plain mean averages the rows themselves, and subtracts the result from `origin`, which all nodes have.
         """
@@ -216,7 +216,7 @@ class Average(Stateful, Part):
         return self(origin - rows, cluster, label)
 
     def start_of_distances(self, origin: Tensor, rows: Tensor, cluster: Cluster, label: str, delay: int) -> Pending:
-        """Start `of_distances`, due in `delay` steps; `origin` must not change until then."""
+        """Start `of_distances`, whose result is due in `delay` steps; `origin` must not change until then."""
         start = cluster.collectives.start
         if not self.is_mean:
             return start(self, origin - rows, cluster, label, delay=delay)
@@ -224,7 +224,7 @@ class Average(Stateful, Part):
         return arriving.then(lambda mean: origin - mean)
 
     def of_arrivals(self, rows: Tensor, replicas: Replicas, weights: Tensor | None) -> Tensor:
-        """Average rows (n, P) that have arrived at a server into (P,); weights (n,) sum to 1, None: equal weights."""
+        """Average the rows (n, P) that arrived at a server into (P,); `weights` (n,) sum to 1 or are None (equal)."""
         if self.limit is not None:
             norms = norms_of(rows)
             self.limit.scale(rows, norms, norms)

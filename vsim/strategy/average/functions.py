@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 def function_of(cls: Callable[Given, Made], name: str) -> Callable[Given, Made]:
-    """Return a function of this name that makes a part of an average, with the arguments and docstring of its class."""
+    """Return a function with this name that makes a part of an average; `cls` gives its arguments and docstring."""
 
     def make(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         return cls(*args, **kwargs)
@@ -56,7 +56,7 @@ AverageLike = Part | Callable[..., Part] | Merge | str
 def average_of(
     average: AverageLike, where: str, *, by: tuple[str, ...] = COUNTS[:2], origin: bool = True, arrivals: bool = False
 ) -> Average:
-    """Return a new average for a given average, part of an average, name of a rule, or function.
+    """Return a new average, made from an average, a part of one, the name of a rule, or a function.
 
     Args:
         where: name of the argument's owner, for errors.

@@ -90,8 +90,8 @@ class TIES(Rule):
 
 @dataclass(frozen=True, repr=False)
 class TSV(Rule):
-    """For every matrix, join the top 1/n singular vectors of each of n nodes, and orthogonalize them: U Σ Vᵀ, where
-    U = P Qᵀ if P D Qᵀ is the SVD of the joined left vectors; V, of the right vectors. A vector takes the mean.
+    """For every matrix, join the top 1/n singular vectors of each of n nodes, and orthogonalize them: U Σ Vᵀ, with U =
+    P Qᵀ for the SVD P D Qᵀ of the joined left vectors, and V from the right vectors. A vector takes the mean.
 
     Source: task singular vectors [Gargiulo et al. 2024, arXiv:2412.00081]; for moves arXiv:2607.03011.
     """
@@ -130,7 +130,7 @@ class Edit(Rule):
         real_number("temperature", self.temperature, above=0)
 
     def shares(self, norms: Tensor) -> Tensor:
-        """Return the weights (K, …) of nodes by the norms of their moves; an infinite norm has the weight 0."""
+        """Return the nodes' weights (K, …), given the norms of their moves; an infinite norm gets the weight 0."""
         return torch.softmax(-norms / self.temperature, dim=0).nan_to_num(0.0)
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class Edit(Rule):
 
 
 def tensor_norms(rows: Tensor, cluster: Cluster) -> Tensor:
-    """Return the 2-norm of each of the L parameter tensors in stacked `rows` (R, P): (R, L)."""
+    """Return the 2-norms (R, L) of the L parameter tensors in stacked `rows` (R, P)."""
     views = list(cluster.replicas.views(rows).values())
 
     def norms(*tensors: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Clip(Part):
         self.scale(rows, norms, cluster.collectives.all_gather(norms, label=f"{label}: norms") if gathers else norms)
 
     def scale(self, rows: Tensor, norms: Tensor, of_all: Tensor) -> None:
-        """Scale stacked `rows` (n, P) of `norms` (n, 1) in place, given the norms `of_all` (K, 1) of all nodes."""
+        """Scale stacked `rows` (n, P) in place, given their `norms` (n, 1) and all nodes' norms `of_all` (K, 1)."""
         limit = Median()(of_all) if isinstance(self.norm, str) else self.norm
         rows.mul_((limit / positive(norms)).clamp(max=1.0))
 
@@ -53,7 +53,7 @@ class Compress(Stateful, Part):
     Args:
         compressor: C, and how its messages are averaged. A copy is used.
         error_feedback: β in [0, 1]. True is 1, False 0. Default: 1 for a contractive compressor; 0 for other
-            compressors, with which the errors would grow.
+            compressors, whose errors would grow.
 
     Payload: the compressor's.
 
@@ -64,7 +64,7 @@ class Compress(Stateful, Part):
     """
 
     role = "message"
-    residual: list[Tensor]  # e_k, stacked, as the compressor arranges it
+    residual: list[Tensor]  # e_k, stacked, in the form of the compressor's `arrange`
 
     def __init__(self, compressor: Compressor, error_feedback: bool | float | None = None) -> None:
         if not isinstance(compressor, Compressor):

@@ -68,7 +68,7 @@ def by_node(cluster: Cluster, function: Callable[..., Result], *stacked: Tensor)
     """
     if not cluster.deterministic:
         return function(*stacked)
-    # row[None] has the strides of a one-row tensor, by which torch chooses a kernel; split(1) keeps the stack's
+    # torch chooses a kernel by strides: row[None] has the strides of a one-row tensor, split(1) keeps the stack's
     # strides.
     each = ([row[None] for row in rows_apart(t)] for t in stacked)
     results = [function(*rows) for rows in zip(*each, strict=True)]
@@ -90,7 +90,7 @@ def gather_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payloa
 
 
 def swap_message(parts: Sequence[Tensor], cluster: Cluster, label: str, payload_bytes: int) -> list[Tensor]:
-    """Exchange stacked tensors (R, K, …) all-to-all as one message, with one event; shapes stay."""
+    """Exchange stacked tensors (R, K, …) all-to-all as one message, with one event; shapes do not change."""
     return _as_one(cluster.collectives.all_to_all, parts, cluster, label, payload_bytes)
 
 
@@ -111,7 +111,7 @@ def gather_entries(
     label: str,
     payload_bytes: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """All-gather sparse entries in one message: their places (in one tensor) and values, (R, …) → (K, …).
+    """All-gather sparse entries in one message, (R, …) → (K, …): the places of all entries as one tensor, and values.
 
     Args:
         index: tensors (R, n) of places. sizes: for each tensor, the number of entries that its places index.
@@ -143,5 +143,5 @@ def bits_to_bytes(bits: int) -> int:
 
 
 def entry_count(fraction: float, size: int) -> int:
-    """Return the number of entries in a fraction of `size` entries, rounded, at least 1."""
+    """Return `fraction` · `size` as a number of entries: rounded, and at least 1."""
     return max(1, round(fraction * size))

@@ -54,7 +54,7 @@ class BlockQuantizer(Compressor):
         return [rows]
 
     def encode(self, *blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return integer codes (R, …, n) and scales (R, …, `scales`) for the operands as blocks (R, …, n)."""
+        """Return integer codes (R, …, n) and scales (R, …, `scales`) of operands given as blocks (R, …, n)."""
         raise NotImplementedError(f"{type(self).__name__} defines no encode()")
 
     def decode(self, codes: Tensor, scales: Tensor, cluster: Cluster) -> Tensor:
@@ -82,13 +82,13 @@ class BlockQuantizer(Compressor):
         gathered = gather_message(self.encoded(means, cluster), cluster, f"{label}: means", self._bytes(means))
         decoded = self.decoded(gathered, means, cluster)  # (K, C)
         nodes = cluster.replicas.nodes
-        own = errors.diagonal(nodes.start, 0, 1).T  # (R, C): the chunk that each node averages
+        own = errors.diagonal(nodes.start, 0, 1).T  # (R, C): errors of the chunk that each node averages
         own += num_nodes * (means - decoded[nodes.start : nodes.stop])
         rows.copy_(errors.flatten(1)[:, :size])
         return decoded.flatten()[:size]
 
     def encoded(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the message of stacked `rows` (R, …, P): codes and scales of whole blocks, then of a shorter block."""
+        """Return the message of stacked `rows` (R, …, P): codes and scales of whole blocks, then of the rest."""
         message: list[Tensor] = []
         for blocks in zip(*map(self._blocks, self.operands(rows)), strict=True):
             message += by_node(cluster, self.encode, *blocks)
@@ -226,10 +226,10 @@ class StatisticalQuantizer(BlockQuantizer):
 
 
 class QSGD(BlockQuantizer):
-    """Round every entry at random, without bias, to one of the two nearest multiples of ‖x‖₂ / s; x: its block.
+    """Round every entry at random, without bias, to one of the two nearest multiples of ‖x‖₂ / s, where x is its block.
 
-    The expectation of the result is the mean, so that no error is fed back. Every node has its own random numbers for
-    rounding, with a seed from the shared generator.
+    The expectation of the result is the mean, so that no error feedback is needed. Every node has its own random
+    numbers for rounding, with a seed from the shared generator.
 
     Args:
         levels: s, steps of the grid from 0 to ‖x‖₂; 1 to 32767.

@@ -69,13 +69,13 @@ class RandomK(Compressor):
 
 
 def random_subset(size: int, count: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
-    """Draw `count` of the numbers 0 … size − 1 without replacement, ascending, with about `count` draws on the CPU.
+    """Draw `count` distinct numbers from 0 … size − 1, in ascending order, with about `count` draws on the CPU.
 
     On the meta device, where tensors have no values, draw nothing.
     """
     if torch.device(device).type == "meta":
         return torch.empty(count, dtype=torch.int64, device=device)
-    if 2 * count > size:  # fewer numbers are left out: draw these instead
+    if 2 * count > size:  # fewer numbers are left out than chosen: draw those left out
         kept = torch.ones(size, dtype=torch.bool)
         kept[random_subset(size, size - count, generator)] = False
         return kept.nonzero().flatten().to(device)

@@ -27,7 +27,7 @@ class Tiles:
         self._cuts = [(slice(c.start, c.stop), (n // h, h, m // w, w)) for c, n, m in matrices]
 
     def views(self, tiles: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of every parameter's entries, of equal shape: in `tiles` (…, count, h, w) and `rows` (…, P)."""
+        """Yield each parameter's entries in `tiles` (…, count, h, w) and `rows` (…, P), as two views of equal shape."""
         lead, first = rows.shape[:-1], 0
         for columns, (down, h, across, w) in self._cuts:
             own = tiles[..., first : first + down * across, :, :].view(*lead, down, across, h, w)
@@ -44,15 +44,15 @@ class TileTopK(Compressor):
     Args:
         topk: k, the entries sent per tile; a smaller tile is sent whole.
         chunk: upper limit for the sides of a tile.
-        index_bytes: bill an index as "int64" (8 bytes), or "packed" to the ceil(log2(h·w)) bits that are sent in a tile
-            (h, w): for 64 × 64 entries, two indices in three bytes.
+        index_bytes: "int64", 8 bytes per index; or "packed", ceil(log2(h·w)) bits per index in a tile (h, w): for 64 ×
+            64 entries, two indices in three bytes.
         quantizer: sends the values with fewer bits, such as StatisticalQuantizer(2). Its blocks run over the values of
             all tiles, one tile after another. None: send values as they are.
 
-    Payload: min(k, h·w) · (8 + 4) bytes per tile (h, w); packed 4 bytes per value, and the indices as bits, rounded up
-    to bytes in total. With a quantizer, its payload for all values in place of 4 bytes each. One all-gather. Small
-    tiles, from vectors and dimensions without a large divisor, may cost more than 4 bytes per entry: a UserWarning
-    then names the parameters.
+    Payload: min(k, h·w) · (8 + 4) bytes per tile (h, w); with "packed", 4 bytes per value, and the bits of all indices,
+    rounded up to bytes. A quantizer's payload for all values replaces the 4 bytes per value. One all-gather. Small
+    tiles, from vectors and dimensions without a large divisor, may cost more than 4 bytes per entry: a UserWarning then
+    names the parameters.
 
     Source: SparseLoCo [Sarfi et al. 2025, arXiv:2508.15706].
     """
@@ -95,11 +95,11 @@ class TileTopK(Compressor):
         return tiles
 
     def inverse(self, tiles: Tensor) -> Tensor:
-        """Invert `transformed`: return tiles (…, h, w) of entries for `tiles` of coordinates."""
+        """Invert `transformed`: turn tiles (…, h, w) of coordinates into tiles of entries."""
         return tiles
 
     def arrange(self, rows: Tensor, cluster: Cluster) -> list[Tensor]:
-        """Return the coordinates of all tiles, one tile after another, (R, P), in groups of equal shape."""
+        """Return the coordinates (R, P) of all tiles, one tile after another, grouped by the tiles' shape."""
         arranged = []
         for group in self.groups:
             tiles = rows.new_empty(len(rows), group.count, group.h, group.w)
@@ -168,7 +168,7 @@ class DCTTopK(TileTopK):
     """Apply `TileTopK` to the cosine coefficients of the tiles.
 
     The transform is the orthonormal DCT-II, two-dimensional on the tiles of a matrix. The error that is fed back is
-    kept as coefficients, which is the same up to rounding.
+    kept as coefficients; up to rounding, this equals keeping entries.
 
     Args:
         topk, chunk, index_bytes, quantizer: see `TileTopK`, with DeMo's values by default.
