@@ -64,7 +64,7 @@ def step_of(path: Path) -> int:
 
 
 def prune(folder: Path, step: int) -> None:
-    """Remove all checkpoints up to `step` except the newest."""
+    """Remove all checkpoints up to `step` except the newest `KEPT`."""
     for old in [path for path in checkpoints_in(folder) if step_of(path) <= step][:-KEPT]:
         old.unlink(missing_ok=True)
 

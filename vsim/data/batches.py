@@ -303,7 +303,7 @@ def check_tensors(batch: Any) -> None:
 def in_memory(dataset: Dataset[Any] | None) -> Callable[[Tensor], list[Tensor]] | None:
     """Return f(index tensor (…)) → the dataset's fields (…, *shape), if the dataset is held in tensors, else None.
 
-    Held in tensors are a TensorDataset that does not override __getitem__, and every Subset of such a dataset.
+    A TensorDataset that does not override __getitem__ is held in tensors, and so is a Subset of such a dataset.
     """
     if type(dataset) is Subset:
         inner = in_memory(dataset.dataset)

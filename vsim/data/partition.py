@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Ints = NDArray[np.int64]
-_FEW = 30  # clients that a picture distinguishes
+_FEW = 30  # the most clients that a picture can distinguish
 _DRAWS = 1000  # largest number of draws for `min_size`; then an error
-_A_SHARE = 0.25  # examples: clients whose exact share of a class is smaller are the last to get leftovers of the class
+_A_SHARE = 0.25  # examples: clients with a smaller exact share of a class are the last to get leftovers of the class
 Labels = Sequence[Any] | Tensor | Ints | Callable[[Any], Any]
 
 
@@ -422,7 +422,7 @@ def _drawn(stream: np.random.Generator, totals: Ints, num_nodes: int, alpha: flo
         if not short.any():
             return counts
     advice = "lower min_size or take fewer nodes"
-    if totals.sum() >= 2 * min_size * num_nodes:  # enough examples for all, but unequal shares
+    if totals.sum() >= 2 * min_size * num_nodes:  # there are enough examples, but shares are unequal
         advice += ", or raise alpha"
     raise ValueError(
         f"partition: after {_DRAWS:,} draws of Dirichlet({alpha}), {short.sum():,} of {num_nodes:,} nodes have fewer "

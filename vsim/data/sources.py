@@ -64,7 +64,7 @@ class Vocabulary:
         return torch.from_numpy(ids.astype(np.int64))
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of ids (T,), or of one id (); an id outside 0 … size − 1 raises a ValueError."""
+        """Return the text of ids (T,), or the character of an id (); an id outside 0 … size − 1 raises a ValueError."""
         if ids.ndim > 1 or ids.is_floating_point():
             raise ValueError(f"decode: got {tuple(ids.shape)} {ids.dtype}; integers of shape (T,) or () allowed")
         numbers = ids.reshape(-1).tolist()
@@ -119,7 +119,7 @@ def docs_text(
     Raises:
         ValueError: an argument is out of its range, or too large for the text.
     """
-    from pydoc_data.topics import topics  # half a megabyte that only this function needs
+    from pydoc_data.topics import topics  # half a megabyte, which only this function needs
 
     text = "\n".join(topics[name] for name in sorted(topics))
     return _windows(text, "pydoc_data.topics", block_size, stride, val_fraction)

@@ -98,7 +98,7 @@ class Compute:
 
     @classmethod
     def of(cls, given: Compute | float | str | None) -> Compute:
-        """Return `given` if it is a Compute; take a number or a text as the seconds of a step.
+        """Return a Compute: `given` itself, or one with `given`, a number or text, as the seconds of a step.
 
         Raises:
             TypeError: `given` is None, because a run's record does not hold the nodes' compute seconds.

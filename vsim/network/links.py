@@ -151,7 +151,7 @@ class Network:
 
     @classmethod
     def of(cls, given: Network | str | float | None, collective: str = "ring") -> Network:
-        """Return `given` if it is a network; parse a text, and take a number as the bandwidth.
+        """Return a network: `given` itself, the one that a text describes, or one with a number as its bandwidth.
 
         Args:
             collective: used if `given` names no collective.

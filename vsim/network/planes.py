@@ -76,7 +76,7 @@ def planes(ledger: Record, network: Network, compute: Compute, steps: Sequence[i
 
     Args:
         ledger: the run's ledger.
-        network: if its links differ, one factor changes all bandwidths, with a server's, and another all latencies.
+        network: if its links differ, one factor scales all bandwidths (a server's, too), and another all latencies.
         compute: if its seconds change, the ratios between nodes and the parts of messages stay the same.
         steps: the steps whose times to return.
 
@@ -168,7 +168,7 @@ def _dot(one: Floats, other: Floats) -> Floats:
 
 
 def _waits_for_a_clock(ledger: Record) -> bool:
-    """Return whether compute seconds decided which nodes were late, or a deadline decides when a round ends."""
+    """Return whether compute seconds decided which nodes were late, or whether deadlines decide when rounds end."""
     return bool(ledger.clock) or any(segment.seconds for segment in getattr(ledger, "attendance", ()))
 
 

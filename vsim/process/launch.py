@@ -156,7 +156,7 @@ def train_in_processes(
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Cloudpickle that also pickles parametrized modules, whose classes, made by torch at run time, refuse pickling."""
+    """Cloudpickle that also pickles parametrized modules; their classes, which torch makes at run time, refuse it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and is_parametrized(obj) and type(obj).__reduce__ is object.__reduce__:
@@ -398,8 +398,8 @@ def within(seconds: float, start: Callable[[], Any]) -> None:
     """Call `start`, which starts processes, and wait for it.
 
     Raises:
-        ForkServerFailure: the fork server has ended, or `start` does not return in time. In the latter case the fork
-            server is killed, and the next run starts another.
+        ForkServerFailure: the fork server has ended, or is killed because `start` does not return in time. The next
+            run starts another fork server.
     """
     errors: list[BaseException] = []
 

@@ -230,7 +230,7 @@ def _bytes_of_a_node(run: Run) -> int:
     width = replicas.weights.stride(0)
     gap = (width - replicas.num_parameters) * replicas.weights.element_size()
 
-    def size(t: Tensor) -> int:  # subtract the gap between rows as wide as the matrix, which no node sends
+    def size(t: Tensor) -> int:  # rows as wide as the matrix's end in a gap that no node sends
         return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
 
     # All rows may share one optimizer, or each row may have its own.

@@ -53,7 +53,7 @@ class Callback:
         """Called after every step, when the step is in the history, and before it is saved."""
 
     def on_evaluation(self, run: Run) -> None:
-        """Called after every validation, including the one before the first step; after `on_step`."""
+        """Called after `on_step` at every step with a validation, and after the validation before the first step."""
 
     def on_end(self, run: Run) -> None:
         """Called after the last step; not called if the run was interrupted or has failed."""
@@ -133,7 +133,7 @@ def _marks(model: nn.Module) -> dict[str, Any]:
 
 
 def _values(run: Run) -> dict[str, int]:
-    """Return name → checksum for parameters of `run.model`; {} with a process for each node, where they are trained."""
+    """Return name → checksum for parameters of `run.model`; {} in a node's own process, where they train."""
     if run.spec.backend == "process" and run.spec.num_processes is None:
         return {}
     named = {n: p for n, p in run.model.named_parameters() if p.is_floating_point() and not p.is_meta}

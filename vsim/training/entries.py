@@ -541,7 +541,7 @@ def matrix_bytes(spec: RunSpec) -> float:
     weights = 1 if in_one and spec.strategy.shares_weights else spec.num_nodes
     grads = 1 if in_one and spec.strategy.shares_grads else spec.num_nodes
     moments = len(spec.strategy.optim_spec.state_names() - {"step"})
-    # Assume for strategies: outer weights, momentum, and one residual per node.
+    # Assume that a strategy keeps outer weights, momentum, and one residual per node.
     return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
 
 

@@ -223,7 +223,7 @@ def _measured_together(
 
 
 def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
-    """Return run → the "losses" (N,) of its global model on each of N datasets, and "accuracies" if known.
+    """Return for each run the "losses" (N,) of its global model on N datasets, and the "accuracies" if known.
 
     On a client's data, the client's model replaces the global model if the strategy has personal layers, or if
     `client_val_steps` is given. Runs with the same data are measured together. With several processes, only the first

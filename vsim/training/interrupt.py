@@ -12,7 +12,7 @@ from vsim.checkpoint.folder import Saving
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run is interrupted between two steps. Its state is consistent; `fit(resume=True)` resumes it.
+    """Raised when a run is interrupted between two steps, in a consistent state; `fit(resume=True)` resumes the run.
 
     Args:
         step: the last completed step. saving: where the run is saved; None: it is not saved.

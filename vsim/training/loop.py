@@ -94,7 +94,7 @@ class Ensemble:
                 run.left_states = global_states(run.cluster.weights.device)
             if run.clients is not None:
                 run.clients.release()
-            run.cluster.gradient_at = None  # refers to the stack, and would keep its memory in use
+            run.cluster.gradient_at = None  # it refers to the stack, whose memory would stay in use
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
 

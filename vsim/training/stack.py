@@ -66,7 +66,7 @@ class FewRows:
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
         """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
 
-        If all nodes share one row of gradients, their mean, add the contribution of the given rows to that row.
+        If all nodes share one row of gradients (their mean), add the given rows' contribution to the shared row.
 
         Raises:
             ValueError: the model changes weights that nodes share.
@@ -152,7 +152,7 @@ class Stack:
     take_own_step: Callable[[], None] | None = None
     is_small: bool = False
     _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # row outside the matrix, slice of its copies
-    _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by rows; whether one thread suffices
+    _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by number of rows; with `is_small`
 
     def place(self, run: Run, rows: range) -> None:
         """Give a run these rows of the matrix, in addition to its rows outside the matrix."""
