@@ -128,7 +128,7 @@ class CommunicationModule(Configured):
     def communicate(self, cluster: Cluster) -> None:
         """Change `cluster.weights` in place, after the optimizer step number `cluster.step`.
 
-        Default: `sync` after the steps that H selects; in a warm-up, `follow`.
+        Default: call `sync` after the steps that H selects, and `follow` in a warm-up.
         """
         due = self.when.is_due(cluster)
         if self.when.is_warmup(cluster.step):
@@ -223,8 +223,8 @@ class Algorithm(Configured):
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
     common = (Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim"), *OPTIONS)
 
-    # Whether all nodes have equal weights at every step by construction, so that one row is enough for all nodes; and
-    # whether only the mean of their gradients is used. A subclass must repeat these promises: they are not inherited.
+    # Whether all nodes always have equal weights by construction, so that one row is enough for all nodes; and whether
+    # only the mean of the nodes' gradients is used. A subclass must repeat both promises, as neither is inherited.
     shares_weights = False
     shares_grads = False
     # Whether nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.

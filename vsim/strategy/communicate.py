@@ -45,7 +45,7 @@ def all_reduce(
             `self.cluster.active` lists the participating nodes.
         payload_bytes: bytes that one node sends, if not the bytes of its row (such as with fewer bits per number).
         summable: whether a sum of messages is no larger than one message, as with numbers in bfloat16. Codes with a
-            scale per node cannot be summed: send them by all_gather. Fewer bytes without summable=True get a warning.
+            scale per node cannot be summed: send them by all_gather. Without summable=True, fewer bytes get a warning.
     """
     collectives = _collectives("all_reduce", tensor)
     name = op if isinstance(op, str) else _REDUCTIONS.get(op.name, op.name)

@@ -56,7 +56,7 @@ def names_of(arguments: list[str]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a short text for the value of an argument, without addresses.
+    """Return a short text for the value of an argument, without memory addresses.
 
     >>> shown([0.1, shown, object()])
     '[0.1, shown, object]'

@@ -29,7 +29,7 @@ class DeMoStrategy(Algorithm):
         compression_topk: coefficients that a node sends per tile.
         compression_chunk: upper limit for the sides of a tile.
         weight_decay: λ, decoupled, at least 0.
-        index_bytes: "int64", or "packed" to the bits that an index needs.
+        index_bytes: "int64", or "packed": as many bits as an index needs.
         options: see `Algorithm`, except inner_optim, since the sign step above takes its place. lr is 1e-3 by default;
             max_norm clips every node's gradient before it enters δ_k.
 

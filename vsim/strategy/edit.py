@@ -98,7 +98,7 @@ class EDiTCommunicator(OuterStep):
         self.outer_optim.step()
         views = zip(*(cluster.replicas.views(row[None]).values() for row in (phi, before)), strict=True)
         for (now, then), counted in zip(views, norms.isfinite().any(0), strict=True):
-            now.copy_(torch.where(counted, now, then))  # a tensor whose moves are all left out stays
+            now.copy_(torch.where(counted, now, then))  # a tensor whose moves are all left out does not change
         cluster.weights.copy_(phi)
 
     def gate(self, norms: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class EDiTCommunicator(OuterStep):
         judged = (self.count >= self.gate_after) & (self.variance > 0)
         z = torch.where(judged, away / positive(self.variance).sqrt(), 0.0)
         anomalous = ~norms.isfinite() | (z > self.threshold * self.scores.std(2, correction=0).clamp(min=1.0))
-        share = (1 / (self.count + 1)).clamp(min=ALPHA)  # in the first syncs, for the plain mean and variance
+        share = (1 / (self.count + 1)).clamp(min=ALPHA)  # in the first syncs, this gives the plain mean and variance
         self.variance = torch.where(anomalous, self.variance, (1 - share) * (self.variance + share * away.square()))
         self.mean = torch.where(anomalous, self.mean, self.mean + share * away)
         self.count = self.count + (~anomalous).to(self.count)

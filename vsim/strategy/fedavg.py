@@ -24,7 +24,7 @@ class AveragingCommunicator(CommunicationModule):
             post-local SGD, QSR(…) the quadratic synchronization rule.
         average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
             `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
-            made all nodes equal; it cannot be used with islands.
+            made all nodes equal; such an average cannot be used with islands.
 
     Payload: all weights, or the messages of `average`, every H steps.
 

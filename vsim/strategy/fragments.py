@@ -84,8 +84,8 @@ def fragments_of(layout: Sequence[Columns], wanted: Fragments, pattern: str) -> 
         wanted: the number of fragments; or one list per fragment, with names of parameters or of whole modules. None: a
             fragment for every layer. Layers are the numbered modules, such as blocks.3; parameters of no layer
             (embedding, final norm, head) are in the first fragment. With fewer layers than fragments, the modules that
-            hold the parameters take the layers' place, such as blocks.3.attention.
-        pattern: "strided", layer l is in fragment l mod n; or "sequential", a fragment has neighbouring layers.
+            directly hold parameters take the layers' place, such as blocks.3.attention.
+        pattern: "strided" (layer l is in fragment l mod n) or "sequential" (a fragment has neighbouring layers).
 
     Raises:
         ValueError: there are fewer modules than fragments; a name matches no parameter, or a parameter is in no list or

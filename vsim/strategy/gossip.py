@@ -194,7 +194,7 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def topology_of(given: Any) -> Topology:
-    """Return a graph that a user gives as a name, a `RandomGraph` or checked edges."""
+    """Return a user's graph: a name, a `RandomGraph`, or edges after checks."""
     if isinstance(given, RandomGraph):
         return given
     if isinstance(given, str) and not given.endswith(".csv"):
@@ -239,7 +239,7 @@ class GossipCommunicator(CommunicationModule):
             + 2^(t mod ⌈log₂ K⌉), and averages its row with the row it receives; "complete"; `RandomGraph(degree)`; a
             list of edges, a CSV file with one edge per row, or an undirected networkx graph.
         H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
-        tracking: whether to track gradients; with H = 1.
+        tracking: whether to track gradients; needs H = 1.
 
     Payload: all weights (twice with tracking) to each neighbour every H steps, in d rounds of messages for the largest
     degree d. In a round, a node sends at most once and receives at most once. The ledger has the edges of each round,

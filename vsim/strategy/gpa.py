@@ -30,7 +30,7 @@ class GPAStrategy(Algorithm):
 
     Payload: all gradients, every step.
 
-    Deviations from the paper: none in the update. `Trainer.fit` returns the mean replica, as always, which is y.
+    Deviations from the paper: none in the update. `Trainer.fit` returns the mean replica as always: y.
     """
 
     family = "data parallel"

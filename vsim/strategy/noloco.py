@@ -59,7 +59,7 @@ class PairCommunicator(CommunicationModule):
     def _drawn(self, cluster: Cluster) -> Tensor:
         active = torch.tensor(cluster.active)
         shuffled = active[torch.randperm(cluster.num_nodes, generator=cluster.generator)]
-        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # of an odd number, the last node has no partner
+        pairs = shuffled[: cluster.num_nodes // 2 * 2].view(-1, 2)  # if K is odd, one node has no partner
         return torch.cat([pairs, pairs.flip(1)])
 
     def attend(self, cluster: Cluster) -> None:

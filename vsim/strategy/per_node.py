@@ -162,7 +162,7 @@ class Strategy(Algorithm):
             super().optimize()
             return
         for parameter, grad in self._stepped:
-            if parameter.grad is None:  # after self.optim.zero_grad() in the last step
+            if parameter.grad is None:  # if the previous step called self.optim.zero_grad()
                 parameter.grad = grad
         matrix = self.cluster.replicas.weights.data_ptr()  # one torch optimizer may step the whole matrix
         is_whole = isinstance(self.optim, Optimizer) and [p.data_ptr() for p, _ in self._stepped] == [matrix]
@@ -248,7 +248,7 @@ class StackedModel(nn.Module):
         return [*(self._stacked or {}).values()]
 
     def move(self, replicas: Replicas) -> None:
-        """Switch to the rows of `replicas`, which the parameters are already views of."""
+        """Switch to the rows of `replicas`; the parameters are already views of these rows."""
         self._replicas = replicas
         weights, grads = (replicas.views(rows) for rows in (replicas.weights, replicas.grads))
         self._views = [(p, weights[name], grads[name]) for name, p in (self._stacked or {}).items()]

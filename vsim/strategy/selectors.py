@@ -19,7 +19,7 @@ class IndexSelector(Configured):
     """Base of selectors: in every round, choose about a share p of the entries of every tensor.
 
     The choice depends only on the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every
-    tensor) and draws from `cluster.generator`. It is equal on all nodes, so no indices are sent.
+    tensor) and draws from `cluster.generator`. It is therefore equal on all nodes, and no indices are sent.
 
     Args:
         p: share of the entries, 0 < p ≤ 1.

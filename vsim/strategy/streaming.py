@@ -34,8 +34,8 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
         outer_optim, outer_lr: see `DiLoCoCommunicator`.
         fragments: P; or P lists of names of parameters or of modules (with all their parameters). Default: a fragment
             for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
-            norm, head) are in the first fragment. With more fragments than layers, the modules in the layers are
-            distributed.
+            norm, head) are in the first fragment. With more fragments than layers, modules inside the layers take the
+            layers' place.
         pattern: "strided" (layer l is in fragment l mod P) or "sequential" (a fragment has neighbouring layers).
         delay: τ, steps from sending to applying, 0 ≤ τ < H.
         mixing: α in [0, 1], the share of a node's own weights that stays. The paper uses 0.5.

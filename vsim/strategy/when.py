@@ -148,7 +148,7 @@ class PostLocal(When):
 
     Args:
         warmup_steps: w, at least 1.
-        then: H, a number or a schedule, counted from step w on.
+        then: H after the warm-up: a number or a schedule, counted from step w.
 
     Source: post-local SGD [Lin et al. 2018, arXiv:1808.07217].
     """

@@ -26,7 +26,7 @@ class Part:
 
     Attributes:
         role: the part's place in an average: "rule", "limit" or "message".
-        made_by: the function that makes the part, which `repr` shows; see `function_of`.
+        made_by: the name of the function that makes the part, shown by `repr`; see `function_of`.
     """
 
     role: ClassVar[str] = ""
@@ -48,7 +48,7 @@ class Rule(Part):
     A function f(rows (n, P), weights (n,) or None) → (P,) is accepted wherever an average is.
 
     Attributes:
-        by: a node's weight: "nodes" (equal weights), "examples" (its number of examples) or "tokens".
+        by: a node's weight: 1 ("nodes"), or its number of examples ("examples") or of tokens ("tokens").
         by_tensor: whether the rule is called once per parameter, not with all parameters as one vector (P,).
             Embeddings then take the mean, since most rows of a lookup table change on few nodes only.
         of_moves: whether the rule uses lengths or directions, so that the vectors must be moves (changes of the

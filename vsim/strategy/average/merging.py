@@ -65,7 +65,7 @@ class Iso(Rule):
 
 @dataclass(frozen=True, repr=False)
 class TIES(Rule):
-    """Keep each node's largest entries, then average over the nodes that agree with the sign of the sum.
+    """Keep each node's largest entries, then average every entry over the nodes that agree with the sign of its sum.
 
     Args:
         share: the share of all parameters' entries that each node keeps, in (0, 1].

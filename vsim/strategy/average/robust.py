@@ -48,7 +48,7 @@ class Median(TrimmedMean):
 
 @dataclass(frozen=True, repr=False)
 class Krum(Rule):
-    """The vector with the least sum of squared distances to its n − faulty − 2 nearest vectors; the first if several.
+    """The vector with the least sum of squared distances to its n − faulty − 2 nearest vectors; in a tie, the first.
 
     A vector that is not finite is never chosen.
 

@@ -41,7 +41,7 @@ class Compressor(Configured):
         return [rows]
 
     def restore(self, arranged: list[Tensor]) -> Tensor:
-        """Undo `arrange`, for stacked or shared tensors: (R, P) or (P,)."""
+        """Undo `arrange`: turn stacked tensors into (R, P), shared tensors into (P,)."""
         (rows,) = arranged
         return rows
 

@@ -16,9 +16,9 @@ class TopK(Compressor):
 
     Args:
         fraction: in (0, 1]: k = round(fraction · P), at least 1, for all parameters together.
-        index_bytes: bill an index as "int64" (8 bytes), or "packed" to ceil(log2 P) bits.
+        index_bytes: "int64", 8 bytes per index; or "packed", ceil(log2 P) bits per index.
 
-    Payload: k · (8 + 4) bytes; packed 4·k + ceil(k · ceil(log2 P) / 8). One all-gather.
+    Payload: k · (8 + 4) bytes; with "packed", 4·k + ceil(k · ceil(log2 P) / 8). One all-gather.
 
     Source: Aji and Heafield 2017 [arXiv:1704.05021]; Stich et al. 2018 [arXiv:1809.07599].
     """
