@@ -94,13 +94,13 @@ def test_an_outlier_counts_less_than_its_square() -> None:
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth() -> None:
-    """In 150 draws of noise, nominal 95 % intervals of every parameter hold it in 90 to 98 %."""
+    """In 300 draws of noise, nominal 95 % intervals of every parameter hold it in 90 to 97 %."""
     truth, held = {"A": 20.0, "a": -0.1, "b": 0.02, "c": 0.01}, dict.fromkeys("Aabc", 0)
-    for seed in range(150):
+    for seed in range(300):
         law = scaling.fit(drawn(power, 0.01, seed), "power", bootstrap=40, seed=seed)
         for name, (low, high) in law.intervals.items():
             held[name] += low <= truth[name] <= high
-    assert all(0.90 <= count / 150 <= 0.98 for count in held.values()), held
+    assert all(0.90 <= count / 300 <= 0.97 for count in held.values()), held
 
 
 def test_refused() -> None:

@@ -266,7 +266,7 @@ t.tune(space=space, callbacks=[count], save_dir=path, checkpoint_interval=2)
 
 @pytest.mark.slow
 def test_kills_lose_no_trial(tmp_path: Path) -> None:
-    for kill_at in (8, 20, -1):
+    for kill_at in (2, 8, 13, 20, 23, -1):
         command = [sys.executable, "-c", SCRIPT, str(kill_at), str(tmp_path / "search")]
         path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
