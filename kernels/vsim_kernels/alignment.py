@@ -1,9 +1,9 @@
 """Alignment of the nodes' tensors in memory, on which the last bits of matrix products may depend.
 
-A separate tensor begins at a multiple of 64 bytes. Row k of a dense stacked tensor (K, …) does so only if the size of a
-row is a multiple of 64 bytes. Some libraries sum in another order if an operand is not aligned (MKL on AMD processors:
-to 16 bytes). To make node k's products bitwise equal to the products of a run with one node, the rows of stacked
-operands are placed a multiple of 64 bytes apart, with a gap behind each row if needed.
+A separate tensor begins at a multiple of 64 bytes. Row k > 0 of a dense stacked tensor (K, …) is so placed only if the
+size of a row is a multiple of 64 bytes. Some libraries sum in another order if an operand is not aligned (MKL on AMD
+processors: to 16 bytes). To make node k's products bitwise equal to the products of a run with one node, the rows of
+stacked operands are placed a multiple of 64 bytes apart, with a gap behind each row if needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 def matters(device: torch.device) -> bool:
-    """Return whether results on a device may depend on alignment: on the CPU only; other devices align all tensors."""
+    """Return whether results on a device may depend on alignment. Only on the CPU: other devices align all tensors."""
     return device.type == "cpu"
 
 
@@ -60,8 +60,8 @@ def are_apart(stacked: Tensor) -> bool:
 def rows_apart(stacked: Tensor) -> Tensor:
     """Return the *stacked* (K, …) tensor if its rows are a multiple of 64 bytes apart, else a copy whose rows are.
 
-    The rows of the copy keep their strides. All begin at the offset of row 0 from a multiple of 64 bytes: the offset of
-    the same view in a run with one node.
+    The rows of the copy keep their strides. All begin at the offset that row 0 has from a multiple of 64 bytes, as the
+    same view does in a run with one node.
     """
     if are_apart(stacked):
         return stacked

@@ -59,8 +59,8 @@ def statistical_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def _sums_by_code(y: Tensor, codes: Tensor, number: int) -> Tensor:
     """Return (…, number): for each code, the sum of the entries of y (…, n) with that code; bitwise equal on every run.
 
-    A CPU scatters in the order of the entries. Other devices would add colliding entries in any order; there, the sum
-    of each code is over a separate copy of the row, in which entries with other codes are 0.
+    A CPU scatters in the order of the entries. Other devices would add entries of one code in any order. There, each
+    code is summed over a separate copy of the row, in which entries with other codes are 0.
     """
     if _adds_in_order(y):
         return y.new_zeros(*y.shape[:-1], number).scatter_add_(-1, codes, y)
@@ -74,7 +74,7 @@ def _adds_in_order(y: Tensor) -> bool:
 
 
 def fp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to the nearest of 0 and ±2^−6 … ±1 times the largest magnitude of a row: E3M0, sign and 3 exponent bits.
+    """Round to 0 or ±2^−6 … ±1 times a row's largest magnitude, whichever is nearest: E3M0, sign and 3 exponent bits.
 
         scale = max|x|,  code = the index in `E3M0` of the value nearest to x / scale; ties to the larger magnitude
 

@@ -27,7 +27,7 @@ def dct_matrix(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = 
 
     The matrix is built once per (n, device, dtype), in float64 on the CPU (some devices lack float64), then cast. The
     result is the cached tensor: don't write to it. Compiled code uses the cache, too; if a matrix is not cached yet,
-    `torch.compile` traces its construction, and compiles again at the next call.
+    `torch.compile` traces how it is built, and compiles again at the next call.
 
     Args:
         n: size, at least 1.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .precision import working_dtype
 
-# Devices without QR in some supported version of torch; for these, QR runs on the CPU.
+# Devices on which some supported version of torch lacks QR; for these devices, QR runs on the CPU.
 _WITHOUT_QR = frozenset({"mps"})
 
 
@@ -54,8 +54,8 @@ def orthogonalize(p: Tensor) -> Tensor:
     """Return orthonormal columns; column i is in the span of the first i columns of p.
 
     The method is QR with a positive diagonal of R: in exact arithmetic, Gram-Schmidt; with rounding, more orthogonal
-    than Gram-Schmidt. A column that depends linearly on earlier columns is replaced by an arbitrary orthonormal column
-    (of the identity if P = 0), which does not harm the approximation.
+    than Gram-Schmidt. A column that depends linearly on earlier columns is replaced by an arbitrary orthonormal column,
+    which does not harm the approximation; if P = 0, by a column of the identity.
 
     Args:
         p: (…, n, r), r ≤ n, floating; 16-bit types are factorized in float32.
@@ -75,7 +75,7 @@ def orthogonalize(p: Tensor) -> Tensor:
     if p.device.type in _WITHOUT_QR:
         work = work.cpu()
     q, upper = torch.linalg.qr(work)
-    i = torch.arange(r, device=work.device)  # not .diagonal(): torch.compile meets a deprecated check in it
+    i = torch.arange(r, device=work.device)  # not .diagonal(), in which torch.compile meets a deprecated check
     flip = torch.where(upper[..., i, i] < 0, -1.0, 1.0).to(work.dtype)
     return (q * flip[..., None, :]).to(p.dtype).to(p.device)
 
@@ -99,7 +99,7 @@ def low_rank_reference(p: Tensor, q: Tensor) -> Tensor:
 
 
 def orthogonalize_reference(p: Tensor) -> Tensor:
-    """`orthogonalize` of one (n, r) of full rank: Gram-Schmidt, twice over, in float64."""
+    """`orthogonalize` of one (n, r) of full rank by two passes of Gram-Schmidt in float64."""
     done: list[Tensor] = []
     for column in p.double().T:
         for _ in range(2):  # the second pass removes the rounding errors of the first

@@ -17,7 +17,7 @@ def write_entries_(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
     Args:
         x: *stacked* (K, N), changed in place and returned.
-        index: *shared* (m,) int64, distinct (a repeated column would get either value).
+        index: *shared* (m,) int64, distinct (if a column were repeated, it would get either value).
         values: *shared* (m,), in the dtype of x.
     """
     nodes = x.shape[0]

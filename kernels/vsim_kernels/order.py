@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sort_rows(rows: Tensor) -> list[Tensor]:
-    """Return each entry's values on the n nodes, in ascending order.
+    """Sort each entry's n values, one from each node, in ascending order.
 
     On a CPU, uses Batcher's merge exchange, which compares and exchanges whole rows about n·log²(n)/4 times, at memory
     bandwidth; `torch.sort` would sort the few values of each entry separately. On other devices, where each exchange

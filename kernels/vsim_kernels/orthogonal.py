@@ -15,7 +15,7 @@ def newton_schulz(matrices: Sequence[Tensor], coefficients: Coefficients, steps:
 
         X ← M / max(‖M‖, eps);  `steps` times:  G = X Xᵀ,  X ← a·X + (b·G + c·G²) X
 
-    All matrices of one shape, or of its transpose, are multiplied in one call, in bfloat16 like in torch.optim.Muon.
+    Matrices of one shape or its transpose are multiplied in one call, in bfloat16 as in torch.optim.Muon.
 
     Args:
         matrices: each *stacked* (K, n, m).

@@ -22,12 +22,12 @@ def quantize(x: Tensor, bits: int, dim: int | None = None) -> tuple[Tensor, Tens
         bits = 1:  scale = mean|x|,     code = −1 where x < 0, else +1
 
     Rounds to the nearest code, ties to even. With 2 bits or more, the error is at most scale / 2, 0 stays 0, and one of
-    the 2^bits codes is unused. One bit has no code for 0; mean|x| is then the scale of least squared error.
+    the 2^bits codes is unused. With 1 bit, 0 has no code, and mean|x| is the scale of least squared error.
 
     Args:
         x: any shape, floating.
         bits: 1 to 16.
-        dim: the dimension that a scale spans; default: all. For *stacked* (K, N), −1 gives each node a scale.
+        dim: the dimension whose entries share a scale; default: all. For *stacked* (K, N), −1 gives each node a scale.
 
     Returns:
         codes, the shape of x, int8 up to 8 bits and int16 above; and scale, broadcastable to x, float32 (or
@@ -71,7 +71,7 @@ def uniform_quantize(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
 
 
 def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row without bias by QSGD, on a grid of the row's norm, with the given random numbers.
+    """Quantize each row without bias by QSGD, on a grid scaled by the row's norm, with the given random numbers.
 
         scale = ‖x‖₂ / s,   y = |x| / scale,   code = sign(x) · (floor(y) + [u < y − floor(y)])
 
@@ -97,7 +97,7 @@ def stochastic_codes(x: Tensor, levels: int, uniform: Tensor) -> tuple[Tensor, T
     magnitude = _magnitude(x)
     norm = torch.linalg.vector_norm(magnitude, dim=-1, keepdim=True)
     if x.shape[-1] > 0:
-        # Squares of tiny entries underflow, and of huge entries overflow. Codes are unbiased for any norm ≥ max|x|.
+        # Squares of tiny entries underflow, squares of huge ones overflow. Codes are unbiased for any norm ≥ max|x|.
         norm = torch.maximum(norm, magnitude.amax(-1, keepdim=True)).clamp_(max=torch.finfo(x.dtype).max)
     scale = norm / levels
     y = _ratio(x, scale).abs_().clamp_(max=levels)

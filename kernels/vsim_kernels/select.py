@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-# Draws at a time: limits the float64 temporaries to 8 MB, which stay in the caches.
+# Most numbers drawn at a time: limits the float64 temporaries to 8 MB, which stay in the caches.
 _PIECE = 1 << 20
 
 
@@ -85,14 +85,14 @@ def _ones(numel: int, p: float, generator: torch.Generator) -> Tensor:
 def bernoulli_indices_reference(
     numel: int, p: float, generator: torch.Generator, device: torch.device | str | None = None
 ) -> Tensor:
-    """`bernoulli_indices` by its definition: a coin for every entry (same distribution, other draws)."""
+    """`bernoulli_indices` by its definition: toss a coin for every entry (same distribution, other draws)."""
     coins = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(numel)]
     chosen = [i for i, coin in enumerate(coins) if coin < p]
     return torch.tensor(chosen, dtype=torch.int64, device=device)
 
 
 def chunk_sizes(numel: int, count: int) -> list[int]:
-    """Return the sizes of `count` consecutive chunks of `numel` entries; the first chunks get the remainder.
+    """Return the sizes of the `count` chunks into which `numel` entries are cut; the first chunks get the remainder.
 
     Cuts as `torch.tensor_split` does; some chunks are empty if count > numel.
 

@@ -23,7 +23,7 @@ def topk_entries(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: (…, n), floating.
-        k: entries to keep of each row, at least 1; a k above n keeps all n.
+        k: how many entries to keep of each row, at least 1; a k above n keeps all n.
 
     Returns:
         values (…, min(k, n)) with sign, and index (…, min(k, n)), int64, without repeats. The order of the entries and
@@ -64,8 +64,8 @@ def scatter_sum(index: Tensor, values: Tensor, n: int) -> Tensor:
     """Return every entry's sum over the nodes that sent the entry: out[j] = Σ_{k: j ∈ index[k]} value.
 
     The result is bitwise equal on every run. A CPU scatters into one vector in the order of the ranks. Other devices
-    would add colliding entries atomically in any order; there, each node's values are scattered into a separate row of
-    a temporary (K, n) tensor, and the rows are summed.
+    would add values of one entry atomically in any order; there, each node's values are scattered into a separate row
+    of a temporary (K, n) tensor, and the rows are summed.
 
     Args:
         index: *stacked* (K, s) int64, the entries that each node sent, none twice.
@@ -85,8 +85,8 @@ def scatter_mean(index: Tensor, values: Tensor, n: int) -> Tensor:
 
         out[j] = Σ_{k: j ∈ index[k]} value / #{k: j ∈ index[k]}
 
-    An entry sent with value 0 counts as sent. `scatter_sum` adds the values. One scatter counts the senders on every
-    device, because the order in which whole numbers are added does not matter.
+    An entry sent with value 0 counts as sent. `scatter_sum` adds the values. On every device, one scatter counts the
+    senders, because whole numbers may be added in any order.
 
     Args:
         index, values, n: see `scatter_sum`.

@@ -29,14 +29,14 @@ class VmapError(RuntimeError):
 
 
 class NodesDifferError(VmapError):
-    """The model's Python reads a value that differs between nodes, so that nodes may take different branches."""
+    """The model's Python code reads a value that differs between nodes, so that nodes may take different branches."""
 
 
 def favors_loops(device: torch.device) -> bool:
-    """Return whether a device works best on a few nodes at once: a CPU, because of its caches.
+    """Return whether a device is fastest with a few nodes at once, as a CPU is, because of its caches.
 
-    On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node, so that a step should
-    launch the same number of kernels for any number of nodes.
+    On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node, so a step should launch
+    equally many kernels for any number of nodes.
     """
     return device.type in ("cpu", "meta")
 
@@ -60,8 +60,8 @@ def node_by_node(
     Differentiable. In-place writes into a slice are kept.
 
     Args:
-        args, kwargs: the arguments; tensors that differ between nodes are wrapped in `Stacked`. Two arguments that are
-            one `Stacked` object become one slice object.
+        args, kwargs: the arguments; tensors that differ between nodes are wrapped in `Stacked`. If one `Stacked` object
+            is given twice, `function` also gets one slice object twice.
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
@@ -93,7 +93,7 @@ def node_by_node(
 
 
 class _Slices(torch.autograd.Function):
-    """x (K, …) → its K slices; the gradient has the memory layout of the slices' gradients."""
+    """Cut x (K, …) into its K slices; the gradient of x has the memory layout of the slices' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ def _keep_written(stacked: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one memory layout, and keep the layout: later reductions then read memory in order."""
+    """Stack tensors of one memory layout, and keep the layout, so that later reductions read memory in order."""
     first = parts[0]
     if first.is_contiguous():
         return torch.stack(list(parts))
@@ -150,7 +150,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
 def dropout(
     x: Tensor, p: float, whole_features: bool, streams: Sequence[torch.Generator], inplace: bool = False
 ) -> Tensor:
-    """Dropout of x (K, …) with probability p; every node's generator draws its mask as an eager call would.
+    """Dropout of x (K, …) with probability p; each node's generator draws the node's mask as an eager call would.
 
     Masks are drawn by one call per node, even on an accelerator, so that a node's numbers depend only on its generator.
     """
@@ -159,7 +159,7 @@ def dropout(
     if not (whole_features or inplace or favors_loops(x.device)):  # CUDA's kernel for dropout draws other numbers
         ones = torch.ones_like(x[0])
         return x * (_stack([_dropped(ones, p, stream) for stream in streams]) != 0) * (1 / (1 - p))
-    features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one draw for each example and channel
+    features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one number is drawn for each example and channel
     mask = x.new_empty(features) if whole_features else torch.empty_like(x)
     for row, stream in zip(mask, streams, strict=True):
         row.bernoulli_(1 - p, generator=stream)
@@ -194,9 +194,9 @@ class _Gelu(torch.autograd.Function):
 
 
 def _check_indices(indices: Tensor, rows: int) -> None:
-    """Raise an IndexError on the CPU for an index outside 0 … rows − 1; see `vsim.engine.indices` for other devices.
+    """On the CPU, raise an IndexError for an index outside 0 … rows − 1; for other devices, see `vsim.engine.indices`.
 
-    The check is a tensor operation, so that a compiled graph contains it, and Python reads no number.
+    The check is a tensor operation, which a compiled graph can contain and for which Python reads no number.
     """
     if indices.device.type != "cpu":
         return
@@ -207,7 +207,7 @@ def _check_indices(indices: Tensor, rows: int) -> None:
 
 
 class _Embedding(torch.autograd.Function):
-    """Lookup of indices (K, …) in table (K, V, d) → (K, …, d); row `padding_idx` of every table gets no gradient."""
+    """Look up indices (K, …) in table (K, V, d) → (K, …, d); row `padding_idx` of every table gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
@@ -234,7 +234,7 @@ class _Embedding(torch.autograd.Function):
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Layer normalization of x (K, …, *shape) over `shape`, with weight and bias (K, *shape)."""
     y = F.layer_norm(x, shape, eps=eps)
-    # The kernel takes one weight for all examples: multiply by each node's weight afterwards.
+    # The kernel takes one weight for all examples; each node's weight is multiplied afterwards.
     weight, bias = (t if t is None else t.view(len(t), *[1] * (x.dim() - t.dim()), *shape) for t in (weight, bias))
     if weight is not None and bias is not None:
         return torch.addcmul(bias, y, weight)  # in one pass
@@ -276,8 +276,8 @@ def _nodes(x: Tensor, nodes: int) -> Tensor:
 def of_examples(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply `function`, which treats each example of (N, …) separately, to the examples (K, B, …) of all nodes at once.
 
-    To avoid a copy, takes examples in the order of memory: in the output of `convolution`, the node dimension varies
-    faster than the batch dimension. The result has the same memory order.
+    To avoid a copy, examples are merged in the order of memory: in the output of `convolution`, the node dimension
+    varies faster than the batch dimension. The result has the same memory order.
     """
     inside = x.stride(0) < x.stride(1)
     nodes_and_examples = x.transpose(0, 1) if inside else x
@@ -322,7 +322,7 @@ def linear(
     weight_grad, bias_grad: optional tensors, such as parts of the nodes' gradient matrix, to which the backward pass
     writes the gradients; autograd then returns these tensors.
     """
-    if x.dim() == 2:  # one example a node, without a batch dimension
+    if x.dim() == 2:  # one example per node, without a batch dimension
         return linear(x[:, None], weight, bias, weight_grad, bias_grad)[:, 0]
     out: Tensor = _Linear.apply(x.flatten(1, -2), weight, bias, weight_grad, bias_grad)
     return out.view(*x.shape[:-1], weight.shape[1]) if x.dim() != 3 else out

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def is_cast(operand: Any) -> bool:
-    """Return whether autocast, if it is on, casts an operand of this dtype and device; it never casts float64."""
+    """Return whether autocast, when on, casts an operand of this dtype and device. Autocast never casts float64."""
     eligible = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
     return eligible and operand.device.type != "meta" and torch.is_autocast_enabled(operand.device.type)
 
@@ -77,7 +77,7 @@ class Casting(TorchFunctionMode):
 
 
 class Casts(TorchFunctionMode):
-    """Context that records in `seen` whether autocast is on for any function call, as the model may turn it on."""
+    """Context that records in `seen` whether autocast is on in any function call; the model itself may turn it on."""
 
     seen = False
 

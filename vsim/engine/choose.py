@@ -1,4 +1,4 @@
-"""Choose how to compute the nodes: vectorized or compiled if a proof succeeds for the model, else by the loop."""
+"""Choose how to compute the nodes: vectorized or compiled if this is proved right for the model, else by the loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and thir
 class Decision:
     """The choice of an executor for a model: its class `kind`, and the reason `why`.
 
-    For each shape of batch: `proofs` holds the proof, `left` the error of a failed proof, and `again` the step at which
-    the proof is repeated on replayed CUDA graphs.
+    Three dicts have the shapes of a batch as key: `proofs` holds the proof, `left` the error of a failed proof, and
+    `again` the step at which the proof is repeated on replayed CUDA graphs.
     """
 
     kind: Callable[..., Executor] | None = None
@@ -40,12 +40,12 @@ class Decision:
 
 
 class AutoExecutor(Executor):
-    """Computes by `VmapExecutor` (with compile=True, by `CompiledExecutor`), and by the loop in four cases:
+    """Computes by `VmapExecutor`, or by `CompiledExecutor` with compile=True; uses the loop in four cases:
 
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
-    4. a proof fails, with a warning. If it fails for a later shape of batch, the loop takes only batches of this shape.
+    4. a proof fails, with a warning; for a later shape of batch, the loop then computes only batches of that shape.
 
     A model that cannot be compiled is vmapped, with a warning. The choice depends only on the model, shapes and
     settings, so that a resumed run chooses the same executor.
@@ -168,7 +168,7 @@ class AutoExecutor(Executor):
 
 
 def _convolves_alone(proof: Proof) -> bool:
-    """Return whether vmap computes most convolutions node by node, in which case the loop is faster."""
+    """Return whether vmap computes most convolutions node by node; the loop is then faster."""
     alone, together = (
         sum(count for (name, how), count in proof.calls.items() if name.startswith("conv") and how == way)
         for way in ("node by node", "batched")

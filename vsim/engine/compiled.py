@@ -38,7 +38,7 @@ from vsim.private_torch import (
 from vsim.trees import mapped, tensors_of
 
 # Upper bound of the activations' bytes in one compiled call. Activations of few nodes stay in the caches, and more
-# calls cost little: a step in one call takes 0.94 (16 GPTs) or 0.95 (4 ResNets) of the time of a step in two calls.
+# calls cost little: one call instead of two takes 0.94 (16 GPTs) or 0.95 (4 ResNets) of a step's time.
 ACTIVATIONS_AT_ONCE = 40_000_000
 _COMPILING = "compiling: some 10 to 60 s the first time, seconds where torch's cache on disk has it"
 _MOST_GRAPHS = 256  # torch's own limit for one process
@@ -50,7 +50,7 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 _WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors by CPU capability
 
-# Finds the failed operation's name and the reason in a compiler's error; its first line has neither.
+# Finds the failed operation and the reason in a compiler's error, whose first line names neither.
 _OF_OPERATION = re.compile(
     r"FX node .*?: call_\w+ (?P<name>[\w.]+)\(.*?: got \w+\((?P<q>['\"])(?P<reason>.*?)(?P=q)\)", re.S
 )
@@ -59,8 +59,8 @@ _OF_OPERATION = re.compile(
 class _Operands(NamedTuple):
     """The weights and gradients of a piece, by name, as arguments of a graph.
 
-    Each tensor has its own storage: if a graph writes to views of one storage, the compiler merges the views into one
-    argument, and takes the argument to end before the gap after the matrix's last row.
+    Each tensor has its own storage. If a graph wrote to views of one storage, the compiler would merge the views into
+    one argument, and would end this argument before the gap after the matrix's last row.
     """
 
     weights: Views
@@ -79,16 +79,16 @@ class CompileError(RuntimeError):
 class CompiledExecutor(VmapExecutor):
     """`VmapExecutor` whose losses and gradients are one graph of torch.compile, with functorch's rules, not vsim's.
 
-    On a CPU, the nodes of one call keep at most ACTIVATIONS_AT_ONCE bytes, unless `settings.chunk_size` gives their
-    number. On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. The model's random operations draw
-    different numbers for each node from one generator: reproducible, but not the numbers that other executors draw.
+    On a CPU, a call computes as many nodes as keep at most ACTIVATIONS_AT_ONCE bytes, or `settings.chunk_size` nodes.
+    On CUDA, PyTorch captures the graph as a CUDA graph, see `captures`. The model's random operations draw different
+    numbers for each node from one generator. They are reproducible, but differ from those of other executors.
 
     Attributes:
         compile_seconds: the duration of the first step; None before it.
 
     Raises:
         CompileError: in the first step, the model breaks the graph (the message names the operation and its line), the
-            graph is wrong, or no compiler is installed; in a later step, the model's Python state keeps changing.
+            graph is wrong, or no compiler is installed; in later steps, the model's Python state changes too often.
     """
 
     name = "compiled"
@@ -121,7 +121,7 @@ class CompiledExecutor(VmapExecutor):
             batch: Any,
             added: tuple[Tensor, Tensor] | None,
         ) -> Tensor:
-            """Return losses; write gradients to `grads`, or with added=(share, adds) write or add share · gradients."""
+            """Return losses; write gradients to `grads`. With added=(share, adds), write or add share · gradients."""
             own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
             for name, place in grads.items():
                 if added is None:
@@ -142,8 +142,8 @@ class CompiledExecutor(VmapExecutor):
     @property
     def options(self) -> dict[str, Any]:
         """The options of torch.compile."""
-        # Draw random numbers as uncompiled operations do, so that `prove` can compare both. By default, fused kernels
-        # on CUDA repeat masks of dropout since PyTorch 2.13 [github.com/pytorch/pytorch/issues/198333].
+        # Draw random numbers as uncompiled operations do, so that `prove` can compare the two. By default, fused
+        # kernels on CUDA repeat masks of dropout since PyTorch 2.13 [github.com/pytorch/pytorch/issues/198333].
         options: dict[str, Any] = {"guard_filter_fn": without_guards_on_torch, "fallback_random": True}
         if width := _WIDTHS.get(torch.backends.cpu.get_cpu_capability()):
             # PyTorch's own kernels use vectors of this width: skip the test program that inductor would compile.
@@ -181,13 +181,13 @@ class CompiledExecutor(VmapExecutor):
         return _COMPILING if self.compile_seconds is None else ""
 
     def prove(self, batch: Any, share: float = 1.0) -> Proof:
-        """Prove the graph for batches shaped like `batch` in two halves, see `vsim.engine.proof`:
+        """Prove in two halves that the graph is right for batches shaped like `batch`, see `vsim.engine.proof`:
 
         1. a step of the graph agrees with the uncompiled function, from the same state of the generators;
         2. steps of the uncompiled function agree with the loop's, in evaluation mode if the model draws.
 
         Args:
-            share: the batch's share of a step's examples; a whole step, share=1.0, has a separate graph.
+            share: the share of a step's examples that `batch` holds; a whole step, share=1.0, has a separate graph.
         """
         self._look(tree_map(lambda t: t[0], batch))
         started = time.perf_counter()
@@ -209,13 +209,13 @@ class CompiledExecutor(VmapExecutor):
         return made
 
     def _tried(self, batch: Any, share: float) -> Step:
-        """Take a step, restore the state before it, and return the step."""
+        """Take a step, restore the earlier state, and return the step."""
         with undone(self):
             losses = self._backward(cloned(batch), share, True)
             return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
 
     def _look(self, batch: Any) -> None:
-        """Detect on one node's batch whether the model draws random numbers, and whether autocast is on."""
+        """Detect, with one node's batch, whether the model draws random numbers, and whether autocast is on."""
         generator = default_generator(self.replicas.weights.device)
         with self.first_node(batch) as (objective, _, own), Casts() as casts:
             state = generator.get_state()
@@ -244,7 +244,7 @@ class CompiledExecutor(VmapExecutor):
         shapes = tuple(t.shape for t in tensors_of(batch))
         if self._cuts_by_batch:
             self._cut_for(batch)
-        if is_watched():  # a mode counts operations or memory: a compiled graph would hide them
+        if is_watched():  # a compiled graph would hide operations and memory from a mode that counts them
             return super()._backward(batch, share, first)
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
@@ -267,7 +267,7 @@ class CompiledExecutor(VmapExecutor):
         return stacked if share == 1.0 else stacked * share
 
     def _called(self, number: int, batch: Any, shapes: Any, share: float, adds: bool) -> Tensor:
-        """Return the losses of piece `number`; write share · gradients to `grads` or, if `adds`, add them."""
+        """Return the losses of piece `number`; write share · gradients to `grads`, or add them if `adds`."""
         piece, (weights, grads) = self.pieces[number], self._operands[number]
         whole = share == 1.0 and not adds
         added = None if whole else self._added_of(share, adds)
@@ -309,12 +309,12 @@ class CompiledExecutor(VmapExecutor):
 
 
 def _without_gradient_of_padding(module: Any, inputs: tuple[Tensor], outputs: Tensor) -> Tensor:
-    """Stop the gradient of padding, because functorch's rule stops it only in the first node's table."""
+    """Stop the gradient of padding; functorch's rule would stop this gradient only in the first node's table."""
     return torch.where((inputs[0] == module.padding_idx)[..., None], outputs.detach(), outputs)
 
 
 def _summary(error: Exception) -> str:
-    """Return the first line of a compiler's error, and the model's line that caused it."""
+    """Return the first line of a compiler's error, and the line of the model that caused the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("storage of BatchedTensorImpl" in line for line in lines[:2]):
         return "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"

@@ -33,7 +33,7 @@ class Settings:
     Attributes:
         autocast: compute in bfloat16 where torch.autocast does.
         deterministic: make runs bitwise repeatable; on the CPU, also bitwise equal to eager PyTorch node by node.
-        chunk_size: nodes computed at once; default: the executor's choice.
+        chunk_size: the number of nodes computed at once; default: the executor's choice.
         compile: compile the loss and its gradient.
         position: the current position of the run.
     """
@@ -52,7 +52,7 @@ class Executor(ABC):
         replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. If nodes share
             one row of gradients, the mean of their gradients is written to this row.
         objective: the user's model (`replicas.module`) and loss.
-        generators: one for each node, for the random numbers of its model.
+        generators: one for each node, from which the node's model draws.
         settings: how to compute.
 
     Attributes:
@@ -61,7 +61,7 @@ class Executor(ABC):
         preparing: text for a progress bar if the next step begins with long preparations, such as compilation.
         captures: whether the first steps are captured as CUDA graphs, and later steps replay the graphs.
         has_given_threads: whether the user chose the number of threads.
-        casts: whether autocast is on, by the settings or by the model itself; the proof detects the latter.
+        casts: whether the settings or the model itself turn autocast on; the proof detects whether the model does.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Executor(ABC):
         return total
 
     def prepare(self, batch: Any) -> None:  # noqa: B027  # by default a no-op
-        """Prepare for stacked batches (K, B, …) shaped like `batch`; `losses_and_grads` does so by itself."""
+        """Prepare for stacked batches (K, B, …) shaped like `batch`; `losses_and_grads` calls this method itself."""
 
     def _shared_tensors(self) -> dict[str, Tensor]:
         """Return name → tensor, for tensors that nodes share and that `forward` must not change."""
@@ -121,7 +121,7 @@ class Executor(ABC):
 
     @contextmanager
     def first_node(self, batch: Any) -> Iterator[tuple[Objective, Views, Any]]:
-        """Place copies of the first node's tensors in a copy of the model; yield the model, the tensors, and a batch.
+        """Place copies of the first node's tensors in a copy of the model; yield this model, the tensors, and a batch.
 
         Computations within the block change no weights, buffers, attributes or random streams of the run.
 
@@ -138,7 +138,7 @@ class Executor(ABC):
             yield objective, {**weights, **buffers}, cloned(batch)
 
     def _loss(self, objective: Objective, batch: Any) -> Tensor:
-        """Return the loss of one node's batch; check that the first loss uses and changes only tensors of the node.
+        """Return the loss of one node's batch; the first loss must use and change only tensors of the node.
 
         A node's module is a copy of the user's model. Parameters in lists and closures are not copied, so no node
         trains them. A function that refers to the user's model by a variable changes that model, not the copy.
@@ -182,11 +182,11 @@ class Executor(ABC):
         return [*versions(tensors), *sizes]
 
     def _trains(self, parameter: Tensor) -> bool:
-        """Return whether a node trains this nn.Parameter. Default: False, because nodes train plain tensors."""
+        """Return whether a node trains this nn.Parameter. By default no node does: nodes train plain tensors."""
         return False
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Return a parameter or buffer (R, *shape) for the model: `rows`, or a copy if `rows` is not aligned.
+        """Return a parameter or buffer (R, *shape) to place in the model: `rows`, or a copy if `rows` is not aligned.
 
         `_moved_up_to_date` updates the copies before a step, and copies the model's writes back after it.
         `vsim_kernels.alignment` says why alignment matters.
@@ -195,7 +195,7 @@ class Executor(ABC):
             rows: a part of the replicas' tensors.
         """
         if is_aligned(rows):
-            # Not detach(), which would give all parameters one version counter: after an in-place change of one
+            # Not detach(): all parameters would share one version counter, and after an in-place change of one
             # parameter, a backward pass would take all of them for changed.
             return rows.data
         copy = empty_rows(len(rows), rows.shape[1:], rows.dtype, rows.device)
@@ -210,7 +210,7 @@ class Executor(ABC):
         copies, places = zip(*self._moved, strict=True)
         torch._foreach_copy_(copies, places)
         yield
-        # Always copy back, because writes through `.data` or by BatchNorm do not change a tensor's version.
+        # Always copy back: a tensor's version does not show writes through `.data` or by BatchNorm.
         torch._foreach_copy_(places, copies)
 
     def evaluate(
@@ -221,11 +221,11 @@ class Executor(ABC):
         stream: torch.Generator,
         objective: Objective | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return stacked losses (R,) and counts (R, 2) of weights (R, P) on one shared batch (B, …).
+        """Evaluate weights (R, P) on one shared batch (B, …); return stacked losses (R,) and counts (R, 2).
 
         The model draws the same numbers from `stream` for every row. The training state does not change. Counts are the
-        numbers of right and of counted predictions; None if the objective has no accuracy. If the model computes
-        gradients in forward, rows are computed one by one.
+        numbers of right predictions and of predictions that count; None if the objective has no accuracy. If the model
+        computes gradients in `forward`, rows are computed one by one.
 
         Args:
             objective: the result of `for_evaluation`, to reuse it for several batches; default: a new one.
@@ -260,12 +260,12 @@ class Executor(ABC):
     def _without_graph(
         self, compute: Callable[[bool], Any], stream: torch.Generator, of: Callable[..., Any] | None = None
     ) -> Any:
-        """Return compute(False) without gradients; if it fails because it needs gradients, compute(True) with them.
+        """Return compute(False) without autograd or, if that fails for lack of gradients, compute(True) with autograd.
 
         Args:
             stream: the generator from which `compute` draws.
-            of: the user's function that `compute` calls; None: only the objective. Once a function has needed
-                gradients, it always gets them; once the objective has, every function does.
+            of: the user's function that `compute` calls; None: only the objective. A function that has once needed
+                gradients always gets them; if the objective has, every function does.
         """
         differentiates = any(one is None or one is of for one in self._differentiates)
         if not differentiates:
@@ -287,7 +287,7 @@ class Executor(ABC):
         """Return a copy of the model and loss in evaluation mode.
 
         Args:
-            row: the node to copy, if each node has its own copy of the module.
+            row: the row of the node whose copy to take, if each node has its own copy of the module.
         """
         objective = self.objective.of_row(row).copied()
         objective.model.eval()
@@ -297,7 +297,7 @@ class Executor(ABC):
     def _restored(self, weights: Tensor) -> Iterator[None]:
         """Restore the weights at the end of a block if the model, like nn.Embedding(max_norm=…), writes to them.
 
-        The first evaluation detects whether the model writes to them.
+        The first evaluation detects whether the model writes to its weights.
         """
         if self._writes_in_evaluation is False:
             at_first = version(weights)
@@ -339,7 +339,7 @@ class Executor(ABC):
         stream: torch.Generator,
         requires_grad: bool = True,
     ) -> Iterator[None]:
-        """Place weights (P,) and copies of buffers in a model, which draws from `stream` within the block.
+        """Place weights (P,) and copies of buffers in a model for a block, in which the model draws from `stream`.
 
         Args:
             requires_grad: whether parameters require gradients; some operations, such as recurrent ones, depend on it.
@@ -353,7 +353,7 @@ class Executor(ABC):
     def _precision(self) -> AbstractContextManager[Any]:
         if not self.settings.autocast:
             return nullcontext()
-        # Disable the cache, so that the next node does not get casts of this node's weights.
+        # Disable autocast's cache, so that the next node does not get casts of this node's weights.
         return torch.autocast(self.replicas.weights.device.type, torch.bfloat16, cache_enabled=False)
 
 

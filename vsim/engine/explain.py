@@ -44,11 +44,11 @@ class Explanation:
         executor: the executor that computes the gradients. reason: why this executor was chosen.
         operations: the operations of the forward pass, the most frequent first; empty for the executors loop and
             compiled, which do not count them.
-        memory: bytes per node of weights, gradients, optimizer and activations. If K nodes share a row, each node's
-            part is 1 / K of it.
+        memory: bytes per node of weights, gradients, optimizer and activations. Of a row that K nodes share, each node
+            counts 1 / K.
         num_nodes: the number of nodes K.
-        step_seconds: median duration of a step. gradient_flops: multiplications and additions for the losses and
-            gradients of all nodes in a step. peak_flops: multiplications and additions per second in a large product.
+        step_seconds: median duration of a step. gradient_flops: multiplications and additions in a step for the losses
+            and gradients of all nodes. peak_flops: multiplications and additions per second in a large product.
     """
 
     executor: str
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def share_of_peak(self) -> float:
-        """The share of the machine's peak that a whole step achieves."""
+        """The share of `peak_flops` that a whole step achieves."""
         return self.gradient_flops / self.step_seconds / self.peak_flops
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Explanation:
 def explain(
     executor: Executor, steps: Iterator[Any], batch: Any, optimizer: StackedOptimizer, minibatch_size: int | None
 ) -> Explanation:
-    """Take the steps of a run, and explain how they were computed.
+    """Take the steps of a run, and explain how these steps were computed.
 
     Args:
         executor: computes the steps. steps: an iterator that takes one step per item.

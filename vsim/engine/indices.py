@@ -1,4 +1,4 @@
-"""Handle indices out of range on an accelerator: one node's loss becomes NaN, and the process stays usable.
+"""Handle indices out of range on an accelerator: the loss of the node becomes NaN, and the process stays usable.
 
 How a lookup treats an index out of range depends on the device:
 
@@ -7,8 +7,8 @@ How a lookup treats an index out of range depends on the device:
 - MPS does not check.
 
 On accelerators, indices and class labels are therefore clamped to their range, and the loss of a node with an index out
-of range becomes NaN; the host need not wait for the device to check. When a loss is NaN, `Objective.check_indices`
-computes the loss again on the CPU, which raises the error.
+of range becomes NaN. This needs no check for which the host would wait for the device. When a loss is NaN,
+`Objective.check_indices` computes the loss again on the CPU, which raises the error.
 
 On MPS, lookups in large tables may be wrong, too: `tables_at_once` keeps the tables small.
 """
@@ -40,7 +40,7 @@ def is_off_cpu(batch: Any) -> bool:
 
 
 def tables_at_once(replicas: Replicas) -> int:
-    """Return the largest number of nodes whose embedding tables, stacked into one table, MPS looks up correctly.
+    """Return the largest number of nodes for which MPS looks up their embedding tables, stacked into one, correctly.
 
     Raises:
         ValueError: a single node's table is too large.

@@ -85,11 +85,11 @@ class _Node(NamedTuple):
 def _checksum(weights: Tensor) -> Tensor:
     """Return the sum of the weights' bits, which detects changes without a copy of the weights."""
     bits = bits_of(weights)
-    return bits.sum(dtype=bits.dtype)  # may overflow; a sum in int64 would copy all bits
+    return bits.sum(dtype=bits.dtype)  # an overflow does no harm; a sum in int64 would copy all bits
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:
-    """Return the gradients of share · loss. Calls `backward`, because reentrant checkpointing requires it."""
+    """Return the gradients of share · loss. Calls `backward`, which reentrant checkpointing requires."""
     check_depends(loss)
     loss.backward(torch.full_like(loss, share))
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -99,7 +99,7 @@ def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]
 
 
 def keep_assigned(leaves: Iterable[Tensor], homes: Iterable[Tensor]) -> None:
-    """Copy weights that the model has reassigned (`weight.data = …`, as nn.LSTM does on CUDA) back to `homes`."""
+    """Copy back to `homes` the weights that the model has reassigned (`weight.data = …`, as nn.LSTM does on CUDA)."""
     for leaf, home in zip(leaves, homes, strict=True):
         if leaf.data_ptr() != home.data_ptr():
             home.copy_(leaf.detach())

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from vsim.arguments import a_list, naming, retold
 from vsim.engine.executor import Executor
 
-# Upper bound of all nodes' weights for which one thread computes the steps: four MLPs of 26,000 weights are below it
-# with 104,000 weights, 16 MLPs above it with 416,000.
+# One thread computes the steps if all nodes together have fewer weights than this bound. Four MLPs of 26,000 weights
+# (104,000) are below the bound, 16 MLPs (416,000) above.
 SMALL = 200_000
 
 
@@ -69,7 +69,7 @@ def devices_of_nodes(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return "cuda" as "cuda:n", n being the current GPU, so that two names of one GPU compare equal."""
+    """Return "cuda" as "cuda:n", where n is the current GPU, so that two names of one GPU compare equal."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
@@ -89,7 +89,7 @@ def check_repeats(device: torch.device) -> None:
 
 @contextmanager
 def repeating(device: torch.device) -> Iterator[None]:
-    """Make computations on CUDA bitwise repeatable within a block; a no-op on the CPU, which always repeats.
+    """Make computations on CUDA bitwise repeatable within a block. A no-op on the CPU, whose results always repeat.
 
     Follows PyTorch's notes on reproducibility: use deterministic algorithms, and do not let cuDNN choose kernels by
     timing them. cuBLAS needs no setting, because PyTorch gives each stream a workspace. The caller's setting of TF32
@@ -123,7 +123,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device.
 
     Copies to CUDA go through pinned memory and are asynchronous; PyTorch keeps pinned memory until the copy is done.
-    From other memory, the host would wait for all earlier steps, or the memory might be reused too early
+    From unpinned memory, the host would wait for all earlier steps, or the memory might be reused too early
     [github.com/pytorch/pytorch/issues/139550, 189690].
     """
     if device.type != "cuda":
@@ -179,7 +179,7 @@ _FUNCTIONS = (
 
 @functools.cache
 def settle_vector_functions() -> None:
-    """Call every vector function that torch takes from MKL once in this thread, before parallel operations do."""
+    """Call each vector function that torch takes from MKL once in this thread, before any parallel operation does."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
         for name in _FUNCTIONS:

@@ -23,7 +23,7 @@ from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers
 from vsim.engine.executor import Executor, cloned, undone
 from vsim.private_torch import TorchDispatchMode, storage_key
 
-# Factors from bytes of tensors to bytes with workspaces of kernels and the allocator's fragmentation. On the CPU, the
+# Factors by which kernels' workspaces and the allocator's fragmentation enlarge the bytes of tensors. On the CPU, the
 # heap of the C library was measured to take 1.25 to 1.6 times the tensors' bytes.
 _ALLOWANCE, _ALLOWANCE_CPU = 1.1, 1.5
 # Bytes for the workspaces of an accelerator's libraries: cuBLAS takes up to 32 MB, cuDNN may take more.
@@ -59,7 +59,7 @@ def check_room(number: int, bytes_each: int, device: torch.device, of: str = "no
 
 
 def available_bytes(device: torch.device, share: float | None = None) -> int:
-    """Return the bytes that this process may still take: all free bytes or, with `share`, up to this share in total.
+    """Return the bytes that this process may still take: all free bytes; with `share`, up to this share in total.
 
     Blocks that PyTorch's allocator has cached count as free.
     """
@@ -98,7 +98,7 @@ class Held:
 
 
 def occupied_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors use; on the CPU, where this number is unknown, the resident set."""
+    """Return the bytes that tensors use or, on the CPU, where this is unknown, the resident set."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(torch.mps.current_allocated_memory()) if device.type == "mps" else held_bytes(device)
@@ -118,8 +118,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     known = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     if known:
         return sum(t.nbytes for t in known)
-    # Most optimizers create their state in the first step. Step an optimizer of the same class on a small matrix, to
-    # count the numbers that the class keeps per weight.
+    # Most optimizers create their state in the first step. Step an optimizer of this class on a small matrix, to count
+    # how many numbers it keeps per weight.
     sample = torch.zeros(16, 16).requires_grad_()
     sample.grad = torch.zeros_like(sample)
     accepted = inspect.signature(type(optimizer)).parameters
@@ -141,8 +141,8 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
     Every storage counts once. Parameters, buffers and the batch itself do not count, because they exist anyway.
 
     Args:
-        executor: its first node is computed, without changing its state. With n nodes at once, an executor keeps
-            about n times these bytes.
+        executor: computes its first node, without a change of state. With n nodes at once, an executor keeps about n
+            times the returned bytes.
         batch: one node's batch (B, …), on the device of the replicas.
     """
     addresses: set[int] = set()
@@ -160,7 +160,7 @@ def activation_bytes(executor: Executor, batch: Any) -> int:
         addresses.update(t.untyped_storage().data_ptr() for t in leaves)
         with keeping:
             outcome = objective(own, False)
-        del outcome  # not earlier: the address of a freed storage may be reused
+        del outcome  # only now, because the address of a freed storage may be reused
     return sum(kept.values())
 
 
@@ -198,7 +198,7 @@ class _Moments(TorchDispatchMode):
 
 
 def node_bytes(executor: Executor, batch: Any, evaluating: bool = False) -> int:
-    """Return the peak bytes of computing one node's loss and gradients, not counting its weights and buffers.
+    """Return the peak bytes of computing one node's loss and gradients, without the node's weights and buffers.
 
     Measures the executor's first node, as `activation_bytes` does.
 
@@ -241,7 +241,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
 
 
 def step_bytes(executor: Executor, batch: Any) -> Callable[[int], int]:
-    """Return f(examples per node) → the peak bytes of computing the gradients, not counting the replicas.
+    """Return f: examples per node → peak bytes of computing the gradients, without the replicas.
 
     Runs small probes on the first examples of a stacked batch (K, B, …). The bytes alive after an operation grow
     linearly with the examples, each operation at its own rate, and the peak is the maximum of these lines. Up to the

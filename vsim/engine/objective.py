@@ -39,9 +39,9 @@ class Objective(nn.Module):
     """The mean loss of a batch: `model(batch)`, or `loss_fn(model(x), y)` of a batch (x, y) if `loss_fn` is given.
 
     A model whose `forward` names the batch's parts gets the parts as separate arguments: `model(x, y)` if the second
-    argument is called `target` or `targets`, `model(**batch)` if the keys of a dict are arguments. A pair is passed as
-    a tuple, even if a DataLoader turns it into a list. The loss is the field or key `loss` of the outputs, or the only
-    scalar in a tuple of outputs.
+    argument is called `target` or `targets`, `model(**batch)` if the keys of a dict are arguments. A model always gets
+    a pair as a tuple, even if a DataLoader has turned the pair into a list. The loss is the field or key `loss` of the
+    outputs, or the only scalar in a tuple of outputs.
 
     Accuracy is known in three cases:
 
@@ -55,7 +55,7 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's models, of which this model is a copy.
-        callers: callers[i] is the node that row i belongs to; None: row k belongs to node k.
+        callers: callers[i] is the node of row i; None: row k is the row of node k.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Objective(nn.Module):
         return other
 
     def models(self) -> Iterator[nn.Module]:
-        """Yield every copy of the model: this objective's, the nodes' copies after `separate`, and their original."""
+        """Yield all copies of the model: this objective's and, after `separate`, the nodes' and their source's."""
         for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
             yield own.model
 
@@ -142,7 +142,7 @@ class Objective(nn.Module):
             )
 
     def extra_states(self, rows: Iterable[int]) -> list[dict[str, Any]]:
-        """Return for each row: path of a module → its `get_extra_state()`, for modules that define it."""
+        """Return, for each row, module path → result of `get_extra_state()`, for modules that define this method."""
         return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
     def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
@@ -171,7 +171,7 @@ class Objective(nn.Module):
                 keep_assigned(name, buffer, after[name])
 
     def forward(self, batch: Any, with_accuracy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return (loss, counts): a scalar, and (2,) the numbers of right predictions and of counted predictions.
+        """Return a scalar loss, and counts (2,): how many predictions are right, and how many count.
 
         Counts are None unless accuracy is requested and known.
         """
@@ -233,7 +233,7 @@ def _arguments_of(model: nn.Module) -> list[str]:
 
 
 def as_given(batch: Any) -> Any:
-    """Return a batch as models and metrics get it: as a tuple if it is a list, because a DataLoader makes lists."""
+    """Return a batch as models and metrics get it: a list, into which a DataLoader turns tuples, becomes a tuple."""
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -281,13 +281,13 @@ _OF_PROBABILITIES = (nn.BCELoss, F.binary_cross_entropy)
 
 
 def right_predictions(outputs: Any, targets: Any, loss_fn: Any) -> Tensor | None:
-    """Return (2,) the numbers of right predictions and of counted predictions; None if nothing is classified.
+    """Return (2,): how many predictions are right, and how many count. None if nothing is classified.
 
-    - Outputs (B, C ≥ 2, …) with whole-numbered targets (B, …): predict the argmax over C. Labels outside 0 … C − 1 and
-      the loss's `ignore_index` do not count. If the last dimension could also be the classes, as in (B, T, T), the loss
-      must be PyTorch's cross-entropy or negative log-likelihood, whose classes are dimension 1.
-    - One column of outputs, (B,) or (B, 1, …), if the loss is PyTorch's binary cross-entropy: predict by the sign of a
-      logit, or by a probability above 1/2. Targets other than 0 and 1 do not count.
+    - Outputs (B, C ≥ 2, …) with whole-numbered targets (B, …): predict the argmax over C. Labels outside 0 … C − 1, and
+      the `ignore_index` of the loss, do not count. If the last dimension could also be the classes, as in (B, T, T),
+      the loss must be PyTorch's cross-entropy or negative log-likelihood, whose classes are dimension 1.
+    - One column of outputs, (B,) or (B, 1, …), if the loss is PyTorch's binary cross-entropy: predict 1 for a positive
+      logit, or for a probability above 1/2. Targets other than 0 and 1 do not count.
 
     A user's function that calls one of these losses is not recognized.
     """
@@ -319,13 +319,13 @@ def _is_one_of(loss_fn: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _counts(share: Tensor, batch: Any) -> Tensor:
-    """Return the counts (2,) for a share of right examples in a batch; (0, 0) if the share is NaN."""
+    """Return the counts (2,) of a batch from its share of right examples; (0, 0) if the share is NaN."""
     share, examples = share.float(), len(tree_leaves(batch)[0])
     return torch.stack([share.nan_to_num(), (~share.isnan()).float()]) * examples
 
 
 def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) -> Tensor:
-    """Return the counts (2,) for the result of a user's function.
+    """Return the counts (2,) from the result of a user's function `accuracy`.
 
     Raises:
         TypeError: the result is neither booleans nor a number. Errors that the function raises get the prefix
@@ -364,7 +364,7 @@ class Places:
         self.names = self._of.keys()
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put tensors in the places of these names, and return the tensors that were there."""
+        """Put tensors in the places that their names denote, and return the tensors that were there."""
         before = {}
         for name, tensor in tensors.items():
             for table, key in self._of[name]:
@@ -393,7 +393,7 @@ _COMMON = frozenset(vars(nn.Module()))
 
 
 class _Plain(pickle.Pickler):
-    """Pickles attributes to compare them: modules by name, and tensors by identity and number of writes."""
+    """Pickles attributes for comparison: a module as its name, a tensor as its identity and its number of writes."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -402,7 +402,7 @@ class _Plain(pickle.Pickler):
 
 
 def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str, bytes]:
-    """Return path → pickled value of the modules' plain attributes: not parameters, buffers, submodules and hooks.
+    """Return path → pickled value for modules' plain attributes: all but parameters, buffers, submodules and hooks.
 
     Buffers that are not in `buffers`, because `forward` created them, count as plain attributes. Attributes that cannot
     be pickled are left out.
@@ -461,8 +461,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
     """Return the error, with a description of the batch added if the model or its loss raised it.
 
     Args:
-        batch: the computed batch: (K, B, …) with nodes=1, or (B, …) with nodes=0.
-        nodes: the number of node dimensions of the batch.
+        batch: the batch that was computed. nodes: its number of node dimensions, 1 for (K, B, …) or 0 for (B, …).
         when: text that names the step.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Prove an executor for a model: check that it agrees with the loop on two steps of two nodes, computed on copies.
+"""Prove an executor right for a model: on copies, two steps of two nodes must agree with the loop's steps.
 
 A model must be a function of its parameters, buffers, batch and torch's generators. `prove` runs before the first step
 with each shape of batch. Losses, gradients and buffers must agree up to rounding.
@@ -25,12 +25,12 @@ from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
 
-# Largest allowed relative differences of (losses, gradients, buffers). A difference is divided by
+# Largest allowed relative differences of (losses, gradients, buffers). Each difference is divided by
 # - the absolute loss, at least 1;
 # - the norm of the parameter's gradient, at least _LEAST_SHARE of the norm of all gradients;
 # - the norm of the buffer, at least the norm of a buffer with 0.01 in every entry.
-# Without these lower bounds, gradients and means that cancel out, and are only rounding, would fail. A wrong rule
-# causes differences of about 1. In bfloat16 on a GPU, correct gradients of an MLP differed by 0.13.
+# Without these lower bounds, gradients and means that cancel to mere rounding errors would fail. A wrong rule causes
+# differences of about 1. In bfloat16 on a GPU, correct gradients of an MLP differed by 0.13.
 _BOUNDS, _BOUNDS_OF_BFLOAT16 = (1e-4, 1e-2, 1e-3), (0.1, 0.3, 0.1)
 _LEAST_SHARE = 0.05
 
@@ -40,7 +40,7 @@ class DifferError(Exception):
 
 
 class Proof(NamedTuple):
-    """The compared nodes, the largest differences of losses and of gradients, and (operation, form) → calls."""
+    """The compared nodes; the largest differences of losses, and of gradients; and calls by (operation, form)."""
 
     nodes: Sequence[int]
     losses: float
@@ -54,7 +54,7 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of n nodes: losses (n,), gradients (n, P) or their mean (1, P), buffers (n, …), calls of operations."""
+    """A step of n nodes: losses (n,); gradients (n, P), or their mean (1, P); buffers (n, …); calls of operations."""
 
     losses: Tensor
     grads: Tensor
@@ -70,13 +70,13 @@ class Step(NamedTuple):
 def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evaluating: bool = False) -> Proof:
     """Compare two steps of the first and the last node, computed by an executor and by the loop, on copies.
 
-    In the second step, the two nodes exchange their batches, and each node is computed by a separate call: the result
-    must not depend on the number of nodes in a call.
+    In the second step, the two nodes exchange their batches, and each node is computed by a separate call, because
+    results must not depend on the number of nodes in a call.
 
     Args:
         uncompiled: makes an uncompiled executor of the class to prove.
         batch: a stacked batch (K, B, …).
-        evaluating: whether to compare in evaluation mode, for models whose random numbers differ from the loop's.
+        evaluating: whether to compare in evaluation mode, for models whose draws differ from the loop's.
 
     Raises:
         VmapError: the executor cannot compute the model, or disagrees with the loop; the message names the difference.
@@ -84,7 +84,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     """
     whole = executor.replicas
     finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite().expand(whole.num_held)
-    alive = finite.nonzero().flatten().tolist()  # a run that has diverged may still have rows here
+    alive = finite.nonzero().flatten().tolist()  # a diverged run may still have rows here
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
@@ -141,7 +141,7 @@ def _steps(
     batches: Sequence[Any],
     shares: bool,
 ) -> Iterator[Step]:
-    """Yield a step for each batch, computed by a new executor on copies of these rows; weights are not updated.
+    """Yield a step for each batch, computed by a new executor on copies of `rows`; weights are not updated.
 
     Args:
         make: makes an executor. shares: whether the copies share one row of weights and gradients.

@@ -1,4 +1,4 @@
-"""Forms of operations that compute K nodes at once under torch.func.vmap.
+"""Forms of PyTorch operations that compute K nodes at once under torch.func.vmap.
 
 For most operations, functorch has a rule that puts the node dimension into the operation. Some of functorch's rules are
 slow, and its rules of random operations do not draw from the nodes' generators. Within a `Lowering`, the functions of
@@ -47,13 +47,13 @@ class Nodes:
         streams: a generator for each node of the vmapped call, in order, for random operations. None: draw the same
             numbers for all nodes, from the default generator.
         places: id of a stacked parameter → the tensor for its gradient. An operation that computes the whole gradient
-            of a parameter may write it to this tensor and return the tensor; each place is used once.
+            of a parameter may write the gradient to this tensor, and return the tensor. Each place is used once.
 
     Attributes:
         num_nodes: the number of nodes in this vmapped call.
-        shared: id of a tensor that `spread_all` has expanded → the original, which all nodes share.
+        shared: id of a tensor that `spread_all` has made by expansion → the tensor that all nodes share.
         way: how the current operation is called; rules may change `way`.
-        failed: the first error of an operation; the model may have handled it.
+        failed: the first error that an operation raised; the model may have handled this error.
     """
 
     def __init__(self, streams: Sequence[Any] | None, places: Mapping[int, Tensor] | None = None) -> None:
@@ -76,7 +76,7 @@ class Nodes:
         return torch.is_autocast_enabled(self._device_type)
 
     def of(self, t: Any) -> Tensor | None:
-        """Return the stacked tensor (K, …) behind a vmapped tensor; None unless it is batched over the nodes only."""
+        """Return the stacked tensor (K, …) behind a tensor vmapped over the nodes only; None for other values."""
         if not isinstance(t, Tensor) or batch_level(t) != self._level:
             return None
         stacked, dim = unwrapped(t), batch_dim(t)
@@ -87,8 +87,8 @@ class Nodes:
     def spread_all(self, arguments: Iterable[Any]) -> list[Any] | None:
         """Return the arguments with a stacked tensor (K, …) for every tensor, including tensors that nodes share.
 
-        Returns None if a tensor belongs to another functorch transform. Sets `has_spread_own`: whether any argument
-        has a value for each node.
+        Returns None if a tensor belongs to another functorch transform. Sets `has_spread_own`: whether any argument has
+        a separate value for each node.
         """
         found, self.has_spread_own = list(arguments), False
         for place, argument in enumerate(found):
@@ -110,7 +110,7 @@ class Nodes:
         return add_batch_dim(stacked, 0, self._level)
 
     def draw(self) -> Sequence[torch.Generator] | None:
-        """Return the nodes' streams for an operation that draws, and keep their states for `undraw`."""
+        """Return the nodes' streams for an operation that draws, and keep the streams' states for `undraw`."""
         if self.streams is not None and not self._undrawn:
             self._undrawn = [(stream, stream.get_state()) for stream in self.streams]
         return self.streams
@@ -121,7 +121,7 @@ class Nodes:
             stream.set_state(state)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the Python value that `func` reads from its tensors, which must be the same on all nodes.
+        """Return the Python value that `func` reads from its tensors; the value must be the same on all nodes.
 
         Raises:
             NodesDifferError: the value differs between nodes.
@@ -156,7 +156,7 @@ class Nodes:
     def _each(
         self, func: Any, args: Any, kwargs: Any, streams: Sequence[torch.Generator] | None, on_host: bool = False
     ) -> Any:
-        """Call `func` once for each node; with `on_host`, copy its tensors to the host first, for all nodes at once."""
+        """Call `func` once for each node; with `on_host`, first copy the tensors of all nodes to the host at once."""
         known: dict[int, Any] = {}  # id → result, because F.multi_head_attention_forward tests `query is key`
 
         def mark(leaf: Any) -> Any:
@@ -196,7 +196,7 @@ RULES: dict[Any, Form] = {}  # operation → its form for all nodes: f(nodes, op
 
 
 def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
-    """Mark a function of stacked tensors as the form of these operations for all nodes.
+    """Mark a function of stacked tensors as the form in which `operations` compute all nodes.
 
     The function gets the arguments of the operation, with a stacked tensor (K, …) in place of every tensor; tensors
     that nodes share are expanded. The function returns the stacked result, or NotImplemented to leave the operation to
@@ -223,7 +223,7 @@ def rule(*operations: Any, with_nodes: bool = False) -> Callable[[Form], Form]:
 
 
 def rule_of_wrapped(*operations: Any) -> Callable[[Form], Form]:
-    """Mark f(nodes, operation, *args, **kwargs) as the form of operations; f gets vmapped, not stacked, tensors."""
+    """Mark f(nodes, operation, *args, **kwargs) as the form of `operations`; f gets vmapped, not stacked, tensors."""
 
     def register(form: Form) -> Form:
         RULES.update(dict.fromkeys(operations, form))
@@ -333,7 +333,7 @@ def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: 
         raise refusal(operation, "draws from the model's own generator")
     streams, stacked = nodes.draw(), nodes.of(input)
     if streams is None or stacked is None:
-        return NotImplemented  # nodes share this tensor: functorch raises an error that it cannot be filled
+        return NotImplemented  # nodes share this tensor: functorch raises an error, because it cannot be filled
     columns = [itertools.repeat(a) if (own := nodes.of(a)) is None else own for a in (*args, *kwargs.values())]
     with outside_of_vmap():
         for node, (stream, *own_args) in enumerate(zip(streams, *columns, strict=False)):
@@ -344,10 +344,10 @@ def _filling(nodes: Nodes, operation: Any, input: Tensor, *args: Any, **kwargs: 
 
 @rule_of_wrapped(torch.empty, torch.empty_like, torch.Tensor.new_empty)
 def _empty(nodes: Nodes, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a stacked tensor that every node will fill with its own numbers."""
+    """Return an uninitialised stacked tensor, which every node will fill with its own numbers."""
     like = any(isinstance(t, Tensor) and is_wrapped(t) for t in (*args, *kwargs.values()))
     if nodes.streams is None or kwargs.get("out") is not None or like:
-        return NotImplemented  # a tensor made like a stacked one is stacked already
+        return NotImplemented  # a tensor that is made like a stacked one is stacked already
     with outside_of_vmap():
         return nodes.batch(torch.stack([operation(*args, **kwargs)] * nodes.num_nodes))
 
@@ -503,9 +503,9 @@ def _convolution(
 def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
     """Return whether a convolution is faster as groups of channels, because each node has little work.
 
-    With more work, calls node by node are as fast, and their results have the memory layout that later operations
-    expect. On a CPU, the bounds are measured, and groups of few channels are slow. On an accelerator, a node has little
-    work if its launch may take as long as its arithmetic; with more work, cuDNN is faster without groups
+    With more work, one call per node is as fast, and gives results in the memory layout that later operations expect.
+    On a CPU, the bounds are measured, and groups of few channels are slow. On an accelerator, a node has little work if
+    a kernel's launch may take as long as the node's arithmetic; with more work, cuDNN is faster without groups
     [github.com/pytorch/pytorch/issues/73764]. The bound for accelerators is an estimate from shapes alone, because
     measured times would give runs of one seed different bits.
     """
@@ -517,7 +517,7 @@ def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
     return channels == 1 or (channels >= 32 and outputs < 2**15)
 
 
-_LITTLE_WORK = 2**30  # multiplications of a node; a GPU computes some 10¹³ a second
+_LITTLE_WORK = 2**30  # multiplications of a node; a GPU computes some 10¹³ per second
 
 
 def _pooling(function: Any, dims: int) -> None:
@@ -537,7 +537,7 @@ for _dims in (1, 2, 3):
 
 
 class Lowering(Nodes, TorchFunctionMode):
-    """Context in which a function vmapped over nodes uses the forms of this module.
+    """Context in which a function that is vmapped over nodes uses the forms of this module.
 
     Args:
         streams, places: see `Nodes`.

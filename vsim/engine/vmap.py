@@ -28,9 +28,9 @@ from vsim.engine.rules import Lowering
 from vsim.private_torch import has_backward_hooks, remove_batch_dim, unwatched, versions, within_vmap
 from vsim.trees import mapped, tensors_of
 
-# Upper bound of the weights of all nodes in one vmapped call on a CPU. Calls with more nodes gain nothing, because
-# their kernels are large already, and their temporaries do not fit in the caches. On accelerators, kernels gain from
-# more nodes, up to the device's memory.
+# Upper bound of the weights of all nodes in one vmapped call on a CPU. More nodes in a call gain nothing: kernels are
+# large already, and temporaries no longer fit in the caches. On accelerators, kernels gain from more nodes, up to the
+# device's memory.
 WEIGHTS_AT_ONCE = 2**22
 _FEW = 8  # examples whose memory is measured for evaluation
 
@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 
 
 class Piece(NamedTuple):
-    """Nodes of one vmapped call: rows, weights by name, gradients, buffers by name, and the number of nodes."""
+    """The nodes of one vmapped call: their rows, weights by name, gradients, buffers by name, and their number."""
 
     rows: slice
     leaves: Views
@@ -77,8 +77,8 @@ class _BeforeCall:
 class VmapExecutor(Executor):
     """Computes all nodes together, by `torch.func.vmap` of one node's loss.
 
-    Nodes are computed in pieces that fit in the caches of a CPU or in the free memory of an accelerator, which is
-    measured at the first batch of each shape.
+    Nodes are computed in pieces that fit in the caches of a CPU, or in the free memory of an accelerator. The free
+    memory is measured at the first batch of each shape.
 
     A model may read values from tensors in Python (`if mask.all()`, `.item()`) if they are equal on all nodes. In three
     cases, the loop computes the nodes of a call instead:
@@ -106,7 +106,7 @@ class VmapExecutor(Executor):
         self.left: dict[Any, VmapError] = {}  # shapes of batches that the loop computes → reason
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
-        self._homes: list[Tensor] = []  # tensors of the shared row of weights, if nodes also share gradients
+        self._homes: list[Tensor] = []  # tensors of the row of weights that nodes share, if they also share gradients
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
@@ -159,7 +159,7 @@ class VmapExecutor(Executor):
             self._cut(self._pieces_of[shapes])
 
     def _at_once_for(self, batch: Any) -> int:
-        """Return the largest number of nodes in a call with one node's batch (B, …)."""
+        """Return the largest number of nodes in a call if each node's batch is shaped like `batch` (B, …)."""
         return self._fitting(node_bytes(self, batch))
 
     def _fitting(self, of_node: int) -> int:
@@ -181,7 +181,7 @@ class VmapExecutor(Executor):
         shapes = tuple(t.shape for t in leaves)
         if shapes not in self._rows_of:
             lengths = {len(t) for t in leaves if t.dim()}
-            size = min(lengths) if len(lengths) == 1 else 1  # if the tensors differ in length, they cannot be cut
+            size = min(lengths) if len(lengths) == 1 else 1  # tensors of different lengths cannot be cut
             few = min(size, _FEW)
             own = batch if few == size else tree_map(lambda t: t[:few] if t.dim() else t, batch)
             with unwatched():
@@ -209,7 +209,8 @@ class VmapExecutor(Executor):
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
-        # An operation may write a gradient directly to its place if the gradient is not added to or scaled later.
+        # An operation may write a gradient directly to its place if nothing is added to the gradient later, or scales
+        # it.
         places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
         lowering = Lowering(self.generators[rows], {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
@@ -244,7 +245,7 @@ class VmapExecutor(Executor):
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
-        """Compute the nodes of a piece one by one after a failed call, and return share · losses.
+        """After a failed call, compute the nodes of a piece one by one; return share · losses.
 
         If the model itself is wrong, the loop raises the model's error.
         """
@@ -328,13 +329,13 @@ class VmapExecutor(Executor):
         weights_of_all: bool = False,
         batch_of_all: bool = False,
     ) -> Any:
-        """Return the stacked results of of_node(weights, buffers, batch) for all nodes, from one call within vmap.
+        """Call of_node(weights, buffers, batch) once, vmapped over all nodes; return its stacked results.
 
         Args:
             size: K, the number of nodes.
             weights, buffers, batch: stacked over the nodes.
             weights_of_all: whether the nodes share `weights`.
-            batch_of_all: whether the nodes share `batch`, for evaluation; nodes then draw the same random numbers.
+            batch_of_all: whether the nodes share `batch`, as in evaluation; they then draw the same random numbers.
         """
         try:
             with within_vmap(size, "same" if batch_of_all else "different") as level:
@@ -348,7 +349,7 @@ class VmapExecutor(Executor):
         except Exception as error:
             kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
-        if lowering.failed is not None:  # the model handled an error, which perhaps only some nodes have
+        if lowering.failed is not None:  # the model handled an error that perhaps only some nodes have
             raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
 
