@@ -71,8 +71,7 @@ class Trainer:
         devices: with backend="process", where the nodes train by default; see `fit`.
 
     Attributes, after or during a `fit`:
-        history: the last run's `History`. strategy: the last run's copy of the strategy. loggers: the last run's
-            loggers.
+        history: the last run's `History`. strategy: that run's copy of the strategy. loggers: that run's loggers.
         run_label: the name that the next runs get in progress bar and history; None: the strategy's name.
 
     Example:

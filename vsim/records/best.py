@@ -13,7 +13,7 @@ from vsim.records.losses import by_seed, candidates, note, rank, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
 from vsim.records.statistics import contenders, pairwise_p
 
-# Run → for each budget: the cost (T,) up to every row of the run's history, and the budget.
+# Run → a pair for each budget: the cost (T,) up to every row of the run's history, and the budget.
 Costs = Mapping[ComparedRun, list[tuple[Floats, float]]]
 
 
@@ -71,9 +71,9 @@ def best(
 ) -> Best:
     """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-    The name is displayed as a sentence that names the runner-up, and says whether seeds tell the two apart. A
-    strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for runs
-    that are missing.
+    The name is displayed as a sentence that names the runner-up, and says whether seeds tell the best from it. A
+    strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for runs that
+    are missing.
 
     Args:
         within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. A run is compared by the last
@@ -86,7 +86,7 @@ def best(
     Raises:
         ValueError: every strategy has a run that diverged or failed, or has no loss within the budget; or a budget
             has another key.
-        TypeError: "time" or "cost" needs network and compute; or network and compute are given without either.
+        TypeError: "time" or "cost" lacks network or compute; or these are given for other budgets only.
     """
     if within is not None and (not isinstance(within, Mapping) or not within):
         raise TypeError(f"within must be a dict such as {{'wire': '2 GB'}}, got {within!r}")

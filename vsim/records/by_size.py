@@ -91,7 +91,7 @@ class Ladder:
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per size, strategy and seed: size, parameters, strategy, seed, steps, loss and wire_bytes.
 
-        The loss is the final one; NaN for a run that diverged or failed.
+        The loss is the final loss, NaN for a run that diverged or failed.
         """
         import pandas
 
@@ -198,7 +198,7 @@ class Ladder:
         return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
 
     def table(self, format: str = "simple") -> str:
-        """Return as text the loss and rank of each strategy at each size; a † marks losses that do not differ
+        """Return a text table of each strategy's loss and rank at each size; a † marks losses that do not differ
         significantly from the best.
 
         Args:

@@ -44,7 +44,7 @@ def cheapest(
 ) -> Cheapest:
     """Return the strategy that reaches a loss within `hours` with the fewest bytes on the wire.
 
-    The name is displayed as a sentence that names tied strategies, see `Race`; without `hours`, also strategies that
+    The name is displayed as a sentence, which names tied strategies (see `Race`) and, without `hours`, strategies that
     reach the loss with only some seeds. Of equal strategies, return the first in alphabetical order. A warning names
     strategies that are tied only because validation is too rare, and strategies that ended before `hours` were over
     without reaching the loss.

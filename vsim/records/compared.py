@@ -37,8 +37,8 @@ class ComparedRun:
         diverged_at: the first step with a loss or weights that are not finite; None if there was none.
         stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
         strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
-        measured_less: AllReduce's bytes divided by the bytes that the run sent, if `Comparison.at` has replaced its
-            bytes by those of a model of another size; else None.
+        measured_less: if `Comparison.at` has priced the run for another size: AllReduce's bytes divided by the run's,
+            at the trained size; else None.
     """
 
     # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
@@ -90,7 +90,7 @@ class ComparedRun:
         return run
 
     def remake_strategy(self) -> None:
-        """Make the strategy from the configuration, if all of it is vsim's own and no default has changed since."""
+        """Make the strategy from the configuration, if it uses only vsim's classes and no default has changed since."""
         about = self.history.config.get("strategy", {})
         strategy = type(self).remade(about.get("call", ""))
         if strategy is not None and _agree(describe(strategy), about):
@@ -232,7 +232,7 @@ class Runs(Mapping[str, ComparedRun]):
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
         """Return the network and compute for deriving hours: the given ones, or else the comparison's.
 
-        None if both are missing and not `needed`; otherwise, a TypeError names the argument that is missing.
+        If both are missing, return None unless they are `needed`. Otherwise, a TypeError names a missing argument.
         """
         network = self.network if network is None else network
         compute = self.compute if compute is None else compute
@@ -251,7 +251,7 @@ class Runs(Mapping[str, ComparedRun]):
 
 
 def _agree(made: Any, saved: Any) -> bool:
-    """Return whether two descriptions are equal in the names that both have; versions of vsim differ in their names."""
+    """Return whether two descriptions agree in the names that both have; other versions of vsim may lack a name."""
     if isinstance(made, dict) and isinstance(saved, dict):
         return all(_agree(made[name], saved[name]) for name in made.keys() & saved.keys())
     if isinstance(made, list) and isinstance(saved, list):
@@ -271,7 +271,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def brief_list(names: Sequence[str], most: int = 6) -> str:
-    """Return names as text: all or, if there are more than `most`, the first and the number of others.
+    """Return names as text: all or, of more than `most`, the first ones and the number of others.
 
     >>> brief_list(["a", "b", "c"], 2)
     'a, b and 1 others'

@@ -87,7 +87,7 @@ class Comparison(Runs):
         return self[left]
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the same runs, some of them renamed: name → new name.
+        """Return the same runs under new names, given as name → new name.
 
         Raises:
             TypeError: a name is not text. ValueError: there is no such name, or two strategies would have one name.
@@ -111,8 +111,8 @@ class Comparison(Runs):
 
         Raises:
             ValueError: the runs are of different problems (model, data, nodes, steps, options), or one name has two
-                strategies; the message names the differences. Also if the two comparisons derive hours from different
-                networks.
+                strategies; the message names the differences. The error is also raised if the comparisons derive hours
+                from different networks.
         """
         if not isinstance(other, Comparison):
             raise no_comparison("what a comparison is joined with", other)
@@ -151,7 +151,7 @@ class Comparison(Runs):
     # Files and descriptions -------------------------------------------------------------------------------------------
 
     def _titled_runs(self) -> Iterator[tuple[dict[str, Any], ComparedRun]]:
-        """Yield all runs, each with the columns that come first in its lines of a file: column → value."""
+        """Yield each run with the first columns of its lines in a file: column → value."""
         for name in self:
             for run in self.runs(name):
                 yield {"strategy": name, "seed": run.seed}, run
@@ -278,7 +278,7 @@ class Comparison(Runs):
             strategies: names to draw, default all.
             x, network, compute: for the first panel, see `plot`.
             logy: whether the loss is on a logarithmic axis.
-            width: inches: the width of a page (6.8), or of a column (3.3), in which the panels are stacked.
+            width: in inches: a page's width (6.8) or a column's (3.3); in a column, the panels are stacked.
         """
         if title is not None and not isinstance(title, str):
             raise TypeError(f"title must be a text, got {title!r}")

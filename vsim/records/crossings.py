@@ -62,10 +62,9 @@ def crossing_of(runs: Runs, run: ComparedRun, loss: float, stays: bool, of: str 
 def racers(runs: Runs, loss: float, stays: bool) -> Racers:
     """Return name → for each seed: the run, its crossing of the loss, and the first step that might have reached it.
 
-    With one seed, a run might have reached the loss, but for noise, once its loss is within 1.96 standard errors. A run
-    that ended above the loss might have reached it in its next step: its last step counts; NaN for a failed run.
-    Strategies that reach the loss with no seed are left out; without a strategy that reaches it with all seeds, the
-    result is empty.
+    With one seed, a step might have reached the loss if its own loss is within 1.96 standard errors of it. A run that
+    ended above the loss might have reached it in its next step: its last step counts; NaN for a failed run. Strategies
+    that reach the loss with no seed are left out. If no strategy reaches it with all seeds, the result is empty.
     """
     found: Racers = {}
     for name in runs:

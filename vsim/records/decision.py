@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 BUDGETS = ("time", "cost", "wire")
 # Bandwidths in bit/s, and latencies in seconds, at which a run is priced; the map interpolates between these networks.
 _BITS, _DELAYS = np.logspace(6, 11, 31), np.logspace(-4, 0, 9)
-# Runs considered as advice: sizes grow by this factor, seeds by one of these; the cheapest that decides is given.
+# Runs considered as advice: sizes grow by this factor, seeds by one of these; the advice is the cheapest that decides.
 _STEPS, _MORE_SEEDS = np.sqrt(10.0), (1, 2, 4)
 
 
@@ -65,14 +65,14 @@ class BudgetMap(Winners):
     """The leading strategy within the budget, on every network of a grid.
 
     Attributes:
-        cells: (L, B) the first strategy that fits, and those whose order with it is not decided; () if none fits.
+        cells: names (L, B) of the first strategy that fits, and of those not decided against it; () if none fits.
     """
 
     cells: Sequence[Sequence[tuple[str, ...]]] = ()
 
     @property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B) the cells as lists."""
+        """The cells (L, B) as lists."""
         return [list(row) for row in self.cells]
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -93,7 +93,7 @@ class Decision:
         order: the order of the strategies at the target. costs: name → the cost of the strategy at the target.
         within: the budget as text. first: the leading strategy within the budget; "" if no strategy fits.
         undecided: name → P(`first` has the lower loss), for strategies that fit and whose order with `first` is open.
-        map: the answer on other networks. assumptions: what the answer assumes. advice: runs that would decide it.
+        map: the answer on other networks. assumptions: what the answer assumes. advice: runs that would decide.
     """
 
     order: Order
@@ -173,7 +173,7 @@ class Decision:
         return self.order.probability(self.first, name) if self.first and name != self.first else math.nan
 
     def table(self, format: str = "simple") -> str:
-        """Return as text a line per strategy: hours, dollars, bytes, the share of the budget, and the order."""
+        """Return a text table, a line per strategy: hours, dollars, bytes, the share of the budget, and the order."""
         priced = any(not math.isnan(own.dollars) for own in self.costs.values())
         header = ["strategy", "time", *(["dollars"] if priced else []), "GB/node", "compute", "of the budget"]
         header.append(f"P(behind {self.first})" if self.first else "order")
@@ -232,7 +232,7 @@ def decided(
 
     Args:
         largest: the comparison whose strategies are priced. losses: a row per run, see `order`. to: target parameters.
-        steps: name → steps at the target. training: text on the steps. is_tuned: whether settings were tuned.
+        steps: name → steps at the target. training: text about the steps. is_tuned: whether settings were tuned.
         strategies: name → strategy to price instead of the run's. looks: the looks of the strategies on the map.
     """
     if not isinstance(within, Mapping) or not within:
@@ -296,7 +296,7 @@ def _priced(ledger: Ledger, network: Network, compute: Compute, budgets: Mapping
 
 
 def _on_map(ledger: Ledger, network: Network, compute: Compute) -> Floats:
-    """Return (L, B) the seconds of a run on every network of the map, interpolated in logarithms."""
+    """Return the seconds (L, B) of a run on every network of the map, interpolated in logarithms."""
     grid = np.tile(_BITS, len(_DELAYS)), np.repeat(_DELAYS, len(_BITS)), network.collective
     logs = np.log(seconds_on(ledger, *grid, compute, [ledger.steps])).reshape(len(_DELAYS), len(_BITS))
     rows = np.array([np.interp(np.log(BANDWIDTHS), np.log(_BITS), row) for row in logs])
@@ -312,7 +312,7 @@ def _seconds_allowed(budgets: Mapping[str, float], compute: Compute, num_nodes: 
 
 
 def _cells(found: Order, fits: Mapping[str, NDArray[np.bool_]]) -> list[list[tuple[str, ...]]]:
-    """Return (L, B) the first strategy that fits, with all that fit and whose order with the first is not decided."""
+    """Return the cells (L, B): the first strategy that fits, and all that fit and are not decided against the first."""
     cells = []
     for i in range(len(LATENCIES)):
         row: list[tuple[str, ...]] = []

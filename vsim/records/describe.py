@@ -49,7 +49,7 @@ _DEPTH = 4
 _LONG = 256
 # A digest covers at most this many elements of a tensor, and examples of a dataset.
 _ELEMENTS, _EXAMPLES = 2**16, 8
-# Characters to which a value is cut where it is shown, and the most differences that an error names.
+# The most characters of a value that are shown, and the most differences that an error names.
 WIDTH, _NAMED = 80, 4
 
 
@@ -109,7 +109,7 @@ def describe(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> A
 
 
 def _parts(value: Any, brief: bool) -> dict[str, Any]:
-    """Return name → part of an object; of a module its tensors, children and plain attributes."""
+    """Return name → part of an object; a module's parts are its tensors, children and plain attributes."""
     if isinstance(value, tuple(GENERATORS)):  # the state of a generator is not a setting
         return {}
     if isinstance(value, functools.partial):
@@ -150,7 +150,7 @@ def digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
 
 
 def digest_of(dataset: Any) -> int:
-    """Return a number for the contents of a dataset, the same in every process, below 2⁶³.
+    """Return a number below 2⁶³ for the contents of a dataset, the same in every process.
 
     The number covers a few evenly spaced examples, which are fetched twice; 0 if the two fetches differ or fail. The
     global random generators do not change.
@@ -170,7 +170,7 @@ def digest_of(dataset: Any) -> int:
 
 
 def _content(leaf: Any, most: float = math.inf) -> bytes:
-    """Return the bytes of a number, text, array or tensor (of `most` evenly spaced elements); else b""."""
+    """Return the bytes of a number, text, array or tensor (at most `most` evenly spaced elements); else b""."""
     if isinstance(leaf, bool | int | float | str | bytes):
         return repr(leaf).encode(errors="replace")
     if isinstance(leaf, Tensor):
@@ -229,7 +229,7 @@ _ARGUMENTS = (
 # Names of settings that a run compares by special rules when it resumes.
 HORIZON = "steps of the learning-rate schedule"
 VERSIONS = "versions"
-# The words of `differences` between the saved run and the run that resumes.
+# How `differences` between the saved run and the run that resumes are worded.
 CHANGED = "{} was {} and is {}"
 
 
@@ -373,7 +373,7 @@ def describe_run(
 
 # What compared runs must have in common -------------------------------------------------------------------------------
 
-# Entries of a configuration that may differ between compared runs: the strategy and the seed, which are compared;
+# Entries of a configuration that may differ between compared runs: the strategy and the seed, which comparisons vary;
 # settings that change losses only by rounding; and settings that only record losses.
 _FREE = frozenset(
     {
@@ -390,14 +390,14 @@ _FREE = frozenset(
 )
 
 
-# The "budget" of runs whose steps were given by name.
+# The entry "budget" of runs whose `max_steps` were given by the strategy's name.
 BY_NAME = {"max_steps": "by name"}
 
 
 class Conditions:
     """Checks that runs share model, data, nodes, steps and options, and that each name stands for one strategy.
 
-    Runs within one budget, or whose steps were given by name, may have different numbers of steps.
+    Runs within one budget, or with `max_steps` given by strategy, may have different numbers of steps.
 
     Args:
         varied: options that may differ, because a sweep varies them.

@@ -1,4 +1,4 @@
-"""How strategies differ from one of them in any measured number, and whether seeds can tell."""
+"""How strategies differ from a chosen one in any measured number, and whether seeds can tell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def differences(comparison: Runs, to: str | None = None, of: str = "global_loss", level: float = 0.95) -> pd.DataFrame:
-    """Return how strategies differ from one of them in a column's last value, paired by seed.
+    """Return how strategies differ from the strategy `to` in a column's last value, paired by seed.
 
     Args:
         to: the strategy to compare with, if you chose it before you saw the results; p is then adjusted for the pairs
-            with `to`. Default: the best. Because the results choose it, p is then adjusted for all pairs of strategies,
-            as it is for `to=comparison.best()`.
+            with `to`. Default: the best. Because the results choose the best, p is then adjusted for all pairs of
+            strategies, as it is for `to=comparison.best()`.
         of: a column of `History`, whose last value is compared, or a column of the table on clients, such as
             "client accuracy, worst tenth". A run that diverged or failed has no value.
         level: the confidence level of all tests together, in (0, 1).
@@ -32,8 +32,8 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
         A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
         the mean of `to`, over the seeds with which both have a value. p: p-value of the paired t-test, adjusted by
         Holm. low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
-        excludes 0 exactly if p ≤ 1 - level. seeds_needed: with this number of seeds, that test finds such a difference
-        with a chance of 80 %; infinite without a difference. With one seed there are no intervals and no p.
+        excludes 0 exactly if p ≤ 1 - level. seeds_needed: the number of seeds with which the test would find such a
+        difference with a chance of 80 %; infinite without a difference. With one seed there are no intervals and no p.
 
     Raises:
         ValueError: there is no such strategy or column.

@@ -161,8 +161,8 @@ _NAMED = 12  # strategies that a legend names
 def within(losses: Floats, lows: Floats, highs: Floats) -> tuple[float, float]:
     """Return the range of losses to draw, so that neither one poor run nor wide intervals flatten the front.
 
-    Losses above the third quartile by more than three interquartile ranges, or by more than 15 % of the median if that
-    is more, are outside. Intervals widen the range at most threefold.
+    A loss is outside if it exceeds the third quartile by more than three interquartile ranges and by more than 15 % of
+    the median. Intervals widen the range at most threefold.
 
     >>> losses = np.array([1.0, 1.1, 1.2, 1.3, 9.0])
     >>> within(losses, losses - 0.05, losses + 5)

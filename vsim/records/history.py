@@ -43,8 +43,8 @@ OF_THE_MACHINE = ("seconds", "validation_seconds", "memory_bytes")
 class History:
     """One row per step, the first for step 0, before training. Values not measured at a step are NaN.
 
-    Besides the columns below, a record has the `metrics` of `fit` by their names, measured on the global model, and the
-    columns of a strategy of your own (its modules' `measured`).
+    Besides the columns below, a record has the `metrics` of `fit` by their names, measured on the global model, and
+    columns that a strategy of your own adds (`measured` of its modules).
 
     Columns:
         step: completed optimizer steps. examples: examples that all nodes have trained on so far.
@@ -286,7 +286,7 @@ class History:
 
     @property
     def formed(self) -> NDArray[np.bool_]:
-        """(T,) whether the global model of every row exists; see the column `global_formed`."""
+        """Whether the global model of every row exists (T,); see the column `global_formed`."""
         return self.column("global_formed") != 0
 
     def at_step(self, step: float, column: str) -> float:
@@ -415,7 +415,7 @@ class History:
 
 
 def mean_present(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean (K,) over the steps (steps, K) with a known loss; NaN for a node that was never present."""
+    """Return each node's mean loss (K,) from losses (steps, K), over its known losses; NaN for a node without any."""
     known = ~np.isnan(losses)
     sums, counts = np.where(known, losses, 0).sum(0), known.sum(0)
     return np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0)
@@ -450,7 +450,7 @@ def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any
 
 @contextmanager
 def holding_a_record(path: str | Path, what: str) -> Iterator[None]:
-    """Convert errors in a block, raised because a file's content is of another form, to a ValueError that names it."""
+    """Convert errors in a block that interprets a file's content to a ValueError that names the file."""
     try:
         yield
     except OSError:

@@ -32,9 +32,7 @@ def sound(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
 
 
 def begun(runs: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """Return the runs that took a step or failed, without runs interrupted before the first step; all runs if no run
-    did.
-    """
+    """Leave out runs interrupted before the first step; return all runs if that leaves none."""
     return [run for run in runs if run.failed or run.history.last("step") > 0] or runs
 
 
@@ -50,7 +48,7 @@ def by_seed(runs: Runs, value: Callable[[ComparedRun], float] | None = None) -> 
 
 
 def rank(runs: Runs, name: str) -> tuple[int, float, float]:
-    """Return a sort key: ended strategies by loss, then stopped and then failed ones, those with most steps first."""
+    """Return a sort key: ended strategies by loss, then stopped ones, then failed ones, each by most steps."""
     own = runs.runs(name)
     loss = statistics.fmean(final_loss(runs, run) for run in begun(own))
     steps = min(run.history.last("step") if len(run.history) else 0.0 for run in own)
@@ -85,7 +83,7 @@ def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
 
 
 def compared_runs(runs: Runs) -> dict[str, Sequence[ComparedRun]]:
-    """Return name → the runs whose final losses are compared: for contenders, those with the seeds that all share."""
+    """Return name → the runs whose final losses are compared: contenders' only with seeds that all contenders share."""
     losses = by_seed(runs)
     means = contenders(losses)
     shared = shared_seeds(losses[name] for name in means)
@@ -107,7 +105,7 @@ def loss_interval(runs: Runs, own: Sequence[ComparedRun]) -> tuple[float, float]
 def ties(runs: Runs) -> dict[str, set[str]]:
     """Return name → the strategies whose final losses do not differ significantly from this strategy's.
 
-    Decided by paired tests over the seeds; with one seed, a lower loss is tied if it is in this strategy's interval.
+    Paired tests over the seeds decide; with one seed, a lower loss is tied if it is in this strategy's interval.
     """
     losses = by_seed(runs)
     names, open_ = list(losses), pairwise_p(losses) > 0.05

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 History: TypeAlias = Any  # the module of `History` imports this one
 
-# Okabe and Ito's palette, which is distinct for every kind of colour vision, without its yellow, which is too pale for
-# a line. For every kind of colour vision, the purple at the end differs more from all other colours than these differ
-# from each other.
+# Okabe and Ito's palette, distinct for every kind of colour vision. Its yellow is left out, because it is too pale for
+# a line. The purple at the end is added; it differs more from all other colours than these do from each other.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#A020F0")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
@@ -104,7 +103,7 @@ def looks_of(names: Sequence[str]) -> Looks:
 
 
 def _places(families: Iterable[str]) -> dict[str, int]:
-    """Return family → number of its look: reserved for known names, else the first free one from a hash of the name."""
+    """Return family → number of its look: reserved for known names, else the first free from a hash of the name on."""
     words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
     known = {word: family for family, word in words.items() if word in _KNOWN}
     places = {family: _KNOWN.index(word) for word, family in known.items()}
@@ -282,7 +281,7 @@ Y_LABELS = {
     "global_accuracy": "validation accuracy",
 }
 
-PAGE = 6.8  # the width of a page of text in inches; of a column 3.3
+PAGE = 6.8  # inches: the width of a page of text; a column has 3.3
 # Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
 # A legend with more entries or longer names than this stands below its axes.
@@ -308,8 +307,8 @@ def bands(
     """Draw a column of several runs, one line for each name; with several seeds, draw their mean and a band.
 
     The mean over the seeds, of y and of the bytes or seconds on the x axis, is taken at every step that all seeds have
-    measured. The band is one standard deviation (of the sample, n − 1) to both sides; with more than a dozen runs there
-    are no bands. A loss that rises far above its start is cut off.
+    measured. The band extends by one standard deviation (of the sample, n − 1) to both sides; with more than a dozen
+    runs there are no bands. A loss that rises far above its start is cut off.
 
     Against bytes, only the last of several measurements with equal bytes is drawn, which is the loss reached before
     more bytes were sent. A run that sends nothing is a horizontal line at its last loss. On other axes, a thin line
@@ -322,7 +321,7 @@ def bands(
             another axis, such as `time_axis`.
         y: a column of `History`.
         ax: where to draw; default the axes of a new figure.
-        legend: whether to add one, below the axes if it has many entries.
+        legend: whether to add a legend; one with many entries stands below the axes.
         looks: the looks of the lines; default: by their names.
         diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
         logy: whether the y axis is logarithmic.
@@ -401,7 +400,7 @@ def overview(
     Args:
         runs, y, looks, diverged, logy: see `bands`. x: the x axis of the first panel.
         title: the title; "" for no title, as in a paper, whose caption has it.
-        width: inches: the width of a page, or of a column (3.3), in which the panels are stacked.
+        width: in inches: a page's width, or a column's (3.3); in a column, the panels are stacked.
 
     Raises:
         ValueError: the width is not from 1 to 100 inches.
@@ -446,7 +445,7 @@ def time_axis(histories: Iterable[History], network: Network, compute: Compute) 
 def x_axis(
     x: str, histories: Sequence[History], network: Network | str | float | None, compute: Compute | float | str | None
 ) -> str | XAxis:
-    """Return the axis named `x`. Only x="time" takes network and compute, from which it is derived.
+    """Return the axis named `x`. Only x="time" takes network and compute: the time is derived from them.
 
     Raises:
         TypeError: x is "time" and network or compute is missing, or x is another quantity and one of them is given.
@@ -480,7 +479,7 @@ def mean_over_seeds(
 
 
 def last_of_equal(xs: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return, for non-decreasing numbers, whether each is the last of its equals.
+    """Return whether each of these non-decreasing numbers is the last of equal ones.
 
     >>> last_of_equal(np.array([0.0, 0.0, 2.0, 2.0, 3.0]))
     array([False,  True, False,  True,  True])
@@ -515,7 +514,7 @@ def _rows(labels: Sequence[str], columns: int) -> int:
 
 
 def _legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float) -> tuple[list[Any], list[str], int]:
-    """Return a legend's handles, labels and number of columns: a line for each name, or the key, a column per setting.
+    """Return a legend's handles, labels and number of columns: a line per name or, with a key, a column per setting.
 
     A name that is wider than the legend takes several lines.
     """
@@ -551,7 +550,7 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
 
     figure = ax.get_figure(root=True)
     assert figure is not None
-    width = 1.2 * figure.get_figwidth() * ax.get_position().width  # with the numbers of the y axis
+    width = 1.2 * figure.get_figwidth() * ax.get_position().width  # including the tick labels of the y axis
     handles, labels, columns = _legend(ax, looks, diverged, width)
     place: Any = {}
     is_below = not inside or bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
@@ -581,7 +580,7 @@ def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colo
 def _points(
     histories: Sequence[History], axis: XAxis, y: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the points to draw: x in its unit, and mean and deviation of y; of points with equal bytes, the last."""
+    """Return the points to draw: x in its unit, mean and deviation of y; of points with equal bytes, only the last."""
     xs, mean, deviation = mean_over_seeds(histories, axis, y)
     if (axis.is_bytes or axis.is_wide) and len(xs):
         last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # if nothing is sent, keep the last point
@@ -641,7 +640,7 @@ def heatmap(
     figure = ax.get_figure(root=True)
     assert figure is not None
     width, height = figure.get_size_inches() * (ax.get_position().width, ax.get_position().height)
-    room = 72 * 0.8 * width / len(x_values), 72 * 0.8 * height / len(y_values)  # points; a colour bar takes the rest
+    room = 72 * 0.8 * width / len(x_values), 72 * 0.8 * height / len(y_values)  # points; 0.2 for a colour bar
     digits = 3 if not known or max(known) - min(known) > 0.1 * abs(min(known)) else 4  # significant
 
     def write(text: str, at: tuple[int, int], colour: str, weight: str = "normal") -> None:

@@ -46,7 +46,7 @@ class StepReport:
     """The report of a step: the row of the history, the nodes' losses (K,), the events of the ledger.
 
     `executor`, `max_steps` and `minibatch_size` (None: the whole batch) are the run's. `segment` lists the nodes that
-    take part, unless all nodes take part in all steps. `preparing` names other long work before the next step.
+    take part, unless all nodes take part in all steps. `preparing` names long work that precedes the next step.
     `client_val` holds the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
     """
 
@@ -324,7 +324,7 @@ class LiveRace:
         self._axes[0].set_ylabel("loss")
 
 
-# Rows of a table while it is updated in place; of more runs, it shows those with the lowest loss.
+# The most rows of a table that is updated in place; of more runs, it shows those with the lowest loss.
 _ROWS = 20
 
 

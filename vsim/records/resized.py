@@ -39,7 +39,7 @@ def at(
             strategies that are made of vsim's own classes, numbers and text.
 
     Raises:
-        ValueError: a strategy cannot be priced without training; or nodes took part in some of the steps only.
+        ValueError: a strategy cannot be priced without training; or a node took part in only some of the steps.
         TypeError: a name has no strategy.
     """
     if not isinstance(strategies, Mapping | None):

@@ -20,7 +20,7 @@ class Search(Sweep):
     Attributes:
         study: optuna's study, with all trials; None if the search was read from a file.
         objectives: the numbers to minimize: "loss", and "wire", "time" or "cost".
-        varied: the parameters of all trials. A trial without a parameter has None for it, shown as –.
+        varied: the parameters of all trials. A parameter that a trial lacks is None, shown as –.
     """
 
     study: Any = None

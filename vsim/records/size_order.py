@@ -31,12 +31,12 @@ _PRIOR = 2.0
 
 @dataclass(frozen=True)
 class AtSize:
-    """How two strategies differ at one size: by the mean of (log loss of one − log loss of the other), over seeds.
+    """How two strategies differ at one size: log loss of the first − log loss of the second, averaged over seeds.
 
     Attributes:
         parameters: the size. seeds: number of seeds with which both have a loss. difference: the mean. low, high: its
             95 % interval.
-        sureness: 2 P(one has the higher loss) − 1, from −1 (one is better) to 1; ±1 if a single seed allows no test.
+        sureness: 2 P(the first has the higher loss) − 1, from −1 (it is better) to 1; ±1 if one seed allows no test.
     """
 
     parameters: float
@@ -86,7 +86,7 @@ class Pair:
 
     @property
     def flips(self) -> list[tuple[float, float]]:
-        """Pairs of neighbouring sizes at which seeds tell the two apart, in opposite orders."""
+        """Pairs of neighbouring sizes at which seeds tell the strategies apart, but in opposite orders."""
         decided = [at for at in self.sizes if at.is_decided]
         return [(a.parameters, b.parameters) for a, b in pairwise(decided) if a.sureness * b.sureness < 0]
 
@@ -122,7 +122,7 @@ class Order:
     Attributes:
         to: parameters of the target. sizes: measured sizes, ascending. pairs: all pairs, in the order of `names`.
         names: the strategies, by the trend at the target, the best first.
-        held, cases: `cases` times, two strategies have an order at one size and at a larger one; `held` agree.
+        cases: how often two strategies have an order at a size and at a larger one. held: how often both agree.
         kept: the share of the distance of `Pair.by_trend` from 1/2 that `Pair.probability` keeps.
         left_out: name → sizes at which one of the strategy's runs has no loss. The trend leaves these sizes out, and
             may flatter the strategy.
@@ -174,7 +174,7 @@ class Order:
         return pandas.DataFrame(rows, columns=[*columns, "decided"])
 
     def table(self, format: str = "simple") -> str:
-        """Return as text a line per pair: differences at each size, the trend at the target, and the probability."""
+        """Return a text table by pair: differences at each size, the trend at the target, and the probability."""
         header = ["ahead", "behind", *map(in_short, self.sizes), f"trend at {in_short(self.to)}", "P", "order"]
         rows = []
         for pair in self.pairs:
@@ -223,7 +223,7 @@ class Order:
 def order(frame: Any, to: float) -> Order:
     """Return the order of strategies at a size, from their losses at other sizes.
 
-    For each pair, fit a line to the differences of log loss with equal seeds, over the logarithm of the size. Its error
+    For each pair of strategies, fit a line to the differences of log loss with equal seeds, against log size. Its error
     at the target is the larger of two estimates: from all residuals (at least the spread over seeds), and from separate
     lines for each seed. P follows from Student's t of the line at the target; a bootstrap of three seeds would have
     only ten different draws. P then shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is

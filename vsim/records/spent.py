@@ -79,7 +79,7 @@ def until(history: History, at: Crossing, costs: Floats) -> float:
     """Return the cost of a crossing: at its first measurement or its first formed model, whichever is lower; or NaN.
 
     Args:
-        costs: (T,) up to every row, from `spent`.
+        costs: the costs (T,) up to every row, from `spent`.
     """
     rows = np.searchsorted(history["step"], [step for step in at[:2] if not math.isnan(step)])
     return float(costs[rows].min()) if len(rows) else math.nan
@@ -108,7 +108,7 @@ def use(runs: Sequence[tuple[History, Sequence[tuple[Floats, float]]]]) -> Use:
     """Return the mean use of budgets by runs.
 
     Args:
-        runs: for every run, its record and, for each budget, the cost (T,) of every row and the budget.
+        runs: for every run, its record and a pair for each budget: the cost (T,) up to every row, and the budget.
     """
     found = []
     for history, costs in runs:
@@ -166,7 +166,7 @@ def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str]
         argument: the name of the budget's argument. allowed: the kinds of budget that the argument takes.
 
     Raises:
-        TypeError: the value is neither a number nor text. ValueError: it is below 0, or text of another form.
+        TypeError: the value is neither a number nor text. ValueError: the value is below 0, or text of another form.
     """
     one_of(f"{argument}: a budget", of, allowed)
     where = f"{argument}[{of!r}]"

@@ -109,8 +109,7 @@ def holm(p: ArrayLike) -> tuple[Floats, Floats]:
     NaN marks an impossible test: it stays NaN, and does not count as a test.
 
     Returns:
-        (n,) the adjusted p-values, and (n,) the numbers of tests m they are adjusted for, such that
-        adjusted p = min(1, m · p).
+        The adjusted p-values (n,), and for each the number of tests m (n,) such that adjusted p = min(1, m · p).
     """
     own = np.asarray(p, dtype=np.float64)
     order = np.argsort(own, kind="stable")[: int(np.isfinite(own).sum())]  # NaN is last
@@ -178,7 +177,7 @@ def _paired_p(values: Sequence[Mapping[int, float]], pairs: NDArray[np.int64]) -
 
 
 def pairwise_p(values: Mapping[str, Mapping[int, float]]) -> Floats:
-    """Return (n, n) p-values of paired t-tests of any two strategies, by Holm over all pairs; see `differences`."""
+    """Return the p-values (n, n) of paired t-tests of any two strategies, by Holm over all pairs; see `differences`."""
     pairs = _pairs(len(values))
     found = np.full((len(values), len(values)), math.nan)
     found[tuple(pairs.T)] = found[tuple(pairs.T[::-1])] = holm(_paired_p(list(values.values()), pairs))[0]
@@ -193,10 +192,10 @@ def _pairs(n: int) -> NDArray[np.int64]:
 def differences(
     values: Mapping[str, Mapping[int, float]], to: str, level: float = 0.95, chosen: bool = False
 ) -> list[dict[str, Any]]:
-    """Compare strategies with one of them, paired by the seeds with which both have a finite value.
+    """Compare strategies with the strategy `to`, paired by the seeds with which both have a finite value.
 
     Args:
-        values: strategy → seed → value. to: the strategy to compare with. level: that of all tests together, in (0, 1).
+        values: strategy → seed → value. to: the strategy. level: the joint confidence of all tests, in (0, 1).
         chosen: whether these values chose `to`. Any two strategies might then have been compared, and all pairs count
             as tests; otherwise, only the pairs with `to` do.
 
@@ -224,7 +223,7 @@ def differences(
 
 
 def contenders(values: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Return the strategies that can be the best, the best first, and the mean value that decides.
+    """Return strategy → mean value for the strategies that can be the best, the best first.
 
     This is the only rule for missing runs: a run without a finite value, because it diverged or failed, is worse than
     any other, so that its strategy is not a contender. Contenders are compared over the seeds that all of them have or,

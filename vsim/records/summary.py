@@ -34,13 +34,13 @@ def rows(
     Losses are the last measured losses of the global model on the validation data or, without validation, the mean
     training loss over the last tenth of the run; NaN for a run that diverged. With several seeds, a number is the mean
     over the runs that ended (over all runs, if none ended; for costs until a loss, over all runs that began). If the
-    runs differ, "<column> std" follows, the standard deviation of the sample. Some columns:
+    runs differ, a column "<column> std" follows: the sample's standard deviation. Some columns:
 
-    - times less than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if it sent none.
+    - times less than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if that is 0.
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
       worst client; without accuracies, "client loss", with the 90th percentile.
-    - test loss, test accuracy: the final global model's. steps: a column if strategies may take different numbers.
+    - test loss, test accuracy: the final global model's. steps: shown if strategies may take different numbers.
     - time used, wire used and so on: with a budget, the used shares.
 
     Args:

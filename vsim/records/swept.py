@@ -81,7 +81,7 @@ class Sweep(Comparison):
         return {name: dict(self.points[name].values) for name in self}
 
     def chosen(self) -> str:
-        """Return the setting that `tune=` takes: the best or, of settings that are tied with it, the one in the middle.
+        """Return the setting that `tune=` takes: the best or, if settings are tied with the best, the middle one.
 
         A setting is tied with the best if the mean difference of their losses over the seeds is within its standard
         error; with one seed, only equal losses are tied. Of two settings in the middle, take the better one.
@@ -134,7 +134,7 @@ class Sweep(Comparison):
         return bands(self._drawn(), axis, y, ax, True, self.looks(first), diverged(self), logy)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
-        """Draw the final loss, averaged over the seeds, over two settings, whose values are ordered categories.
+        """Draw a map of the final loss, averaged over the seeds, by the values of two settings as ordered categories.
 
         A cell with a failed run is hatched. A cell that `halving` or Ctrl-C stopped shows the step of its loss.
 

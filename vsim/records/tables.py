@@ -180,7 +180,7 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
 
     one_of("format", format, tabulate_formats)
     left = len(header) if left is None else left
-    if format == "simple":  # as tabulate's, without the blanks that it adds to every column
+    if format == "simple":  # like tabulate's format, without the blanks that it adds to columns
         widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         lines = [header, ["-" * width for width in widths], *cells]
         places = [*(["<"] * left), *([">"] * (len(header) - left))]

@@ -1,4 +1,4 @@
-"""The strategy that reaches a loss first, over bandwidth and latency, and where the data cannot tell."""
+"""Which strategy reaches a loss first at each bandwidth and latency, and where the data cannot tell."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def winners(
     collective: str = "ring",
     stays: bool = False,
 ) -> Winners:
-    """Return which strategy reaches a loss first, over bandwidth and latency; a notebook shows the result as a map.
+    """Return which strategy reaches a loss first at each bandwidth and latency; a notebook shows the result as a map.
 
     Cells name all tied strategies; see `Race`. A warning says if, on more than a tenth of the map, strategies are tied
     only because validation is rare, which a smaller `val_interval` would settle.
@@ -75,7 +75,7 @@ def winners(
     node, size = Compute.of(comparison.compute if compute is None else compute), comparison.allreduce_bytes
 
     def until_loss(run: ComparedRun, at: Crossing, might: float) -> Floats:
-        """Return (3, L, B) the three costs of a run in a `Race`, in seconds."""
+        """Return the three costs (3, L, B) of a run in a `Race`, in seconds."""
         known = at.step if math.isnan(at.formed) else at.formed
         steps = [run.history.last("step") if math.isnan(step) else step for step in (at.step, known, at.first, might)]
         reached, of_formed, first, least = seconds_on(run.ledger, *grid, node, [*map(int, steps)]).T
@@ -143,7 +143,7 @@ class Race:
 
     @cached_property
     def means(self) -> dict[str, Floats]:
-        """Name → (3, …), the means of costs over the seeds by which strategies are compared, in alphabetical order."""
+        """Name → mean costs (3, …) over the seeds by which strategies are compared; names in alphabetical order."""
         reach = {name for name, own in self.costs.items() if all(np.isfinite(cost[0]).all() for cost in own.values())}
         shared = shared_seeds(self.costs[name] for name in reach)
         return {
@@ -153,12 +153,12 @@ class Race:
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """(…) the index in `means` of the first strategy of each cell."""
+        """For each cell (…), the index in `means` of the first strategy."""
         return np.argmin([own[0] for own in self.means.values()], axis=0)
 
     @cached_property
     def _tied(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two arrays (M, …): whether noise, and whether too few validations, tie strategies with the first."""
+        """Return two arrays (M, …): whether noise ties a strategy with the first, and whether rare validation does."""
         names = list(self.means)
         lowest = np.min([own[0] for own in self.means.values()], axis=0)
         by_noise, by_validation = np.zeros((2, len(names), *self.first.shape), dtype=bool)
@@ -175,20 +175,20 @@ class Race:
 
     @property
     def ahead(self) -> NDArray[np.bool_]:
-        """(M, …) whether each of the M strategies in `means` is the first of a cell, or tied with it."""
+        """Array (M, …): whether each of the M strategies in `means` is a cell's first strategy, or tied with it."""
         places = np.arange(len(self.means)).reshape(-1, *[1] * self.first.ndim)
         return np.logical_or(*self._tied) | (self.first == places)
 
     @property
     def left_open(self) -> NDArray[np.bool_]:
-        """(M, …) whether only rare validation, and not noise, ties a strategy with the first."""
+        """Array (M, …): whether rare validation alone, without noise, ties a strategy with a cell's first strategy."""
         by_noise, by_validation = self._tied
         mean = np.array([own[0] for own in self.means.values()])
         return by_validation & ~by_noise & (mean > mean.min(0) * _EQUAL)
 
 
 def _seeds_cannot_tell(apart: Sequence[Floats], tests: int) -> NDArray[np.bool_] | bool:
-    """Return whether 0 is in the interval of paired differences (n, cells), which are at least 0 in the mean."""
+    """Return whether 0 is in the interval of paired differences (n, cells), whose means are at least 0."""
     if len(apart) < 2 or not np.isfinite(apart).all():
         return False
     from scipy import stats
@@ -228,12 +228,12 @@ class Winners:
 
     @cached_property
     def seconds(self) -> dict[str, Floats]:
-        """Name → (L, B), the mean over the seeds, in alphabetical order; infinite if a seed never reaches the loss."""
+        """Name → mean seconds (L, B) over the seeds, by alphabet; infinite if a seed never reaches the loss."""
         return {name: own[0] for name, own in self._race.means.items()}
 
     @cached_property
     def first(self) -> list[list[tuple[str, ...]]]:
-        """(L, B): the names of the first strategy and of all tied with it; () if none reaches the loss."""
+        """The cells (L, B): names of the first strategy and of all tied with it; () if none reaches the loss."""
         if not self.times:
             return [[()] * len(self.bandwidths) for _ in self.latencies]
         return [
@@ -247,7 +247,7 @@ class Winners:
         return float(self._race.left_open.any(0).mean()) if self.times else 0.0
 
     def stretches(self) -> list[Stretch]:
-        """Return, for every latency, the first strategy from each bandwidth to the next change.
+        """Return, for every latency, the ranges of bandwidth with the same first strategy.
 
         Two strategies change places where their lines, in logarithms of bandwidth and seconds, cross; a tie begins and
         ends between two bandwidths of the grid.
@@ -275,7 +275,7 @@ class Winners:
         return math.exp(low + share * (high - low))
 
     def table(self, format: str = "simple") -> str:
-        """Return as text, for some latencies, the first strategy in each range of bandwidths, and its time."""
+        """Return a text table: for some latencies, the first strategy in each range of bandwidths, and its time."""
         chosen = self.latencies[:: -(-len(self.latencies) // _ROWS)]
         rows = [
             [delay(s.latency), _range(s, self.bandwidths), s.name, " … ".join(dict.fromkeys(map(duration, s.seconds)))]
@@ -365,7 +365,7 @@ def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDA
     """Name regions of a map: inside where the text fits, otherwise next to the map with a line to the region.
 
     Args:
-        x: (B,), y: (L,) of the cells, in data coordinates. regions: names → (L, B).
+        x, y: positions (B,) and (L,) of the cells, in data coordinates. regions: names → the region's cells (L, B).
     """
     from vsim.figures.paper import fit
 
@@ -400,7 +400,7 @@ def _texts(names: tuple[str, ...]) -> list[str]:
 
 
 def _short(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return tied names, long ones cut, for a label; of more than four, the first three and the number of others."""
+    """Return tied names for a label, and cut long ones; of more than four, the first three and the number of others."""
     few = names if len(names) <= _TIED else (*names[: _TIED - 1], f"{len(names) - _TIED + 1} others")
     return tuple(name if len(name) <= _LONG else f"{name[: _LONG - 1]}…" for name in few)
 
@@ -441,7 +441,7 @@ def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], ND
 
     line: Any = {"arrowstyle": "-", "color": "0.2", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
     frame = ax.get_window_extent()
-    labels: list[tuple[float, float, Any]] = []  # height of its region, of the text (shares of the axes), the text
+    labels: list[tuple[float, float, Any]] = []  # heights of region and text (shares of the axes), the text
     for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
         deepest = np.argwhere(depth == depth.max())
         i, j = deepest[deepest[:, 1].argmax()]  # the nearest to the text, so that the line crosses least of the map

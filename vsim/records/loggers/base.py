@@ -72,7 +72,7 @@ def train_row(row: Row, before: Row) -> dict[str, float]:
     """Return the row of a training step.
 
     Args:
-        row: the history's row of the step. before: the history's row of the step logged previously.
+        row: the history's row of the step. before: the history's row of the previously logged step.
 
     Returns:
         step, examples_trained (by all nodes), train_loss (the mean over the nodes' batches of this step),
@@ -147,7 +147,7 @@ def check_run_name(run_name: str) -> str:
 
 
 def date_and_time() -> str:
-    """Return date and time, the name of a run that was given none."""
+    """Return date and time, the default name of a run."""
     return datetime.now().strftime("%Y%m%d_%H%M%S")
 
 

@@ -20,7 +20,7 @@ X_AXES = ("step", "examples")
 def run_loggers(
     logger: Logger | Sequence[Logger] | None, run_name: str | None, wandb_project: str | None, log_x_axis: str
 ) -> list[Logger]:
-    """Return the loggers that these arguments of `fit` ask for, checked.
+    """Check these arguments of `fit`, and return the loggers that they ask for.
 
     Raises:
         TypeError: an argument is not a logger, or has no effect.

@@ -34,7 +34,7 @@ from vsim.records.tables import DIGITS, ON_DEMAND, PERCENT, UNDECIDED
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
 # Limits on a page of few runs, and on a page of many (a sweep): measurements of the loss and of other columns, steps of
-# a clock, rows of `node_losses`. Then: the most runs that are few, nodes with losses shown, and bars of a timeline.
+# a clock, rows of `node_losses`. Then the most runs that count as few, nodes with losses shown, and bars of a timeline.
 _FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
 _MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
 _MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
@@ -252,7 +252,7 @@ class _Page:
         return self.places[digest]
 
     def _steps(self, ledger: Any, last: int, measured: NDArray[np.float64]) -> list[int]:
-        """Return steps between which time and bytes are about linear: all, or those with measurements and syncs."""
+        """Return steps between which time and bytes are about linear: all or, of many, measurements and syncs."""
         if last < self.most["steps"]:
             return list(range(last + 1))
         syncs = {step for event in ledger for at in (event.step, event.due) for step in (at - 1, at) if 0 <= at <= last}
@@ -328,7 +328,7 @@ class _Page:
 
 
 def _recorded(history: History, network: Network, compute: Compute) -> Any:
-    """Return the timeline of a run on this network, or else on the network that decided its course."""
+    """Return the timeline of a run on this network or, if another network decided its course, on that one."""
     try:
         return history.time(network, compute)
     except ValueError:
@@ -341,8 +341,8 @@ def _recorded(history: History, network: Network, compute: Compute) -> Any:
 
 
 def _bends(steps: Sequence[int], of_steps: Sequence[NDArray[np.float64]], sent: NDArray[np.float64]) -> list[int]:
-    """Return indices of the steps between which bytes, and time if it is a single plane, are linear in the step; keep
-    steps with several planes.
+    """Return indices of steps between which bytes and time are linear in the step; keep all steps whose time has
+    several planes.
     """
     kept = [0] if steps else []
     for i in range(1, len(steps)):
@@ -382,7 +382,7 @@ def _look(look: Look) -> dict[str, Any]:
 
 
 def _network(network: Network) -> dict[str, Any]:
-    """Return the sliders' values: bandwidth and latency if links are equal, else 1, their factor of all links."""
+    """Return the sliders' values: bandwidth and latency if links are equal, else 1, a factor for all links."""
     plain = network.as_plain()
     equal = plain["place"] is None
     bandwidth = float(plain["bits_per_second"][0][0]) if equal else 1.0
