@@ -209,8 +209,7 @@ class VmapExecutor(Executor):
     def lowering(self, piece: int = 0, first: bool = False) -> Lowering:
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
-        # An operation may write a gradient directly to its place if nothing is added to the gradient later, or scales
-        # it.
+        # An operation may write a gradient directly to its place unless the gradient is scaled or summed later.
         places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
         lowering = Lowering(self.generators[rows], {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
