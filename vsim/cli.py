@@ -425,7 +425,7 @@ def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:
 
 
 def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
-    """Return --lr or, without it, the model's rate. Raise an error for --lr if a strategy in `named` has its own."""
+    """Return --lr or, without it, the model's rate. Raise an error for --lr if a strategy in `named` sets a rate."""
     names = [text.partition(":")[0] for text in named]
     own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
     if own and problem.lr is not None:

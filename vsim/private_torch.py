@@ -104,7 +104,7 @@ def what_changed(error: RuntimeError) -> str | None:
 
 
 def guarding_hooks() -> AbstractContextManager[Any]:
-    """Recompile code of a block when modules get hooks. A stopgap for an argument of torch.compile."""
+    """Recompile a block's code when modules get hooks. A stopgap for an argument of torch.compile."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 

@@ -1,6 +1,6 @@
 """Read saved comparisons, checkpoints and logs, also while their runs train.
 
-Reading writes and locks nothing, and so never disturbs a run.
+Reading a run's files writes and locks nothing, and so never disturbs the run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
     """Read a comparison from a file of `to_json`, or from checkpoints or CSV logs of runs that may still train.
 
     Args:
-        path: a file of `to_json`; or a folder that `vsim compare`, `vsim sweep` or a `CSVLogger` wrote, or a
+        path: a file that `to_json` wrote; or a folder that `vsim compare`, `vsim sweep` or a `CSVLogger` wrote, or a
             `save_dir`. A log has no events: its runs have losses and bytes, but no hours.
         cache: results of earlier calls; unchanged files are not read again.
 

@@ -240,7 +240,7 @@ def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
 def penalty(
     comparison: Comparison, to: str = "AllReduce", *, loss: float | None = None, level: float = 0.95
 ) -> pd.DataFrame:
-    """Return the penalty of rare communication: the examples a strategy needs for a loss, relative to those of `to`.
+    """Return the penalty of rare communication: a strategy's examples to reach a loss, divided by those of `to`.
 
     Runs of `to` may be shorter than other runs, see `max_steps` of `vsim.compare`. A loss counts as reached only when
     it is measured, so a smaller `val_interval` gives more precise ratios.

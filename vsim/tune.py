@@ -86,8 +86,8 @@ def tune(
     Returns:
         A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. A trial with a diverged
         run is reported as pruned, so that the sampler avoids such values; a trial with another error is reported as
-        failed; both have the reason as their user attribute "failure". After an interrupt, the storage keeps
-        the trials of the batch in the state "running".
+        failed; in both cases, the trial's user attribute "failure" holds the reason. After an interrupt, the storage
+        keeps the trials of the batch in the state "running".
 
     Raises:
         ImportError: optuna is not installed; it is in the extra `tune`.

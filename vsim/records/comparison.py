@@ -145,7 +145,7 @@ class Comparison(Runs):
         return both
 
     def _empty_with(self, other: Comparison) -> Comparison:
-        """Return an empty comparison, or an empty sweep if both are alike, for the runs of both."""
+        """Return an empty comparison for the runs of both; an empty sweep if both are sweeps over the same settings."""
         return Comparison(self.allreduce_bytes)
 
     # Files and descriptions -------------------------------------------------------------------------------------------

@@ -625,7 +625,7 @@ def heatmap(
     Args:
         cells: (value of x, value of y) → cell; other cells stay white.
         x, y: the name of a setting, and its values in order, as text.
-        label: describes the numbers. remark: a small text above.
+        label: describes the numbers. remark: a small text above the map.
         ax: the axes to draw on; default: a new figure, as wide as a column if that is enough.
     """
     from matplotlib.cm import ScalarMappable

@@ -210,7 +210,7 @@ class Winners:
         bandwidths: (B,) in bit/s, ascending. latencies: (L,) in seconds, ascending.
         times: name → seed → (3, L, B) seconds; see `Race`. Empty if no strategy reaches the loss with all seeds.
         never: name → text about a strategy that does not reach the loss with all seeds.
-        looks: looks of the strategies. note: added to the title. remarks: sentences below map and table.
+        looks: looks of the strategies. note: text that is added to the title. remarks: sentences below map and table.
     """
 
     loss: float
