@@ -246,7 +246,7 @@ class _Asking:
                 f"trial {left.number}: wait for it, or give another study_name"
             )
         self._seed(left.number)
-        # A stored trial is frozen: only a new Trial with its private id can suggest values and be reported.
+        # A stored trial is frozen. A new Trial with the private id of the stored one can suggest and report values.
         trial = self.optuna.Trial(self.study, left._trial_id)
         trial.set_user_attr(_PROCESS, self.process)
         return trial

@@ -24,7 +24,7 @@ def bernoulli_indices(
 
         gap = 1 + floor(log(1 − u) / log(1 − p)),    u ~ U[0, 1),
 
-    so the running sum of p · numel drawn gaps gives the sorted indices. For p > 1/2, the zeros are drawn instead. The
+    so that the running sum of the drawn gaps gives the sorted indices. For p > 1/2, the zeros are drawn instead. The
     distribution is exact up to float64 rounding of u and the logarithms.
 
     Indices are drawn on the CPU and then moved, so that nodes with different accelerators choose the same entries. Not

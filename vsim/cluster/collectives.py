@@ -316,8 +316,8 @@ class Collectives(ABC):
 
         Args:
             collective: the name of a method of this class; or a function that communicates through this object, such as
-                a compressor's exchange of several messages. With a function, processes wait at once, because its later
-                messages depend on earlier ones. arguments, options: the arguments of the method or function.
+                a compressor's exchange of several messages. Processes wait for a function here, as its later messages
+                depend on earlier ones. arguments, options: the arguments of the method or function.
             delay: steps until the result is taken, at least 0. The ledger records the step of the result as `due`, even
                 if the run ends earlier.
         """

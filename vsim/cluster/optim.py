@@ -72,7 +72,7 @@ class OptimSpec:
         kwargs: the arguments of `cls`.
 
     Raises:
-        TypeError: `cls` is not an optimizer, or does not take an argument.
+        TypeError: `cls` is not an optimizer, or lacks one of the arguments.
         ValueError: an unknown name, or an optimizer that needs more than gradients (LBFGS, SparseAdam).
     """
 
@@ -226,7 +226,7 @@ class OptimSpec:
         whole SIMD vectors, and round equal rows alike, wherever one thread's part ends.
         """
         if deterministic and self.kwargs.get("fused"):
-            # Step row by row: in a run with one node, the last entries may not fill a vector, and round differently.
+            # Step row by row, as one node does: a row's last entries, if they do not fill a vector, round differently.
             return NodeOptimizers(self.cls, [_with_grad(weights, grads)], self.kwargs)
         return self.build_shared([with_gaps(weights)], [with_gaps(grads)], deterministic)
 

@@ -149,7 +149,7 @@ class Replicas:
         )
 
     def moved_view(self, view: Tensor, earlier: Replicas) -> Tensor:
-        """Return a view of this object's rows with the columns that `view` has in the rows of `earlier`.
+        """Return a view of the columns of `view`, which are columns of `earlier`, in the rows of this object.
 
         Args:
             view: stacked (R, …), of weights or gradients of `earlier`. Tensors in other memory are returned unchanged.

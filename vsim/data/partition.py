@@ -350,7 +350,7 @@ def _power_law(stream: np.random.Generator, codes: Ints, num_nodes: int, exponen
     return _cut(mixed, min_size + _whole((shares / shares.sum() * rest)[None], rest)[0])
 
 
-# Kind → the function that deals, and its arguments with defaults; None: required.
+# Kind → the function that deals the examples, and the defaults of its arguments; None: the argument is required.
 KINDS: dict[str, tuple[Callable[..., Ints], dict[str, Any]]] = {
     "iid": (_iid, {}),
     "dirichlet": (_dirichlet, {"alpha": None, "min_size": 10}),

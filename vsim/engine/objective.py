@@ -90,7 +90,7 @@ class Objective(nn.Module):
         return other
 
     def models(self) -> Iterator[nn.Module]:
-        """Yield all copies of the model: this objective's and, after `separate`, the nodes' and their source's."""
+        """Yield all copies of the model: the own one and, after `separate`, those of the nodes and their original."""
         for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
             yield own.model
 

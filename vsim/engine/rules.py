@@ -47,7 +47,7 @@ class Nodes:
         streams: a generator for each node of the vmapped call, in order, for random operations. None: draw the same
             numbers for all nodes, from the default generator.
         places: id of a stacked parameter → the tensor for its gradient. An operation that computes the whole gradient
-            of a parameter may write the gradient to this tensor, and return the tensor. Each place is used once.
+            of a parameter may write it to its place, and return the place. Each place is used once.
 
     Attributes:
         num_nodes: the number of nodes in this vmapped call.

@@ -38,7 +38,7 @@ def all_reduce(
 
     Args:
         tensor: stacked (K, …), changed in place.
-        op: the reduction, also as torch.distributed names it: ReduceOp.SUM, AVG, MAX or MIN.
+        op: the reduction, by name or as ReduceOp.SUM, AVG, MAX or MIN of torch.distributed.
         label: the name of the call in the ledger.
         among: the nodes that take part, as a list or tensor of their numbers, or groups of nodes that reduce
             separately; default all. Other nodes neither send nor pay, and keep their rows. When nodes come and go,

@@ -53,7 +53,7 @@ class Callback:
         """Called after every step, when the step is in the history, and before it is saved."""
 
     def on_evaluation(self, run: Run) -> None:
-        """Called after `on_step` at every step with a validation, and after the validation before the first step."""
+        """Called after every validation: before the first step, and then after `on_step` of the steps that validate."""
 
     def on_end(self, run: Run) -> None:
         """Called after the last step; not called if the run was interrupted or has failed."""

@@ -231,7 +231,7 @@ def _are_alike(first: Run, other: Run) -> bool:
     one, two = first.spec, other.spec
     if (first.plan is None) != (other.plan is None):  # a plan changes which steps have smaller batches
         return False
-    longest = max(first.steps, other.steps)  # the shorter run leaves its rows when it is over
+    longest = max(first.steps, other.steps)  # the shorter run gives up its rows when it ends
     return (
         first.start == other.start
         and one.minibatch_size == two.minibatch_size
