@@ -186,7 +186,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-@pytest.mark.parametrize("make", [diloco, allreduce], ids=["rows", "one row"])
+@pytest.mark.parametrize("make", [diloco, allreduce], ids=["DiLoCo", "AllReduce"])
 def test_recurrent_models(make: Callable[[], Strategy], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "rnn", (lambda p: Recurrent(kind), examples))
     assert_same_course(*(run(make(), model="rnn", executor=executor) for executor in ("vmap", "loop")))

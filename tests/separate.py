@@ -40,10 +40,10 @@ class AverageGradients(Communication):
     """AllReduce."""
 
     def after_backward(self, models: list[nn.Module]) -> None:
-        mean = torch.stack([parameters_to_vector(p.grad for p in m.parameters()) for m in models]).mean(0)
+        mean = torch.stack([parameters_to_vector(dense_grads(m)) for m in models]).mean(0)
         for model in models:
             for p, g in zip(model.parameters(), mean.split([p.numel() for p in model.parameters()]), strict=True):
-                p.grad.copy_(g.view_as(p))
+                p.grad = g.view_as(p).clone()
 
 
 @dataclass
@@ -167,6 +167,11 @@ def shard_batches(
         sampler.set_epoch(epoch)
         yield from loader
         epoch += 1
+
+
+def dense_grads(model: nn.Module) -> list[Tensor]:
+    """The gradients as a cluster averages them: dense, and 0 where the loss does not depend on a parameter."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in model.parameters()]
 
 
 def stacked_weights(models: list[nn.Module]) -> Tensor:

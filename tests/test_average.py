@@ -374,10 +374,3 @@ def test_on_the_command_line() -> None:
 def test_refused(make: Callable[[], object], error: type[Exception], said: str) -> None:
     with refused(error, said):
         make()
-
-
-def test_gradients_are_kept_where_their_mean_is_not_enough() -> None:
-    shared = {"mean": True, "iso": True, "krum": False, mean("examples"): False, clip(1.0): False}
-    for average, expected in shared.items():
-        assert SimpleReduceStrategy(average=average).shares_grads == expected
-    assert SimpleReduceStrategy(average="median", inner_optim=OptimSpec("sgd")).shares_weights

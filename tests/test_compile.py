@@ -98,10 +98,9 @@ def test_a_compiled_step_is_that_of_the_loop(task: Task, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share_grads", [False, True])
-def test_pieces_of_nodes_and_of_batches_add_up(share_grads: bool) -> None:
+def test_pieces_of_nodes_and_of_batches_add_up() -> None:
     def made(kind: type[Executor], **options: int) -> Executor:
-        r = Replicas.of_several([small_mlp(0.0)], [5], torch.device("cpu"), share_grads, share_grads)
+        r = Replicas.of(small_mlp(0.0), 5, torch.device("cpu"))
         return kind(r, Objective(r.module), [generator(0, NODE, k) for k in range(5)], Settings(**options))
 
     ours, theirs = made(CompiledExecutor, chunk_size=2), made(VmapExecutor)

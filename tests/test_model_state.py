@@ -209,7 +209,7 @@ class Bounded(Scaled):
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
-@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(optim_spec="sgd", lr=0.5)], ids=["rows", "one row"])
+@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(optim_spec="sgd", lr=0.5)], ids=["alone", "AllReduce"])
 def test_weights_that_evaluation_writes_to_are_restored(executor: str, strategy: Strategy) -> None:
     options = {"executor": executor, "strategy": strategy, "metrics": {"m": lambda model, b: model(b)}}
     validated, plain = (trained(Bounded(), val_interval=interval, **options) for interval in (1, None))

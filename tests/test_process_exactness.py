@@ -340,7 +340,7 @@ def test_what_is_defined_in_a_function_is_shipped_with_loader_workers_and_a_loss
 # Close ---------------------------------------------------------------------------------------------------------------
 
 # These only average. Strategies that decide by a value (signs, top-k, rounding to a few bits) may decide otherwise
-# where the value differs by rounding, and then diverge. Ranges: nodes of a process share one row in AllReduce.
+# where the value differs by rounding, and then diverge.
 QUICKLY_CLOSE = [(3, None, "DiLoCo", TASKS[1]), (5, 2, "AllReduce", TASKS[0])]
 CLOSE = [
     *((3, None, "alone", TASKS[2]), (5, 2, "FedAvg", TASKS[1]), (3, None, "FedAvg in islands", TASKS[0])),

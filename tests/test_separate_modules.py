@@ -322,7 +322,6 @@ class Kind:
     batch_size: int = 4
     minibatch_size: int | None = 2
     optimizer: OptimSpec = SGD
-    also_one_row: bool = False
 
 
 def of(outputs: Any, prepare: Any = None) -> Callable[..., nn.Module]:
@@ -333,14 +332,14 @@ DIFFER = "the losses"
 CANNOT = "cannot be vectorised"
 PLAIN_SGD = OptimSpec("sgd", lr=0.2)
 KINDS: dict[str, Kind] = {
-    "plain": Kind(of(plain), also_one_row=True),
+    "plain": Kind(of(plain)),
     "checkpointed": Kind(of(checkpointed), "activation checkpointing"),
     # By the older form, which wants `backward` and not torch.autograd.grad.
     "checkpointed reentrantly": Kind(of(functools.partial(checkpointed, reentrant=True)), CANNOT),
     "clipped": Kind(of(clipped), CANNOT),
     "clipped without grad": Kind(of(clipped_without_grad)),
     "decaying": Kind(of(decaying)),
-    "assigned": Kind(of(assigned), CANNOT, also_one_row=True),
+    "assigned": Kind(of(assigned), CANNOT),
     "a hook on a tensor": Kind(of(reversed_gradient), CANNOT),
     "a hook on a module": Kind(of(plain, hooked), CANNOT),
     "differentiating": Kind(of(differentiating), CANNOT),
@@ -353,14 +352,12 @@ KINDS: dict[str, Kind] = {
     "a hidden layer": Kind(of(lambda m, x: plain(m, m.parts[0]["scale"](x)), hidden_layer)),
     "a layer in two places": Kind(of(in_two_places, tied)),
     "parametrized": Kind(of(plain, lambda m: nn.utils.parametrizations.weight_norm(m.first) and None)),
-    "branching": Kind(of(branching), also_one_row=True),
+    "branching": Kind(of(branching)),
     "late": Kind(of(selecting), batch_size=3, minibatch_size=None),  # 10 examples: 3, 3, 3 and 1
     "sparse gradients": Kind(of(by_words, functools.partial(words, sparse=True)), None, 4, None, PLAIN_SGD),
-    "by frequency": Kind(
-        of(by_words, functools.partial(words, scale_grad_by_freq=True)), None, 4, None, PLAIN_SGD, also_one_row=True
-    ),
+    "by frequency": Kind(of(by_words, functools.partial(words, scale_grad_by_freq=True)), None, 4, None, PLAIN_SGD),
     "packed sequences": Kind(of(packed, having(rnn=lambda: nn.LSTM(4, 4, batch_first=True))), CANNOT),
-    "a count": Kind(of(scaled_by(counted), having(calls=int)), DIFFER, also_one_row=True),
+    "a count": Kind(of(scaled_by(counted), having(calls=int)), DIFFER),
     "NumPy's generator": Kind(of(scaled_by(drawn), having(stream=lambda: np.random.default_rng(3))), DIFFER),
     "torch's generator": Kind(
         of(scaled_by(drawn), having(stream=lambda: torch.Generator().manual_seed(3))), "the model's own generator"
@@ -374,7 +371,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"deterministic": True},
     "chunks": {"chunk_size": 2},
     "vmap": {"executor": "vmap"},
-    "one row": {"strategy": SimpleReduceStrategy(optim_spec=SGD)},
+    "AllReduce": {"strategy": SimpleReduceStrategy(optim_spec=SGD)},
 }
 
 
@@ -391,28 +388,25 @@ def separate(kind: Kind, by_hand: Communication, **options: Any) -> Any:
 
 
 @functools.cache
-def expected(name: str, one_row: bool) -> Any:
+def expected(name: str, allreduce: bool) -> Any:
     kind = KINDS[name]
     sizes = {"batch_size": kind.batch_size, "minibatch_size": kind.minibatch_size}
-    return separate(kind, AverageGradients() if one_row else AverageWeights(H), **sizes)
+    return separate(kind, AverageGradients() if allreduce else AverageWeights(H), **sizes)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, way) for name, kind in KINDS.items() for way in WAYS if way != "one row" or kind.also_one_row],
-)
+@pytest.mark.parametrize(("name", "way"), [*itertools.product(KINDS, WAYS)])
 def test_rows_are_separate_modules(name: str, way: str) -> None:
     kind, options = KINDS[name], {"batch_size": KINDS[name].batch_size, "minibatch_size": KINDS[name].minibatch_size}
     algorithm = type(WAYS[way].get("strategy", FedAvgStrategy()))
     strategy = algorithm(optim_spec=kind.optimizer, **({} if algorithm is SimpleReduceStrategy else {"H": H}))
     fit = functools.partial(trained, kind.make(), **{**options, **WAYS[way], "strategy": strategy})
-    cannot = kind.named is not None and (name, way) != ("assigned", "one row")  # where all weights are one
+    cannot = kind.named is not None
     by_loop = cannot or way in ("loop", "exact")
     if cannot and way == "vmap":
         with refused(VmapError, kind.named, "executor='loop'"):
             fit()
         return
-    if cannot and way in ("auto", "chunks", "one row"):
+    if cannot and way in ("auto", "chunks", "AllReduce"):
         with warned("executor='auto' continues with 'loop'", kind.named):
             trainer = fit()
     else:
@@ -420,29 +414,10 @@ def test_rows_are_separate_modules(name: str, way: str) -> None:
     assert trainer.strategy is not None and trainer.history.executor.startswith("loop" if by_loop else "vmap")
     may_differ = name in ("late", "branching") and not by_loop
     assert ("went to the loop" in trainer.history.executor_reason) == may_differ
-    oracle = expected(name, way == "one row")
+    oracle = expected(name, way == "AllReduce")
     exact = {"rtol": 0.0, "atol": 0.0} if way == "exact" and name != "sparse gradients" else {}
     torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(oracle.losses))
     torch.testing.assert_close(trainer.strategy.cluster.weights, oracle.weights, **exact)
-
-
-@pytest.mark.parametrize("way", [{"executor": "loop"}, {"executor": "vmap", "chunk_size": 2}], ids=str)
-@pytest.mark.parametrize("name", ["decaying", "padded"])
-def test_a_row_that_all_nodes_share_is_changed_by_none(name: str, way: dict[str, Any]) -> None:
-    kind, strategy = KINDS[name], SimpleReduceStrategy(optim_spec=SGD)
-    with refused(ValueError, "changes its weights in forward", "deterministic=True"):
-        trained(kind.make(), strategy=strategy, **way)
-    oracle, exact = expected(name, True), trained(kind.make(), strategy=strategy, deterministic=True)
-    assert exact.strategy is not None and torch.equal(exact.strategy.cluster.weights, oracle.weights)
-    strategies = {"one row": strategy, "rows": FedAvgStrategy(optim_spec=SGD)}
-    compare = functools.partial(vsim.compare, kind.make(), vectors(), strategies=strategies, **OPTIONS)
-    if name == "padded":
-        with refused(ValueError, "changes its weights in forward", "each node"):
-            compare()
-        return
-    ended = dict(compare()["one row"].model.named_parameters())  # where each has a copy of the row
-    for place, weight in exact.strategy.cluster.replicas.views(oracle.weights).items():
-        torch.testing.assert_close(ended[place], weight.mean(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("executor", ["vmap", "loop"])

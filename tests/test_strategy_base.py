@@ -115,7 +115,7 @@ def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec
     theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, deterministic=True)
     assert torch.equal(ours, theirs)
     if spec.cls is torch.optim.SGD:  # the others make steps out of rounding
-        # Without the flag AllReduce computes the mean gradient in one product.
+        # Without the flag, the nodes' gradients are computed in one product.
         theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor="vmap")
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -122,14 +122,14 @@ class Cluster:
     def weights(self) -> Tensor:
         """The weights, stacked (R, P): a row for each node held here.
 
-        Each row is contiguous; gaps between rows are possible. If all nodes share one row, the tensor is read-only.
+        Each row is contiguous; gaps between rows are possible.
         """
-        return self.replicas.weights.expand(self.replicas.num_held, -1)
+        return self.replicas.weights
 
     @property
     def grads(self) -> Tensor:
         """The gradients, stacked (R, P)."""
-        return self.replicas.grads.expand(self.replicas.num_held, -1)
+        return self.replicas.grads
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
         """Return every node's gradient (R, P) at its weights in `at` (R, P), as in a second backward pass.
@@ -162,8 +162,6 @@ class Cluster:
 
     def mean_weights(self) -> Tensor:
         """Return the mean replica, shared (P,), unbilled. A weight that is equal on all nodes is not rounded."""
-        if self.replicas.shares_weights:
-            return self.replicas.weights[0].clone()
         weights, reduce = self.replicas.weights, self.collectives.all_reduce
         with self.collectives.unbilled():
             low, high = reduce(weights, "min"), reduce(weights, "max")

@@ -162,8 +162,7 @@ class Collectives(ABC):
         check_reduction(op, stacked, weights)
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
-        may_share = op == "mean" and among is None
-        self._record("all_reduce", label, stacked, groups, payload_bytes, may_share, summable)
+        self._record("all_reduce", label, stacked, groups, payload_bytes, summable)
         if among is None:
             return self._all_reduce(stacked, op, shares[0])
         stacked = stacked.long() if op == "sum" and is_whole(stacked) else stacked
@@ -371,11 +370,10 @@ class Collectives(ABC):
         stacked: Tensor,
         groups: Sequence[Sequence[int]],
         payload_bytes: Bytes,
-        may_share: bool = False,
         summable: bool = True,
     ) -> None:
         rows, held = stacked.shape[:1], max(1, len(self.nodes))
-        if collective != "pull" and rows != (held,) and not (may_share and rows == (1,)):
+        if collective != "pull" and rows != (held,):
             allowed = f"with a row for each of {held} nodes in front"
             raise ValueError(f"{collective} takes a stacked tensor, {allowed}; got the shape {tuple(stacked.shape)}")
         if payload_bytes is not None:

@@ -192,9 +192,8 @@ class OptimSpec:
         """Build the optimizer of all nodes of `replicas`; a single one over the matrix if equal to one per node."""
         by_tensor = deterministic and bool(self.kwargs.get("fused")) and not _fills_lines(replicas)
         if self.elementwise and not by_tensor:
-            # Nodes that share one row of weights have equal rows of gradients: use the first.
-            return self.build_over(replicas.weights, replicas.grads[: len(replicas.weights)], deterministic)
-        grads = replicas.views(replicas.grads[: len(replicas.weights)])
+            return self.build_over(replicas.weights, replicas.grads, deterministic)
+        grads = replicas.views(replicas.grads)
         named = {name: _with_grad(w, grads[name]) for name, w in replicas.views(replicas.weights).items()}
         for stacked in named.values():
             stacked.is_stacked = True  # type: ignore[attr-defined]

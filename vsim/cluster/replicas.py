@@ -34,12 +34,9 @@ class Replicas:
         module: a private copy of the user's model, for its code and module tree; the tensors in it are not used.
         layout: the column range of every trainable parameter, in the order of `model.named_parameters()`.
             Tied parameters share one range, under the first of their names.
-        weights: stacked (K, P), one row per node, or (1, P) if all nodes have equal weights and share one row. Rows are
-            contiguous and begin at multiples of 64 bytes, followed by gaps of zeros if needed (see
-            `vsim_kernels.alignment`, and `with_gaps`).
-        grads: stacked (K, P); (1, P) if only the mean over the nodes is needed. Entries of parameters that the loss
-            does not depend on are zero.
-        num_held: the number of nodes held here: K in the simulator.
+        weights: stacked (K, P), one row per node. Rows are contiguous and begin at multiples of 64 bytes, followed by
+            gaps of zeros if needed (see `vsim_kernels.alignment`, and `with_gaps`).
+        grads: stacked (K, P). Entries of parameters that the loss does not depend on are zero.
         buffers: name → stacked (K, *shape), such as BatchNorm statistics; dense, with a row for every node.
         frozen: name → shared tensor, for parameters that do not require a gradient.
         first_node: the number of the node in row 0.
@@ -53,7 +50,6 @@ class Replicas:
     grads: Tensor
     buffers: Views
     frozen: Views
-    num_held: int
     first_node: int = 0
 
     @classmethod
@@ -62,21 +58,12 @@ class Replicas:
         return cls.of_several([model], [num_nodes], device)
 
     @classmethod
-    def of_several(
-        cls,
-        models: Sequence[nn.Module],
-        counts: Sequence[int],
-        device: torch.device,
-        share_weights: bool = False,
-        share_grads: bool = False,
-    ) -> Replicas:
+    def of_several(cls, models: Sequence[nn.Module], counts: Sequence[int], device: torch.device) -> Replicas:
         """Stack copies of several models in one matrix; every copy starts from the weights of its model.
 
         Args:
             models: models that differ only in the values of weights and buffers; the first model's code is used.
             counts: the number of copies of each model.
-            share_weights: whether all nodes share one row of weights; allowed with one model only.
-            share_grads: whether all nodes also share one row of gradients.
 
         Raises:
             ValueError: no parameter is trainable; a parameter is not initialised yet, is not floating-point or has
@@ -91,8 +78,8 @@ class Replicas:
             layout.append(Columns(name, p.shape, start, start + p.numel()))
             start += p.numel()
         num_held, dtype = sum(counts), next(iter(trainable.values())).dtype
-        weights = matrix(1 if share_weights else num_held, start, dtype, device)
-        grads = matrix(1 if share_grads else num_held, start, dtype, device)
+        weights = matrix(num_held, start, dtype, device)
+        grads = matrix(num_held, start, dtype, device)
         buffers = {n: b.new_empty(num_held, *b.shape) for n, b in module.named_buffers()}
         first = 0
         with torch.no_grad():
@@ -104,17 +91,12 @@ class Replicas:
                     buffers[name][rows] = buffer.to(device)
                 first += count
         frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-        return cls(module, layout, weights, grads, buffers, frozen, num_held)
+        return cls(module, layout, weights, grads, buffers, frozen)
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether several nodes share one row of weights."""
-        return self.weights.shape[0] < self.num_held
-
-    @property
-    def shares_grads(self) -> bool:
-        """Whether several nodes share one row of gradients, which holds their mean."""
-        return self.grads.shape[0] < self.num_held
+    def num_held(self) -> int:
+        """The number of nodes held here: K in the simulator."""
+        return self.weights.shape[0]
 
     @property
     def num_parameters(self) -> int:
@@ -141,10 +123,9 @@ class Replicas:
         """Return rows start … stop − 1 as views; number their nodes from `first_node`, if given."""
         return replace(
             self,
-            weights=self.weights if self.shares_weights else self.weights[start:stop],
-            grads=self.grads if self.shares_grads else self.grads[start:stop],
+            weights=self.weights[start:stop],
+            grads=self.grads[start:stop],
             buffers={name: buffer[start:stop] for name, buffer in self.buffers.items()},
-            num_held=stop - start,
             first_node=self.first_node + start if first_node is None else first_node,
         )
 

@@ -127,7 +127,7 @@ class AutoExecutor(Executor):
             self._warn(failed)
         if proof is None:
             return
-        may_choose = not (proofs or self.settings.compile or self.replicas.shares_grads)
+        may_choose = not (proofs or self.settings.compile)
         if may_choose and self.asked == "auto" and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         if fast.captures and key not in proofs:

@@ -101,7 +101,6 @@ class CompiledExecutor(VmapExecutor):
         self._draws = False  # whether the model draws random numbers; the loop draws other numbers
         self.changes = 0  # recompilations because the model's Python state changed
         self._cuts_by_batch = self.settings.chunk_size is None
-        of_weights = None if self.replicas.shares_grads else 0
         for module in self.objective.model.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 module.register_forward_hook(_without_gradient_of_padding)
@@ -111,7 +110,7 @@ class CompiledExecutor(VmapExecutor):
                 return self.objective(batch, False)[0]
 
         def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
-            losses = vmap(of_node, in_dims=(of_weights, 0, 0), randomness="different")(weights, buffers, batch)
+            losses = vmap(of_node, in_dims=(0, 0, 0), randomness="different")(weights, buffers, batch)
             return losses.sum(), losses
 
         def losses_and_grads(
@@ -249,12 +248,10 @@ class CompiledExecutor(VmapExecutor):
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
         losses = []
-        of_grads = share / self.replicas.num_held if self.replicas.shares_grads else share
         try:
             with drawing_from(self.generators[0]), torch.no_grad():
                 for number, piece in enumerate(self.pieces):
-                    adds = not first or (self.replicas.shares_grads and number > 0)
-                    own = self._called(number, self._own_batch(batch, piece), shapes, of_grads, adds)
+                    own = self._called(number, self._own_batch(batch, piece), shapes, share, not first)
                     losses.append(own.clone() if self.captures else own)
         except Exception as error:
             if self.compile_seconds is not None and not is_of_compiler(error):

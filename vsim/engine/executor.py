@@ -20,11 +20,6 @@ from vsim.cluster.replicas import Replicas, Views
 from vsim.engine.objective import Objective, as_given, described_stranger, listed
 from vsim.private_torch import unwatched, version, versions
 
-SHARED_ROW = (
-    "the model changes its weights in forward, and with this strategy all nodes share one row of them, which each "
-    "would change again: with deterministic=True every node has a row of its own"
-)
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -49,8 +44,7 @@ class Executor(ABC):
     """Computes the loss and gradient of every node on its own batch.
 
     Args:
-        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place. If nodes share
-            one row of gradients, the mean of their gradients is written to this row.
+        replicas: the nodes. Gradients are written to `replicas.grads`, and buffers are updated in place.
         objective: the user's model (`replicas.module`) and loss.
         generators: one for each node, from which the node's model draws.
         settings: how to compute.
@@ -309,8 +303,7 @@ class Executor(ABC):
         yield
         self._writes_in_evaluation = version(weights) != at_first or not torch.equal(bits_of(weights), bits_of(copies))
         if self._writes_in_evaluation:
-            shared = weights.stride(0) == 0  # one row for all
-            (weights[:1] if shared else weights).copy_(copies[:1] if shared else copies)
+            weights.copy_(copies)
 
     @abstractmethod
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:

@@ -12,7 +12,7 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
-from vsim.engine.executor import SHARED_ROW, Executor, bits_of, check_depends, write_or_add
+from vsim.engine.executor import Executor, check_depends, write_or_add
 from vsim.trees import mapped
 
 
@@ -36,7 +36,7 @@ class LoopExecutor(Executor):
             _Node(
                 homes[min(k, len(homes) - 1)],
                 leaves[min(k, len(leaves) - 1)],
-                grads[min(k, len(grads) - 1)],
+                grads[k],
                 {name: self._leaf(b[k : k + 1])[0] for name, b in r.buffers.items()},
             )
             for k in range(r.num_held)
@@ -47,13 +47,8 @@ class LoopExecutor(Executor):
         return self.compute(range(len(self.nodes)), batch, share, first)
 
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
-        """Do the work of `_backward` for the nodes with these numbers only; `batch` has rows for all nodes.
-
-        Raises:
-            ValueError: the model changes a row of weights that nodes share; see also `Executor._loss`.
-        """
+        """Do the work of `_backward` for the nodes with these numbers only; `batch` has rows for all nodes."""
         batch, losses = mapped(rows_apart, batch), []
-        shared = _checksum(self.replicas.weights) if self.replicas.shares_weights else None
         with self._moved_up_to_date():
             for number in numbers:
                 node, objective = self.nodes[number], self.objective.of_row(number)
@@ -63,13 +58,10 @@ class LoopExecutor(Executor):
                 with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
                     with self._precision():
                         loss = self._loss(objective, own_batch)
-                    own_share = share / len(self.nodes) if self.replicas.shares_grads else share
-                    gradients = _gradients(loss, node.leaves, own_share)
-                write_or_add(node.grads, gradients, first and (number == 0 or not self.replicas.shares_grads))
+                    gradients = _gradients(loss, node.leaves, share)
+                write_or_add(node.grads, gradients, first)
                 keep_assigned(node.leaves, node.homes)
                 losses.append(loss.detach())
-        if shared is not None and not shared.is_meta and shared != _checksum(self.replicas.weights):
-            raise ValueError(SHARED_ROW)
         return torch.stack(losses) * share if share != 1.0 else torch.stack(losses)
 
 
@@ -80,12 +72,6 @@ class _Node(NamedTuple):
     leaves: list[Tensor]
     grads: list[Tensor]
     buffers: Views
-
-
-def _checksum(weights: Tensor) -> Tensor:
-    """Return the sum of the weights' bits, which detects changes without a copy of the weights."""
-    bits = bits_of(weights)
-    return bits.sum(dtype=bits.dtype)  # an overflow does no harm; a sum in int64 would copy all bits
 
 
 def _gradients(loss: Tensor, leaves: list[Tensor], share: float) -> list[Tensor]:

@@ -20,7 +20,7 @@ from vsim.cluster.randomness import preserved
 from vsim.cluster.replicas import Replicas, Views, matrix
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casts
-from vsim.engine.executor import SHARED_ROW, Executor, bits_of, cloned
+from vsim.engine.executor import Executor, cloned
 from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective, advice_on, attached_in, listed
 from vsim.private_torch import unwatched
@@ -83,7 +83,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         Exception: the model itself raises an error in the loop.
     """
     whole = executor.replicas
-    finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite().expand(whole.num_held)
+    finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite()
     alive = finite.nonzero().flatten().tolist()  # a diverged run may still have rows here
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
@@ -94,18 +94,17 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         reference = objective.copied()
         try:
             with Casts() as casts:
-                loop = [step.copied() for step in _steps(LoopExecutor, executor, reference, rows, batches, False)]
+                loop = [step.copied() for step in _steps(LoopExecutor, executor, reference, rows, batches)]
         except RuntimeError as error:
             if kept := attached_in(reference.model):
                 raise retold(error, f"{error}. {advice_on(kept)}") from error
             raise
         executor.casts = executor.casts or casts.seen
-        fast = _steps(uncompiled, executor, objective, rows, batches, whole.shares_grads)
+        fast = _steps(uncompiled, executor, objective, rows, batches)
         try:
             for theirs in loop:
                 ours = next(fast)
-                mean = theirs.grads.mean(0, keepdim=True) if whole.shares_grads else theirs.grads
-                apart.append(compared(executor, ours, theirs._replace(grads=mean)))
+                apart.append(compared(executor, ours, theirs))
             if why := _kept_in(objective):
                 raise DifferError(why)
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
@@ -134,30 +133,22 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
 
 
 def _steps(
-    make: Callable[..., Any],
-    executor: Executor,
-    objective: Objective,
-    rows: list[int],
-    batches: Sequence[Any],
-    shares: bool,
+    make: Callable[..., Any], executor: Executor, objective: Objective, rows: list[int], batches: Sequence[Any]
 ) -> Iterator[Step]:
     """Yield a step for each batch, computed by a new executor on copies of `rows`; weights are not updated.
 
     Args:
-        make: makes an executor. shares: whether the copies share one row of weights and gradients.
+        make: makes an executor.
     """
-    whole = executor.replicas
-    num_rows, like = 1 if shares else len(rows), whole.weights
-    weights, grads = (matrix(num_rows, whole.num_parameters, like.dtype, like.device) for _ in range(2))
-    weights.copy_(like.expand(whole.num_held, -1)[rows[:num_rows]])
+    whole, like = executor.replicas, executor.replicas.weights
+    weights, grads = (matrix(len(rows), whole.num_parameters, like.dtype, like.device) for _ in range(2))
+    weights.copy_(like[rows])
     buffers = {name: b[rows].clone() for name, b in whole.buffers.items()}
-    own = replace(whole, weights=weights, grads=grads, buffers=buffers, num_held=len(rows), first_node=0)
+    own = replace(whole, weights=weights, grads=grads, buffers=buffers, first_node=0)
     streams = [torch.Generator(like.device).set_state(executor.generators[row].get_state()) for row in rows]
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
         losses = engine.losses_and_grads(cloned(batch))
-        if whole.shares_weights and not torch.equal(bits_of(weights), bits_of(like.expand(len(weights), -1))):
-            raise ValueError(SHARED_ROW)
         yield Step(losses, grads, buffers, getattr(engine, "calls", {}))
 
 

@@ -18,9 +18,9 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
 from vsim.engine.batched import NodesDifferError, VmapError
-from vsim.engine.executor import SHARED_ROW, Executor, Settings, check_depends, cloned, write_gradients
+from vsim.engine.executor import Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
-from vsim.engine.looped import LoopExecutor, keep_assigned
+from vsim.engine.looped import LoopExecutor
 from vsim.engine.memory import available_bytes, node_bytes, nodes_that_fit
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof, prove
@@ -106,7 +106,6 @@ class VmapExecutor(Executor):
         self.left: dict[Any, VmapError] = {}  # shapes of batches that the loop computes → reason
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
-        self._homes: list[Tensor] = []  # tensors of the row of weights that nodes share, if they also share gradients
         self._submodules = list(self.objective.modules())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
@@ -114,19 +113,10 @@ class VmapExecutor(Executor):
         """Cut the nodes into these pieces from now on."""
         r = self.replicas
         self.pieces.clear()
-        # If nodes share gradients, their shared row of weights is one leaf tensor. If each node has gradients, a shared
-        # row of weights is expanded to K rows.
-        in_common = None
-        if r.shares_grads:
-            self._homes = [w.data[0] for w in r.views(r.weights).values()]
-            in_common = {c.name: home.data.requires_grad_() for c, home in zip(r.layout, self._homes, strict=True)}
         for rows in pieces:
             part = r.rows(rows.start, rows.stop)
-            leaves = in_common or {
-                name: w.data.expand(part.num_held, *w.shape[1:]).requires_grad_()
-                for name, w in part.views(part.weights).items()
-            }
-            grads = part.views(part.grads[0] if r.shares_grads else part.grads)
+            leaves = {name: w.data.requires_grad_() for name, w in part.views(part.weights).items()}
+            grads = part.views(part.grads)
             self.pieces.append(Piece(rows, leaves, list(grads.values()), part.buffers, part.num_held))
 
     @staticmethod
@@ -210,7 +200,7 @@ class VmapExecutor(Executor):
         """Return the context in which the nodes of a piece are computed."""
         rows, leaves, grads, *_ = self.pieces[piece]
         # An operation may write a gradient directly to its place unless the gradient is scaled or summed later.
-        places = zip(leaves.values(), grads, strict=True) if first and not self.replicas.shares_grads else ()
+        places = zip(leaves.values(), grads, strict=True) if first else ()
         lowering = Lowering(self.generators[rows], {id(leaf): place for leaf, place in places})
         lowering.watch = not self.calls
         return lowering
@@ -221,26 +211,21 @@ class VmapExecutor(Executor):
         if self.left and (why := self.left.get(shapes_of(batch))) is not None:
             self._leave_to_the_loop(why)
             return self._loop.compute(range(self.replicas.num_held), batch, share, first)
-        losses, shared = [], list(self.pieces[0].leaves.values()) if self.replicas.shares_weights else []
-        at_first = versions(shared)
+        losses = []
         for number, piece in enumerate(self.pieces):
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
             before = _BeforeCall(lowering, piece, tensors_of(own_batch))
             try:
                 with self._precision():
                     stacked = self._losses(piece, own_batch, lowering)
-                self._write_gradients(stacked, piece, share, first, number)
+                self._write_gradients(stacked, piece, share, first)
             except VmapError as error:
                 before.restore(error)
                 losses.append(self._by_loop(piece, batch, share, first, error))
                 continue
-            if self.replicas.shares_grads:
-                keep_assigned(piece.leaves.values(), self._homes)
             self.has_worked = True
             self.calls = self.calls or lowering.calls
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
-        if versions(shared) != at_first:
-            raise ValueError(SHARED_ROW)
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
@@ -259,14 +244,11 @@ class VmapExecutor(Executor):
         self.not_vmapped += 1
         self._left_nodes = True
 
-    def _write_gradients(self, losses: Tensor, piece: Piece, share: float, first: bool, number: int) -> None:
+    def _write_gradients(self, losses: Tensor, piece: Piece, share: float, first: bool) -> None:
         leaves = list(piece.leaves.values())
         check_depends(losses)
         try:
-            if self.replicas.shares_grads:
-                write_gradients(losses, leaves, piece.grads, share / self.replicas.num_held, first and number == 0)
-            else:
-                write_gradients(losses, leaves, piece.grads, share, first)
+            write_gradients(losses, leaves, piece.grads, share, first)
         except Exception as error:  # for instance, a checkpointed part of the model runs again outside of vmap
             raise VmapError(_explain_vmap_failure(error)) from error
 
@@ -287,8 +269,7 @@ class VmapExecutor(Executor):
                 return self.objective(batch, False)[0]
 
         parts = (piece.leaves, piece.buffers, batch)
-        of_all = self.replicas.shares_grads  # one leaf for all nodes
-        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.size, *parts, weights_of_all=of_all)
+        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.size, *parts)
         return losses
 
     def _evaluate(
@@ -325,7 +306,6 @@ class VmapExecutor(Executor):
         weights: Views,
         buffers: Views,
         batch: Any,
-        weights_of_all: bool = False,
         batch_of_all: bool = False,
     ) -> Any:
         """Call of_node(weights, buffers, batch) once, vmapped over all nodes; return its stacked results.
@@ -333,13 +313,12 @@ class VmapExecutor(Executor):
         Args:
             size: K, the number of nodes.
             weights, buffers, batch: stacked over the nodes.
-            weights_of_all: whether the nodes share `weights`.
             batch_of_all: whether the nodes share `batch`, as in evaluation; they then draw the same random numbers.
         """
         try:
             with within_vmap(size, "same" if batch_of_all else "different") as level:
                 lowering.begin(level, size, self.replicas.weights.device)
-                own_weights = weights if weights_of_all else {n: lowering.batch(w) for n, w in weights.items()}
+                own_weights = {n: lowering.batch(w) for n, w in weights.items()}
                 own_buffers = {n: lowering.batch(b) for n, b in buffers.items()}
                 own_batch = batch if batch_of_all else mapped(lowering.batch, batch)
                 with lowering:

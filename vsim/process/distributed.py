@@ -121,15 +121,13 @@ class ProcessCollectives(Collectives):
 
     def _all_reduce(self, stacked: Tensor, op: str, shares: Tensor | None) -> Finish:
         if self.exact or stacked.dtype not in _NATIVE or not all(self.ranges):
-            rows = self._all_gather(stacked.expand(max(1, len(self.nodes)), *stacked.shape[1:]))
+            rows = self._all_gather(stacked)
             return lambda: reduce_rows(rows(), op, shares)
         own = stacked.to(self.device, copy=True, memory_format=torch.contiguous_format)
         if shares is not None:
             for row, share in zip(own, shares[self.nodes.start : self.nodes.stop].tolist(), strict=True):
                 row *= share
         total = own[0] if len(own) == 1 else reduce_rows(own, "sum" if op == "mean" else op, None)
-        if len(own) < len(self.nodes):  # one row, the mean of this process's nodes
-            total *= len(self.nodes)
         wait = self._issue("all_reduce", lambda: [dist.all_reduce(total, _OPERATIONS[op], async_op=True)])
 
         def finish() -> Tensor:

@@ -28,7 +28,7 @@ class GradientAverage(CommunicationModule):
         self.average.setup(cluster)
 
     def communicate_gradients(self, cluster: Cluster) -> None:
-        grads = cluster.replicas.grads  # (R, P); or (1, P), already the mean, if all nodes share one row
+        grads = cluster.replicas.grads
         grads.copy_(self.average(grads, cluster, "gradients"))
 
 
@@ -36,6 +36,3 @@ class SimpleReduceStrategy(Algorithm, of=GradientAverage):
     """AllReduce (DDP): average the gradients at every step, so that all nodes stay equal."""
 
     family = "data parallel"
-
-    shares_weights = True
-    shares_grads = True

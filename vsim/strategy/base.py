@@ -223,10 +223,6 @@ class Algorithm(Configured):
     derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
     common = (Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim"), *OPTIONS)
 
-    # Whether all nodes always have equal weights by construction, so that one row is enough for all nodes; and whether
-    # only the mean of the nodes' gradients is used. A subclass must repeat both promises, as neither is inherited.
-    shares_weights = False
-    shares_grads = False
     # Whether nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
     is_asynchronous = False
     # Methods of `Strategy` that this class never calls.
@@ -244,8 +240,6 @@ class Algorithm(Configured):
             cls.__init__ = init_of(modules, names, positions, OPTIONS, Algorithm._compose)  # type: ignore[method-assign]
             cls.__doc__ = docstring_of(cls.__doc__ or "", modules, names)
         super().__init_subclass__(**kwargs)
-        for promise in ("shares_weights", "shares_grads"):
-            setattr(cls, promise, cls.__dict__.get(promise, False))
 
     if TYPE_CHECKING:  # with `of`, `__init__` takes the modules' arguments
 
@@ -287,8 +281,6 @@ class Algorithm(Configured):
         self.attack = options.get("attack")
         if self.attack is not None:
             self.communication_modules = self._attacked(self.attack)
-        if self.attack is not None or not all(one.average.takes_mean for one in self.communication_modules):
-            self.shares_grads = False  # each node's own gradient is needed
         given_optim, rates = {"inner_optim": inner_optim}, {"lr": options.get("lr")}
         self.optim_spec = resolve_optim(where, given_optim, rates, default=self.default_inner_optim())
         for module in self.communication_modules:
@@ -472,7 +464,7 @@ class Algorithm(Configured):
             mean: the mean replica (P,), if known. Nodes then compare their weights with it, and no node sends weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
-        held = type(self).global_weights is not Algorithm.global_weights or cluster.replicas.shares_weights
+        held = type(self).global_weights is not Algorithm.global_weights
         if held or any(module.global_weights(cluster) is not None for module in self.communication_modules):
             return True
         with collectives.unbilled():

@@ -41,8 +41,6 @@ class DeMoStrategy(Algorithm):
 
     family = "data parallel"
 
-    shares_weights = True
-
     def __init__(
         self,
         inner_optim: Optim = None,
@@ -79,4 +77,4 @@ class DeMoStrategy(Algorithm):
                 if not frozen:
                     cluster.replicas.weights[:, own].mul_(1 - self.lr * self.weight_decay)
         fast = self.momentum(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
-        cluster.replicas.grads[: len(cluster.replicas.weights)] = fast.sign_()  # the rows that the optimizer reads
+        cluster.grads.copy_(fast.sign_())

@@ -56,8 +56,6 @@ class DionStrategy(Algorithm):
 
     family = "data parallel"
 
-    shares_weights = True
-
     momentum: dict[str, Tensor]  # M_k of every matrix, stacked (R, n, m)
     basis: dict[str, Tensor]  # Q of every matrix, shared (m, r)
 

@@ -35,9 +35,6 @@ class GPAStrategy(Algorithm):
 
     family = "data parallel"
 
-    shares_weights = True
-    shares_grads = True
-
     averaged: Tensor  # x, shared (P,)
     stepped: Tensor  # z, shared (P,)
 

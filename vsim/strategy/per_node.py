@@ -191,12 +191,10 @@ class Strategy(Algorithm):
     def _as_one_node(self, method: str) -> Iterator[None]:
         """Return a context for a subclass's method, which may communicate and assign tensors, but not mix nodes.
 
-        Only the first step is checked for mixed nodes, since the same code runs at every step. If nodes share one row
-        of weights, parameters are not stacked, and nothing is checked.
+        Only the first step is checked for mixed nodes, since the same code runs at every step.
         """
-        replicas, is_own = self.cluster.replicas, getattr(type(self), method) is not getattr(Strategy, method)
-        shared = len(replicas.weights) != len(replicas.grads)
-        watched = is_own and not shared and not self.cluster.compile and self.cluster.completed == 0
+        is_own = getattr(type(self), method) is not getattr(Strategy, method)
+        watched = is_own and not self.cluster.compile and self.cluster.completed == 0
         mode = NoMixing([*self.model.parameters()], method) if watched else nullcontext()
         with communicating_through(self.cluster.collectives), mode:
             yield

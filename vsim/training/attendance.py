@@ -152,7 +152,7 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     while first < len(sources) and sources[first] == first:
         first += 1
     moved = sources[first:]
-    for matrix in (*(() if whole.shares_weights else (whole.weights,)), *whole.buffers.values()):
+    for matrix in (whole.weights, *whole.buffers.values()):
         matrix[first : len(sources)] = matrix[moved]
     for run, rows in places.items():
         if rows != run.rows or run in moving:

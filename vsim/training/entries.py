@@ -537,12 +537,9 @@ def matrix_bytes(spec: RunSpec) -> float:
     trainable = [p for p in spec.model.parameters() if p.requires_grad]
     row = sum(p.nbytes for p in trainable)
     buffers = sum(b.nbytes for b in spec.model.buffers())
-    in_one = not spec.deterministic
-    weights = 1 if in_one and spec.strategy.shares_weights else spec.num_nodes
-    grads = 1 if in_one and spec.strategy.shares_grads else spec.num_nodes
     moments = len(spec.strategy.optim_spec.state_names() - {"step"})
     # Assume that a strategy keeps outer weights, momentum, and one residual per node.
-    return float(row * (weights * (1 + moments) + grads + spec.num_nodes + 3) + buffers * spec.num_nodes)
+    return float(row * (spec.num_nodes * (3 + moments) + 3) + buffers * spec.num_nodes)
 
 
 def _score(entry: Entry, step: int) -> float:

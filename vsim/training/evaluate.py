@@ -310,12 +310,10 @@ def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
 
 
 def _of_nodes(run: Run, own_python: bool) -> _Rows:
-    """Return the nodes' models, or a single model if all nodes are equal by construction."""
+    """Return the nodes' models."""
     replicas = run.cluster.replicas
-    if replicas.shares_weights and not replicas.buffers and not own_python:
-        return _Rows(replicas.weights, {}, run.spec.seed, [0])
     python = [*run.rows] if own_python else [0] * replicas.num_held
-    return _Rows(replicas.weights.expand(replicas.num_held, -1), replicas.buffers, run.spec.seed, python)
+    return _Rows(replicas.weights, replicas.buffers, run.spec.seed, python)
 
 
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
@@ -362,9 +360,9 @@ def _of_first_process(run: Run, value: float) -> float:
 
 
 def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:
-    collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
+    collectives = run.cluster.collectives
     with collectives.unbilled():
-        local = collectives.all_gather(nodes.losses.expand(num_held))  # (K,)
+        local = collectives.all_gather(nodes.losses)  # (K,)
     columns: dict[str, Tensor] = {
         "local_loss": local[0],
         "global_loss": overall.losses[0],
@@ -378,7 +376,7 @@ def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]
     }
     if nodes.accuracies is not None and overall.accuracies is not None:
         with collectives.unbilled():
-            columns["local_accuracy"] = collectives.broadcast(nodes.accuracies.expand(num_held))
+            columns["local_accuracy"] = collectives.broadcast(nodes.accuracies)
         columns["global_accuracy"] = overall.accuracies[0]
     return {name: float(value) for name, value in columns.items()}
 

@@ -367,10 +367,9 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         )
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
-    if not replicas.shares_weights:
-        replicas.weights.copy_(checkpoint.weights[own])
-        if checkpoint.keeps_optimizer and len(alike) == 3:
-            _keep_optimizer(run, cut(checkpoint.stacked["optimizer"], rows, checkpoint.held), filler)
+    replicas.weights.copy_(checkpoint.weights[own])
+    if checkpoint.keeps_optimizer and len(alike) == 3:
+        _keep_optimizer(run, cut(checkpoint.stacked["optimizer"], rows, checkpoint.held), filler)
 
 
 def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:

@@ -369,14 +369,6 @@ class Run:
         own = [c for c in COLUMNS if c not in absent]
         return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
 
-    @property
-    def shares(self) -> tuple[bool, bool]:
-        """Whether the nodes share one row of weights, and whether they share one row of gradients."""
-        # In a deterministic run, every node has its own row, so that sums have the order of a run in processes.
-        in_one = not self.spec.deterministic and min(map(len, self.collectives.ranges)) > 1
-        strategy = self.spec.strategy
-        return in_one and strategy.shares_weights, in_one and strategy.shares_grads
-
     def fetching(self) -> AbstractContextManager[None]:
         """Return a context in which the run's data draw from the global generators as if the run were alone."""
         return nullcontext() if self.data_states is None else self.data_states.here()

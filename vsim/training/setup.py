@@ -24,7 +24,7 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.participation import Schedule, Trace
 from vsim.cluster.plan import Plan, Round
 from vsim.cluster.randomness import NODE, SHARED, DataStates, generator
-from vsim.cluster.replicas import Replicas, copied, matrix
+from vsim.cluster.replicas import Replicas, copied
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
 from vsim.data.batches import (
@@ -62,9 +62,6 @@ WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
     "has to fit on a device whole"
 )
-# Largest number of weights of a model that joins other runs even if its nodes share one row: copying the row for every
-# node is then faster than a separate call.
-_SMALL = 2**16
 
 
 def batches_of(spec: RunSpec, collectives: Collectives) -> BatchSource:
@@ -127,13 +124,10 @@ def prepare(
 def bytes_of_node(spec: RunSpec) -> int:
     """Return a lower bound on the bytes that a node takes: weights, gradients, buffers and optimizer state."""
     row = sum(p.nbytes for p in spec.model.parameters() if p.requires_grad)
-    in_one = not spec.deterministic
     optim = spec.strategy.optim_spec
     moments = len(optim.state_names() - {"step"}) if optim.elementwise else 0  # else states may be smaller than rows
-    weights = 0 if in_one and spec.strategy.shares_weights else row * (1 + moments)
-    grads = 0 if in_one and spec.strategy.shares_grads else row
     of_generator = generator(spec.seed, NODE).get_state().nbytes
-    return of_generator + weights + grads + sum(b.nbytes for b in spec.model.buffers())
+    return of_generator + row * (2 + moments) + sum(b.nbytes for b in spec.model.buffers())
 
 
 def _measured_at_the_end(spec: RunSpec) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
@@ -178,37 +172,13 @@ def assemble(
     )
 
 
-def can_join(run: Run) -> bool:
-    """Return whether a run can share a stack: nodes step in lockstep, and each has, or can cheaply get, its own row."""
-    if run.spec.strategy.is_asynchronous:
-        return False
-    trainable = sum(p.numel() for p in run.spec.model.parameters() if p.requires_grad)
-    return not any(run.shares) or trainable <= _SMALL
-
-
 def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[Replicas]]:
     """Return all rows of a stack, and the rows of each run, in the runs' order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
-    if len(runs) == 1:
-        share_weights, share_grads = runs[0].shares
-        whole = Replicas.of_several(models, counts, device, share_weights, share_grads)
-        return whole, [whole.rows(0, counts[0], runs[0].nodes.start)]
     whole = Replicas.of_several(models, counts, device)
-    # Shared rows of several runs are adjacent in memory, so that one optimizer call can step them, too.
-    num_shared = sum(run.shares[0] for run in runs), sum(run.shares[1] for run in runs)
-    weights, grads = (matrix(n, whole.num_parameters, whole.weights.dtype, device) for n in num_shared)
-    parts, start, next_weights, next_grads = list[Replicas](), 0, 0, 0
-    for run, count in zip(runs, counts, strict=True):
-        own = whole.rows(start, start + count, run.nodes.start)
-        share_weights, share_grads = run.shares
-        if share_weights:
-            row = weights[next_weights : next_weights + 1].copy_(own.weights[:1])
-            own, next_weights = replace(own, weights=row), next_weights + 1
-        if share_grads:
-            own, next_grads = replace(own, grads=grads[next_grads : next_grads + 1]), next_grads + 1
-        parts.append(own)
-        start += count
-    return whole, parts
+    stops = [*itertools.accumulate(counts)]
+    rows = zip(runs, counts, stops, strict=True)
+    return whole, [whole.rows(stop - count, stop, run.nodes.start) for run, count, stop in rows]
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
@@ -218,7 +188,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
     stacks: list[list[int]] = []
     for i, run in enumerate(runs):
         for stack in stacks:
-            if can_join(run) and can_join(runs[stack[0]]) and _are_alike(runs[stack[0]], run):
+            if _are_alike(runs[stack[0]], run):
                 stack.append(i)
                 break
         else:
@@ -229,6 +199,8 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
 def _are_alike(first: Run, other: Run) -> bool:
     """Return whether one call can compute the losses and gradients of both runs."""
     one, two = first.spec, other.spec
+    if one.strategy.is_asynchronous or two.strategy.is_asynchronous:
+        return False
     if (first.plan is None) != (other.plan is None):  # a plan changes which steps have smaller batches
         return False
     longest = max(first.steps, other.steps)  # the shorter run gives up its rows when it ends

@@ -14,16 +14,10 @@ from vsim.cluster.reductions import rows_on
 from vsim.cluster.replicas import Replicas, matrix
 from vsim.data.batches import Uneven, of_rows
 from vsim.engine import Executor
-from vsim.engine.executor import bits_of, undone
+from vsim.engine.executor import undone
 from vsim.engine.machine import takes_one_thread
-from vsim.private_torch import storage_key
 from vsim.training.joint_steps import Optimizers
 from vsim.training.run import Run
-
-_SHARED = (
-    "the model changes its weights in forward, on each node in another way, and with this strategy all nodes share one "
-    "row of them: with deterministic=True every node has a row of its own"
-)
 
 
 class FewRows:
@@ -55,8 +49,6 @@ class FewRows:
     def of_uneven(self, batch: Uneven, minibatch_size: int | None) -> Tensor:
         """Return the losses (R,) of all rows, and write their gradients; a call computes the batches of one size."""
         losses, replicas = torch.empty(0), self.engine.replicas
-        if replicas.shares_grads:
-            replicas.grads.zero_()
         for rows, part in zip(batch.rows, batch.parts, strict=True):
             own = self.losses_and_grads(rows, part, minibatch_size)
             losses = losses if len(losses) else own.new_empty(replicas.num_held)
@@ -64,26 +56,12 @@ class FewRows:
         return losses
 
     def losses_and_grads(self, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
-        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients.
-
-        If all nodes share one row of gradients (their mean), add the given rows' contribution to the shared row.
-
-        Raises:
-            ValueError: the model changes weights that nodes share.
-        """
+        """Return the losses (n,) of some rows on their stacked batch (n, B, …), and write their gradients."""
         whole, self.batch = self.engine.replicas, batch
         places = rows_on(whole.weights.device, rows)
-        weights = whole.weights.expand(whole.num_held, -1)[places]
-        executor = self._placed(rows, weights)
+        executor = self._placed(rows, whole.weights[places])
         few, losses = executor.replicas, _computed(executor, rows, batch, minibatch_size)
-        if not torch.equal(bits_of(few.weights), bits_of(weights)):
-            if whole.shares_weights:
-                raise ValueError(_SHARED)
-            whole.weights[places] = few.weights
-        if whole.shares_grads:
-            whole.grads.add_(few.grads.sum(0), alpha=1 / whole.num_held)
-        else:
-            whole.grads[places] = few.grads
+        whole.weights[places], whole.grads[places] = few.weights, few.grads
         for name, buffer in few.buffers.items():
             whole.buffers[name][places] = buffer
         return losses
@@ -128,8 +106,7 @@ class Stack:
     ended, and rows without a node.
 
     Attributes:
-        whole: all rows. If all nodes of a run share one row of weights or gradients, and the stack has other runs,
-            the run keeps that row outside the matrix.
+        whole: all rows.
         make: makes an executor for some of the rows and their random generators.
         taking: the runs with present rows, in the order of their rows.
         executor: computes the losses and gradients of the present rows.
@@ -151,27 +128,18 @@ class Stack:
     batch: Any = None
     take_own_step: Callable[[], None] | None = None
     is_small: bool = False
-    _apart: list[tuple[Replicas, slice]] = field(default_factory=list)  # row outside the matrix, slice of its copies
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by number of rows; with `is_small`
 
     def place(self, run: Run, rows: range) -> None:
-        """Give a run these rows of the matrix, in addition to its rows outside the matrix."""
+        """Give a run these rows of the matrix."""
         earlier, run.rows = run.cluster.replicas, rows
         first = min(run.nodes.start, run.cluster.num_nodes - 1)  # a process without a node has one row
-        own = self.whole.rows(rows.start, rows.stop, first)
-        if storage_key(earlier.weights) != storage_key(self.whole.weights):
-            own = replace(own, weights=earlier.weights)
-        if storage_key(earlier.grads) != storage_key(self.whole.grads):
-            own = replace(own, grads=earlier.grads)
-        run.cluster.replicas = own
+        run.cluster.replicas = self.whole.rows(rows.start, rows.stop, first)
         run.strategy.move_rows(earlier)
 
     def compute_first(self, taking: Sequence[Run]) -> None:
         """From now on, compute the rows of these runs, which are the first rows of the matrix."""
         self.taking = [run for run in taking if run.nodes]
-        key = storage_key(self.whole.weights)
-        apart = (run for run in self.taking if storage_key(run.cluster.replicas.weights) != key)
-        self._apart = [(run.cluster.replicas, run.taking) for run in apart]
         streams = [stream for run in self.taking for stream in run.generators[: len(run.rows)]]
         if not streams and self._executors:
             return
@@ -185,26 +153,11 @@ class Stack:
         self.optimizers = Optimizers([run.strategy for run in self.taking])
 
     def losses_and_grads(self, batch: Any) -> Tensor:
-        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows.
-
-        Raises:
-            ValueError: forward changes the copies of a shared row differently.
-        """
+        """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows."""
         self.batch = batch
-        for own, rows in self._apart:
-            self.whole.weights[rows].copy_(own.weights)
         if isinstance(batch, Uneven):
-            losses = self.few.of_uneven(batch, self.minibatch_size)
-        else:
-            losses = self.executor.losses_and_grads(batch, self.minibatch_size)
-        for own, rows in self._apart:
-            copies = self.whole.weights[rows]
-            own.weights.copy_(copies[:1])
-            if not torch.equal(bits_of(own.weights).expand_as(copies), bits_of(copies)):
-                raise ValueError(_SHARED)
-            if storage_key(own.grads) != storage_key(self.whole.grads):
-                torch.mean(self.whole.grads[rows], 0, keepdim=True, out=own.grads)
-        return losses
+            return self.few.of_uneven(batch, self.minibatch_size)
+        return self.executor.losses_and_grads(batch, self.minibatch_size)
 
     def gradient_at(self, run: Run, at: Tensor, batch: Any = None) -> Tensor:
         """Return the gradients (R, P) of a run's rows at other weights; see `Cluster.gradient`."""

@@ -168,12 +168,6 @@ class Average(Stateful, Part):
         return self.rule.is_mean and self.limit is None and self.message is None and self.attack is None
 
     @property
-    def takes_mean(self) -> bool:
-        """Whether the average needs only the plain mean of the nodes' vectors."""
-        own = self.rule
-        return not (own.needs_rows or own.by != "nodes" or self.limit or self.message or self.attack)
-
-    @property
     def of_moves(self) -> bool:
         """Whether vectors must be moves or gradients, since the length of weights has no meaning."""
         parts = (self.limit, self.message, self.attack)
