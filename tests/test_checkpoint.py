@@ -109,7 +109,7 @@ CUT: dict[str, tuple[Callable[[], Strategy], Any, dict[str, Any]]] = {
     "augmentation": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), Augmented), EXACT),
     "uneven data": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), uneven), EXACT),
     "tied weights": (diloco(optim_spec=ADAMW), lambda: trainer_of(small_gpt, tokens), EPOCHS),
-    "a row of all": (lambda: SimpleReduceStrategy(optim_spec=MUON), lambda: trainer_of(small_gpt, tokens), {}),
+    "AllReduce": (lambda: SimpleReduceStrategy(optim_spec=MUON), lambda: trainer_of(small_gpt, tokens), {}),
     "of every kind": (lambda: Eccentric(optim_spec="sgd", lr=0.01), trainer_of, {}),
 }
 SLOWLY_CUT = {

@@ -85,6 +85,10 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled": (lambda path: path.write_bytes(pickle.dumps(Trap(path.parent / "sprung"))), TORN),
     "torch": (lambda path: torch.save({"trap": Trap(path.parent / "sprung")}, path), TORN),
     "from the future": (with_text(f'"format": {FORMAT}', '"format": 99'), "has format 99"),
+    "before nodes had rows of their own": (
+        with_text(f'"format": {FORMAT}', '"format": 9'),
+        f"has format 9, and this version of vsim reads {FORMAT}: resume with the version that saved it",
+    ),
     "swapped": (with_text('"step": 7', '"step": 8', valid=False), "checksum"),
     "senseless": (with_text('"settings": {', '"apart": {'), "does not hold what a checkpoint of vsim holds"),
 }

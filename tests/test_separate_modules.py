@@ -26,11 +26,24 @@ from separate import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Trainer
 from vsim.engine import CompileError, VmapError
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from vsim.strategy import (
+    DeMoStrategy,
+    DiLoCoStrategy,
+    DionStrategy,
+    FedAvgStrategy,
+    GPAStrategy,
+    OptimSpec,
+    PowerSGD,
+    SimpleReduceStrategy,
+    SPARTAStrategy,
+    Strategy,
+    compress,
+)
 
 # Strategies, optimizers, numbers of nodes -----------------------------------------------------------------------------
 
@@ -418,6 +431,117 @@ def test_rows_are_separate_modules(name: str, way: str) -> None:
     exact = {"rtol": 0.0, "atol": 0.0} if way == "exact" and name != "sparse gradients" else {}
     torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(oracle.losses))
     torch.testing.assert_close(trainer.strategy.cluster.weights, oracle.weights, **exact)
+
+
+# What changes gradients within the backward pass, in ways that depend on their size.
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clip": lambda grad: grad.clamp(-0.05, 0.05),
+    "round": lambda grad: (grad * 64).round() / 64,
+    "normalize": lambda grad: grad / grad.norm(),
+}
+
+
+class Through(torch.autograd.Function):
+    """The identity, whose gradient is changed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, change: str) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.change = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return CHANGES[ctx.change](grad), None
+
+
+def through_functions(m: Any, x: Tensor) -> Tensor:
+    hidden = Through.apply(m.first(Through.apply(m.zero(x), "normalize")).tanh(), "round")
+    return Through.apply(m.second(hidden), "clip")  # type: ignore[no-any-return]
+
+
+def through_hooks(m: Any, x: Tensor) -> Tensor:
+    hidden = m.first(m.zero(x)).tanh()  # m.first has a hook
+    logits: Tensor = m.second(hidden)
+    for tensor, change in ((hidden, "round"), (logits, "clip")):
+        if tensor.requires_grad:
+            tensor.register_hook(CHANGES[change])
+    return logits
+
+
+def with_a_zeroth(m: Any, hooked: bool = False) -> None:
+    m.zero = nn.Linear(12, 12)
+    if hooked:
+        m.first.register_full_backward_hook(lambda module, inputs, outputs: (CHANGES["normalize"](inputs[0]),))
+
+
+@dataclass
+class PrimalAveraging(AverageGradients):
+    """GPA with μ_x = .9 and μ_y = .7."""
+
+    def start(self, models: list[nn.Module]) -> None:
+        self.averaged = self.stepped = stacked_weights(models)[0]
+
+    def after_backward(self, models: list[nn.Module]) -> None:
+        super().after_backward(models)
+        for model in models:
+            nn.utils.vector_to_parameters(self.stepped.clone(), model.parameters())
+
+    def after_step(self, models: list[nn.Module], step: int) -> None:
+        self.stepped = stacked_weights(models)[0]
+        self.averaged = 0.9 * self.averaged + 0.1 * self.stepped
+        for model in models:
+            nn.utils.vector_to_parameters(0.7 * self.averaged + 0.3 * self.stepped, model.parameters())
+
+
+BACKWARD: dict[str, tuple[Callable[[], Strategy], Callable[[], Communication] | None]] = {
+    "AllReduce": (functools.partial(SimpleReduceStrategy, inner_optim=SGD), AverageGradients),
+    "GPA": (functools.partial(GPAStrategy, inner_optim=SGD, mu_x=0.9, mu_y=0.7), PrimalAveraging),
+    "FedAvg": (functools.partial(FedAvgStrategy, inner_optim=SGD, H=H), functools.partial(AverageWeights, H)),
+    "DeMo": (functools.partial(DeMoStrategy, lr=0.01, compression_topk=5, compression_chunk=6), None),
+    "Dion": (functools.partial(DionStrategy, lr=0.02), None),
+    "SPARTA": (functools.partial(SPARTAStrategy, inner_optim=SGD, p_sparta=0.3), None),
+    "PowerSGD": (functools.partial(SimpleReduceStrategy, inner_optim=SGD, average=compress(PowerSGD(2))), None),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"executor": "vmap"},
+        {"executor": "vmap", "chunk_size": 2, "minibatch_size": 3},
+        {"executor": "loop", "minibatch_size": 3},
+        pytest.param({"executor": "vmap", "compile": True, "minibatch_size": 3}, marks=pytest.mark.slow),
+    ],
+    ids=lambda way: "-".join(map(str, way.values())),
+)
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+def test_every_node_has_a_backward_pass_of_its_own(name: str, way: dict[str, Any]) -> None:
+    """It begins at 1, or at a minibatch's share of the batch, whatever the strategy does with the gradients."""
+    (make, by_hand), pieces = BACKWARD[name], way.get("minibatch_size")
+    inputs, targets = vectors().tensors
+    data = TensorDataset(inputs.double(), targets)
+    models: list[nn.Module] = [Classifier(through_functions, with_a_zeroth).double()]
+    if way["executor"] == "loop":  # vmap would not call hooks
+        models.append(Classifier(through_hooks, functools.partial(with_a_zeroth, hooked=True)).double())
+    for model in models:
+        options: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 6}  # 10 examples: 6 and 4
+        found = {}
+        for label, how in {"ours": way, "exact": {"deterministic": True, "minibatch_size": pieces}}.items():
+            trainer = Trainer(model, data)
+            trainer.fit(strategy=make(), progress=False, **options, **how)
+            assert trainer.strategy is not None
+            found[label] = trainer.strategy.cluster.weights
+        torch.testing.assert_close(found["ours"], found["exact"], rtol=1e-8, atol=1e-10)
+        if by_hand is not None:
+            sgd = functools.partial(SGD.cls, **SGD.kwargs)
+            oracle = train_separately(model, data, by_hand(), sgd, minibatch_size=pieces, **options)
+            torch.testing.assert_close(found["ours"], oracle.weights, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("executor", ["vmap", "loop"])

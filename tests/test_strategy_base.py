@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from separate import TASKS, Task, small_cnn, small_mlp
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -118,6 +119,17 @@ def test_averaging_by_hand_is_allreduce(custom: type[Strategy], task: Task, spec
         # Without the flag, the nodes' gradients are computed in one product.
         theirs = trained(SimpleReduceStrategy(inner_optim=spec, **options), task, executor="vmap")
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("promised", [("shares_weights",), ("shares_weights", "shares_grads")])
+def test_a_promise_to_share_rows_is_an_error(promised: tuple[str, ...]) -> None:
+    class Promising(SimpleReduceStrategy):
+        pass
+
+    for name in promised:
+        setattr(Promising, name, True)
+    with refused(TypeError, "Promising", *(f"{name} = True" for name in promised), "its own weights", "Remove it"):
+        Promising(lr=0.1)
 
 
 def test_a_custom_strategy_is_clipped_as_allreduce_is() -> None:

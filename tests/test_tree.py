@@ -33,9 +33,9 @@ def written(value: Any, stacked: bool = False, rows: int = K) -> Any:
     return unpacked(*packed(encoded(value, "x", stacked, rows)))
 
 
-def put_back(saved: Any, live: Any = None, stacked: bool = False) -> Any:
+def put_back(saved: Any, live: Any = None) -> Any:
     filler = Filler(COLLECTIVES, torch.device("cpu"))
-    filled = filler.fill(saved, live, "x", stacked)
+    filled = filler.fill(saved, live, "x")
     filler.check()
     return filled
 
@@ -75,7 +75,7 @@ def test_what_is_written_is_put_back(value: Any, stacked: bool, there: Any) -> N
     """Whatever is there; in a stacked list with an item for each node, tensors are the items'."""
     saved = written(value, stacked)
     live = copy.deepcopy(there)
-    back = put_back(saved, live if not isinstance(live, Tensor) or live.dim() == 0 else None, stacked)
+    back = put_back(saved, live if not isinstance(live, Tensor) or live.dim() == 0 else None)
     assert str(written(back, stacked)) == str(saved)
     if not stacked:
         assert same(value, back)
@@ -250,17 +250,8 @@ def test_rows_move_between_any_numbers_of_processes(before: list[int], after: li
     for first, last in ranges(after):
         live = of(first, last)
         live["rows"].zero_()
-        own = put_back(cut(whole, range(first, last), before), live, True)
+        own = put_back(cut(whole, range(first, last), before), live)
         assert str(written(own, True, last - first)) == str(written(of(first, last), True, last - first))
-
-
-def test_equal_nodes_share_one_row_there_or_here() -> None:
-    shared, apart = stepped(torch.ones(1, 2)), stepped(torch.ones(K, 2))
-    for saved, live in ((shared, stepped(torch.zeros(K, 2))), (apart, stepped(torch.zeros(1, 2)))):
-        back = put_back(cut(written(saved, True), range(K), [K]), live, True)
-        for state in back.state.values():
-            assert [len(t) for t in state.values() if t.dim()] == [len(back.param_groups[0]["params"][0])] * 2
-    assert torch.equal(put_back(written(torch.ones(1, 2), True), torch.zeros(K, 2), True), torch.ones(K, 2))
 
 
 # Declarations ---------------------------------------------------------------------------------------------------------

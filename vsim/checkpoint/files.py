@@ -39,7 +39,7 @@ from vsim.records.describe import CHANGED, differences, flat_bytes, layout_of
 from vsim.records.history import History
 from vsim.writing import replacing
 
-FORMAT = 9
+FORMAT = 10
 
 
 @dataclass(eq=False)
@@ -81,17 +81,13 @@ class Checkpoint:
     @property
     def weights(self) -> Tensor:
         """The nodes' weights (K, P), on the CPU."""
-        return self._rows(self.stacked["weights"])
+        return self.stacked["weights"].cpu()
 
     @property
     def buffers(self) -> Views:
         """Name → the nodes' buffers (K, *shape), on the CPU."""
         named = {name: rows for name, rows in self.stacked.items() if name.startswith("buffer ")}
-        return {name.removeprefix("buffer "): self._rows(rows) for name, rows in named.items()}
-
-    def _rows(self, rows: Tensor) -> Tensor:
-        rows = rows.cpu()
-        return rows if len(rows) > 1 else rows.expand(self.num_nodes, *rows.shape[1:])  # equal nodes may share one row
+        return {name.removeprefix("buffer "): rows.cpu() for name, rows in named.items()}
 
     def mean_weights(self) -> Tensor:
         """Return the mean (P,) of the nodes' weights. Weights that are equal on all nodes are not rounded."""
@@ -333,7 +329,10 @@ def _read(path: Path) -> Checkpoint:
         problem = "does not hold what a checkpoint of vsim holds: "
         saved = unpacked(text, contents)
         if (format := saved.pop("format")) != FORMAT:
-            raise CheckpointError(f"{path} has format {format}, and this version of vsim reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {format}, and this version of vsim reads {FORMAT}: resume with the version that "
+                "saved it, or start the run again"
+            )
         whole_number("step", saved["step"], at_least=0)
         if is_checkpoint(path) and step_of(path) != saved["step"]:
             raise CheckpointError(f"{path} holds step {saved['step']}, which is not that of its name")

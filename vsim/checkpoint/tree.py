@@ -105,7 +105,7 @@ def encoded(value: Any, path: str, stacked: bool = False, rows: int = 0) -> Enco
             raise CheckpointError(f"{path}: {kind.__name__} keeps state for something that is none of its parameters")
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in value.param_groups]
         own = {k: v for k, v in vars(value).items() if k not in _common_attributes() and not callable(v)}
-        by_node = stacked and not all(len(p) in (1, rows) for p in parameters if p.dim())
+        by_node = stacked and not all(len(p) == rows for p in parameters if p.dim())
         states = items([dict(value.state.get(p, {})) for p in parameters], stacked and not by_node)
         facts = [name_of(kind), encode(groups, "groups", False), encode(own, "own", False)]
         return {"optimizer": [*facts, {"nodes": states} if by_node else states]}
@@ -149,13 +149,13 @@ def joined(parts: Sequence[Encoded], held: Sequence[int], stacked: bool) -> Enco
             columns = enumerate(zip(*of_kind, strict=True))
             return {kind: [joined(column, held, i == place) for i, column in columns]}
     same = all(_equal(first, part) for part in parts)
-    return first if same else {"each": list(parts)}  # equal stacked parts: nodes share one row
+    return first if same else {"each": list(parts)}
 
 
 def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
     """Cut these rows out of a stacked value. If values differ between processes, take that of the rows' process."""
     if isinstance(value, Tensor):
-        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # fewer: 1 for all nodes
+        whole = not value.dim() or len(value) < sum(held) or [*rows] == [*range(sum(held))]  # fewer: no rows of nodes
         return value if whole else value[list(rows)]
     if isinstance(value, list):
         return [cut(item, rows, held) for item in value]
@@ -163,7 +163,7 @@ def cut(value: Encoded, rows: Sequence[int], held: Sequence[int]) -> Encoded:
         return value
     ((kind, content),) = value.items()
     if kind == "nodes":
-        return {kind: [copy.deepcopy(content[row if len(content) > 1 else 0]) for row in rows]}
+        return {kind: [copy.deepcopy(content[row]) for row in rows]}
     if kind not in _WITH_ROWS:
         return own_of(value, rows, held)
     if (place := _WITH_ROWS[kind]) is None:
@@ -245,18 +245,18 @@ class Filler:
         self._collectives, self._device = collectives, device
         self._written: dict[int, list[tuple[str, Tensor, Tensor]]] = {}  # address of memory → path, live, saved
 
-    def fill(self, value: Encoded, live: Any, path: str, stacked: bool = False) -> Any:
+    def fill(self, value: Encoded, live: Any, path: str) -> Any:
         """Write an encoded value, cut to this process's rows, into `live`; return `live` or its replacement.
 
         Raises:
             CheckpointError: `live` is not of the value's kind.
         """
         if isinstance(value, Tensor):
-            return self._tensor(value, live, path, stacked)
+            return self._tensor(value, live, path)
         if isinstance(value, list):
             items = live if isinstance(live, list | tuple | collections.deque) and len(live) == len(value) else ()
             both = itertools.zip_longest(value, items)
-            return [self.fill(item, own, f"{path}[{i}]", stacked) for i, (item, own) in enumerate(both)]
+            return [self.fill(item, own, f"{path}[{i}]") for i, (item, own) in enumerate(both)]
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
@@ -265,9 +265,9 @@ class Filler:
         if kind in _DICTS:
             keys, old = [self.fill(key, None, path) for key, _ in content], live if isinstance(live, Mapping) else {}
             pairs = zip(keys, content, strict=True)
-            return _DICTS[kind]({k: self.fill(own, old.get(k), f"{path}[{k!r}]", stacked) for k, (_, own) in pairs})
+            return _DICTS[kind]({k: self.fill(own, old.get(k), f"{path}[{k!r}]") for k, (_, own) in pairs})
         if kind in _CONTAINERS:
-            made = _CONTAINERS[kind](self.fill(content, live, path, stacked))
+            made = _CONTAINERS[kind](self.fill(content, live, path))
             is_deque = kind == "deque" and isinstance(live, collections.deque)
             return collections.deque(made, live.maxlen) if is_deque else made
         if kind == "array":
@@ -283,13 +283,12 @@ class Filler:
             )
         if not isinstance(live, _FILLED[kind]) or (kind == "object" and not hasattr(live, "load_state_dict")):
             raise CheckpointError(f"{path} was a {kind}, and is a {type(live).__name__} here: make it in the setup")
-        getattr(self, f"_{kind}")(content, live, path, stacked)
+        getattr(self, f"_{kind}")(content, live, path)
         return live
 
-    def _tensor(self, value: Tensor, live: Any, path: str, stacked: bool) -> Tensor:
+    def _tensor(self, value: Tensor, live: Any, path: str) -> Tensor:
         if not isinstance(live, Tensor):
             return value.to(self._device, copy=True)
-        value = _with_rows(value, live) if stacked else value
         once = all(n == 1 or step for n, step in zip(live.shape, live.stride(), strict=True))
         if not once or live.shape != value.shape or live.dtype != value.dtype:
             return value.to(live.device, copy=True)
@@ -305,48 +304,42 @@ class Filler:
                     f"{path} shares memory with other state after the setup, and was apart when saved"
                 )
 
-    def _generator(self, content: Encoded, live: Any, path: str, _: bool) -> None:
+    def _generator(self, content: Encoded, live: Any, path: str) -> None:
         state = content if isinstance(content, Tensor) else self.fill(content, None, path)  # always on the CPU
         _generator(live)[1](live, state)
 
-    def _joint(self, content: Encoded, live: JointOptimizers, path: str, stacked: bool) -> None:
+    def _joint(self, content: Encoded, live: JointOptimizers, path: str) -> None:
         items = content["nodes"] if isinstance(content, dict) else content
-        items = items[:1] if len(live.optimizers) == 1 else items
         if len(items) != len(live.optimizers):
             raise CheckpointError(f"{path} had {len(items)} optimizers, and has {len(live.optimizers)} here")
-        self.fill(items, live.optimizers, path, stacked and not isinstance(content, dict))
+        self.fill(items, live.optimizers, path)
 
-    def _optimizer(self, content: Encoded, live: Optimizer, path: str, stacked: bool) -> None:
+    def _optimizer(self, content: Encoded, live: Optimizer, path: str) -> None:
         name, groups, own, states = content
         if name != name_of(type(live)):
             raise CheckpointError(f"{path} was a {name}, and is a {name_of(type(live))} here")
-        parameters, by_node = _parameters(live), isinstance(states, dict)
-        states = states["nodes"] if by_node else states
-        states = states[:1] if by_node and len(parameters) == 1 else states
+        parameters = _parameters(live)
+        states = states["nodes"] if isinstance(states, dict) else states
         if len(parameters) != len(states) or len(live.param_groups) != len(groups):
             raise CheckpointError(f"{path} had {len(states)} parameters, and has {len(parameters)} here")
         for p, saved in zip(parameters, states, strict=True):
-            old, rows = live.state.get(p, {}), stacked and not by_node
-            state = self.fill(saved, old, path, rows)
-            state = {
-                k: _with_rows(v, p) if rows and k not in old and torch.is_tensor(v) else v for k, v in state.items()
-            }
+            state = self.fill(saved, live.state.get(p, {}), path)
             if state or p in live.state:
                 live.state[p] = state
         for group, saved in zip(live.param_groups, groups, strict=True):
             group.update(self.fill(saved, group, path))
         vars(live).update(self.fill(own, vars(live), path))
 
-    def _module(self, content: Encoded, live: nn.Module, path: str, stacked: bool) -> None:
+    def _module(self, content: Encoded, live: nn.Module, path: str) -> None:
         tensors, extra = _tensors_of(live), self.fill(content[1], None, path)
-        for name, filled in self.fill(content[0], tensors, path, stacked).items():
+        for name, filled in self.fill(content[0], tensors, path).items():
             if filled is not tensors.get(name):
                 raise CheckpointError(f"{path}: {name} had another shape or dtype")
         for name, module in with_extra_state(live):
             module.set_extra_state(extra[name])
 
-    def _object(self, content: Encoded, live: Any, path: str, stacked: bool) -> None:
-        live.load_state_dict(self.fill(content, live.state_dict(), path, stacked))
+    def _object(self, content: Encoded, live: Any, path: str) -> None:
+        live.load_state_dict(self.fill(content, live.state_dict(), path))
 
 
 _FILLED: dict[str, Any] = {
@@ -356,13 +349,6 @@ _FILLED: dict[str, Any] = {
     "module": nn.Module,
     "object": object,
 }
-
-
-def _with_rows(value: Tensor, like: Tensor) -> Tensor:
-    """Return a stacked tensor, with its single row repeated or its equal rows merged to match the rows of `like`."""
-    if value.dim() and like.dim() and len(value) != len(like) and 1 in (len(value), len(like)):
-        return value[:1].expand(len(like), *value.shape[1:]).contiguous()
-    return value
 
 
 def _generator(value: Any) -> tuple[Any, Any]:

@@ -147,7 +147,7 @@ class Collectives(ABC):
         """Reduce over the nodes.
 
         Args:
-            stacked: (R, …). A mean also accepts (1, …), a row that all nodes share.
+            stacked: (R, …).
             op: "mean", "sum", "max" or "min". The sum of integers or bools is an int64; their mean raises an error.
             weights: (K,), one per node, for a weighted mean; scaled to sum to 1 in every group.
             summable: whether a sum of messages takes no more bytes than one message. If so, a `payload_bytes` below the

@@ -44,8 +44,7 @@ class Explanation:
         executor: the executor that computes the gradients. reason: why this executor was chosen.
         operations: the operations of the forward pass, the most frequent first; empty for the executors loop and
             compiled, which do not count them.
-        memory: bytes per node of weights, gradients, optimizer and activations. Of a row that K nodes share, each node
-            counts 1 / K.
+        memory: bytes per node of weights, gradients, optimizer and activations.
         num_nodes: the number of nodes K.
         step_seconds: median duration of a step. gradient_flops: multiplications and additions in a step for the losses
             and gradients of all nodes. peak_flops: multiplications and additions per second in a large product.

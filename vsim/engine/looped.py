@@ -32,15 +32,8 @@ class LoopExecutor(Executor):
         homes = [[self._leaf(w)[0] for w in r.views(rows).values()] for rows in r.weights.split(1)]
         leaves = [[home.detach().requires_grad_() for home in own] for own in homes]
         grads = [list(r.views(row).values()) for row in r.grads]
-        self.nodes = [
-            _Node(
-                homes[min(k, len(homes) - 1)],
-                leaves[min(k, len(leaves) - 1)],
-                grads[k],
-                {name: self._leaf(b[k : k + 1])[0] for name, b in r.buffers.items()},
-            )
-            for k in range(r.num_held)
-        ]
+        buffers = [{name: self._leaf(b[k : k + 1])[0] for name, b in r.buffers.items()} for k in range(r.num_held)]
+        self.nodes = list(map(_Node, homes, leaves, grads, buffers))
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
         self.objective.separate()

@@ -321,6 +321,11 @@ class Algorithm(Configured):
             raise TypeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(…), with the options of every strategy"
             )
+        if shared := [f"{name} = True" for name in ("shares_weights", "shares_grads") if getattr(self, name, False)]:
+            raise TypeError(
+                f"{type(self).__name__} has {' and '.join(shared)}, but nodes do not share rows: each has its own "
+                "weights and gradients. Remove it"
+            )
 
     # A run -------------------------------------------------------------------------------------------------------
 

@@ -234,7 +234,7 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
     forget(run.strategy.optim)
     live = _state(run)[0]
     live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.made.items()}
-    filled = {name: filler.fill(own, live[name], name, True) for name, own in state.items()}
+    filled = {name: filler.fill(own, live[name], name) for name, own in state.items()}
     if any(own is not live[name] for name, own in filled.items() if _is_in_matrix(name)):
         raise ValueError("weights or buffers have other shapes")
     for name, owner, attribute, placement in _declared(run):
@@ -363,7 +363,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     alike = [name for name in now if before[name] == now[name]]
     if "device" in alike:
         filler.fill(
-            cut(checkpoint.stacked["streams"], rows, checkpoint.held), run.generators[: len(run.rows)], "streams", True
+            cut(checkpoint.stacked["streams"], rows, checkpoint.held), run.generators[: len(run.rows)], "streams"
         )
     for name, buffer in checkpoint.buffers.items():
         replicas.buffers[name].copy_(buffer[own])
@@ -373,12 +373,12 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
-    """Restore the inner optimizers' state; clear it if the saved state does not fit, such as one row for all nodes."""
+    """Restore the inner optimizers' state; clear it if the saved state does not fit."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)
     settings = copy.deepcopy([[{**group, "params": []} for group in o.param_groups] for o in optimizers])
     try:
-        filler.fill(saved, optim, "optimizer", True)
+        filler.fill(saved, optim, "optimizer")
         specs = run.strategy.optim_spec.parts(run.cluster.replicas.module)
         fits = all(_fits(part, spec) for part, (spec, _) in zip(parts_of(optim), specs, strict=False))
     except CheckpointError:
