@@ -244,7 +244,7 @@ def test_gradients_by_hand(options: dict[str, Any], expected: float) -> None:
     assert -run.cluster.weights.flatten() == pytest.approx([expected] * 3)
     average = average_of(options.get("average", "mean"), "here")
     sent = [("all_gather", "gradients: norms")] * (average.limit == clip("median"))
-    sent.append(("all_gather" if average.rule.needs_rows else "all_reduce", "gradients"))
+    sent.append(("merge" if average.rule.needs_rows else "all_reduce", "gradients"))
     assert [(e.collective, e.label, e.payload_bytes) for e in run.ledger] == [(*one, 4) for one in sent]
 
 
@@ -252,7 +252,7 @@ def test_weights_in_islands_by_hand() -> None:
     # After a step θ_k = −g_k. Of five nodes three are an island, then the other two, as the generator's seed has it.
     run = stepped(FedAvgStrategy(H=1, island_size=3, average="median", **PLAIN), 1.0, 2.0, 4.0, 8.0, 16.0)
     (event,) = run.ledger
-    assert event.collective == "all_gather" and sorted(map(len, event.groups)) == [2, 3]
+    assert event.collective == "merge" and sorted(map(len, event.groups)) == [2, 3]
     for island in event.groups:
         expected = -float(np.median([2.0**node for node in island]))
         assert run.cluster.weights[list(island), 0].tolist() == [expected] * len(island)

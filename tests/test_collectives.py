@@ -42,7 +42,7 @@ def test_what_a_collective_returns() -> None:
     assert largest.tolist() == [6.0, 5.0]
     chosen = collectives.merge(rows, lambda rows, w: rows[w.argmax()], among=[[2, 0], [1]], weights=torch.arange(3))
     assert chosen.tolist() == [[6.0, 0.0], [2.0, 1.0], [6.0, 0.0]]
-    assert [(e.collective, e.label) for e in collectives.ledger][-2:] == [("all_gather", "merge")] * 2
+    assert [(e.collective, e.label) for e in collectives.ledger][-2:] == [("merge", "merge")] * 2
     assert collectives.broadcast(rows, 1).tolist() == [2.0, 1.0]
     assert torch.equal(collectives.all_gather(rows), rows)
     parts = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])  # of row i for column j

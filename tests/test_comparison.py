@@ -364,10 +364,11 @@ def cohorts() -> vsim.Comparison:
 def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -> None:
     (row,) = cohorts.rows()
     size, rounds = 4840, 8
-    ring = 2 * 5 * size * rounds  # of the six nodes of a cohort together
-    assert row["wire MB/client"] == pytest.approx(ring / 60 / 1e6)
+    sent = 6 * size * rounds  # the clients of a cohort send their weights to the server
+    assert row["wire MB/client"] == pytest.approx(sent / 60 / 1e6)
     assert row["payload MB/client"] == pytest.approx(6 * size * rounds / 60 / 1e6)
-    assert row["server MB"] == pytest.approx(6 * size * rounds / 1e6)  # every client of a cohort fetches the weights
+    # Every client of a cohort fetches the weights at the start of a round, and the result at its end.
+    assert row["server MB"] == pytest.approx(2 * 6 * size * rounds / 1e6)
     busiest = [one.ledger.node_wire_bytes.max() / 1e6 for one in cohorts.runs("FedAvg")]
     assert row["busiest client MB"] == pytest.approx(statistics.fmean(busiest)) and min(busiest) > row["wire MB/client"]
     assert row["times less than AllReduce"] == pytest.approx(5)
@@ -377,7 +378,7 @@ def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -
     first = cohorts["FedAvg"].history
     (target,) = (loss for step, loss in zip(*first.measured("step", "global_loss"), strict=True) if step == 20)
     (own,) = made(size, FedAvg=[cohorts["FedAvg"]]).rows(float(target))
-    assert own[f"wire MB to {target:g}"] == pytest.approx(ring / 2 / 60 / 1e6)
+    assert own[f"wire MB to {target:g}"] == pytest.approx(sent / 2 / 60 / 1e6)
 
 
 def test_cohorts_are_priced_with_a_server_and_drawn_against_rounds_and_bytes(cohorts: vsim.Comparison) -> None:

@@ -178,8 +178,18 @@ def test_communicating_outside_of_a_step(call: Callable[[Any], Any]) -> None:
 
 
 @st.composite
-def events(draw: st.DrawFn, num_nodes: int = 7) -> Event:
-    collectives = ["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "push", "pull"]
+def events(draw: st.DrawFn, server: bool, num_nodes: int = 7) -> Event:
+    collectives = [
+        "all_reduce",
+        "merge",
+        "all_gather",
+        "all_to_all",
+        "reduce_scatter",
+        "broadcast",
+        "send",
+        "push",
+        "pull",
+    ]
     collective = draw(st.sampled_from(collectives))
     order = draw(st.permutations(range(num_nodes)))
     groups: tuple[Sequence[int], ...] = ((*order[:3],), (*order[3:5],), (*order[5:],))[: draw(st.integers(0, 3))]
@@ -190,37 +200,42 @@ def events(draw: st.DrawFn, num_nodes: int = 7) -> Event:
     step = draw(st.integers(1, 9))
     payload = draw(st.sampled_from([0, 0.5, 3, 4096]))
     moment, label = draw(st.sampled_from(["gradients", "weights"])), draw(st.sampled_from(["a", "b"]))
-    return Event(step, step + draw(st.integers(0, 2)), moment, collective, label, payload, groups)
+    return Event(step, step + draw(st.integers(0, 2)), moment, collective, label, payload, groups, server=server)
 
 
-@given(st.lists(events(), max_size=6))
-def test_the_totals_are_sums_over_nodes_and_events(recorded: list[Event]) -> None:
-    ledger = Ledger(7)
-    payload, wire = np.zeros(7), np.zeros(7)
+@given(st.data(), st.booleans())
+def test_the_totals_are_sums_over_nodes_and_events(data: st.DataObject, of_clients: bool) -> None:
+    ledger, recorded = Ledger(7, of_clients), data.draw(st.lists(events(of_clients), max_size=6))
+    payload, wire, by_server = np.zeros(7), np.zeros(7), 0.0
     for event in recorded:
         ledger.record(event)
         for group in event.groups:
             n, S = len(group), event.payload_bytes
+            if event.collective == "pull" or of_clients:
+                back = {"all_reduce": n, "merge": n, "all_gather": n * (n - 1), "reduce_scatter": 1, "pull": n}
+                by_server += S * (back | {"all_to_all": n - 1, "broadcast": n - 1}).get(event.collective, 0)
             for place, node in enumerate(group):
                 first, last = place == 0, place == n - 1
                 payload[node] += {"broadcast": first, "send": first, "pull": False}.get(event.collective, True) * S
                 sent = {
                     "all_reduce": 2 * (n - 1) / n,
+                    "merge": n - 1,
                     "all_gather": n - 1,
                     "reduce_scatter": (n - 1) / n,
                     "all_to_all": (n - 1) / n,
-                    "broadcast": not last,  # passed on along a chain
+                    "broadcast": first if of_clients else not last,  # to the server, or passed on along a chain
                     "send": first,
                     "push": 1,
                     "pull": 0,  # the server transmits
                 }
+                if of_clients:  # a client sends what it hands in to the server, once
+                    sent |= dict.fromkeys(("all_reduce", "merge", "all_gather", "reduce_scatter"), 1)
                 wire[node] += S * sent[event.collective]
     assert ledger.node_payload_bytes == pytest.approx(payload) and ledger.node_wire_bytes == pytest.approx(wire)
     assert (ledger.payload_bytes, ledger.wire_bytes) == pytest.approx((payload.max(), wire.max()))
     assert ledger.total_wire_bytes == pytest.approx(wire.sum())
-    pulled = [e.payload_bytes * sum(map(len, e.groups)) for e in recorded if e.collective == "pull"]
-    assert ledger.server_wire_bytes == sum(pulled)
-    read = Ledger.from_plain(json.loads(json.dumps(ledger.as_plain())), 7)
+    assert ledger.server_wire_bytes == pytest.approx(by_server)
+    read = Ledger.from_plain(json.loads(json.dumps(ledger.as_plain())), 7, of_clients)
     assert list(read) == list(ledger) and read.wire_bytes == ledger.wire_bytes
     assert [list(map(type, event)) for event in read] == [list(map(type, event)) for event in ledger]
 

@@ -17,7 +17,7 @@ from vsim.network import Compute, Network
 from vsim.network.cost import rounds
 from vsim.network.links import bits_per_second, seconds
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+COLLECTIVES = ("all_reduce", "merge", "all_gather", "reduce_scatter", "broadcast")
 ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
 
 
@@ -65,8 +65,10 @@ def test_prices_by_their_formulas(n: int) -> None:
         ("server", "all_gather"): max(n * s, a + s) + max(n * (n - 1) * s, a + (n - 1) * s),
         ("server", "reduce_scatter"): max(n * s, a + s) + max(s, a + s / n),
         ("server", "all_to_all"): 2 * max((n - 1) * s, a + (n - 1) / n * s),
+        ("server", "merge"): 2 * max(n * s, a + s),  # the server sends the result, not all rows
         **{(algorithm, "all_to_all"): (n - 1) * (a + s / n) for algorithm in ("ring", "tree", "halving-doubling")},
     }
+    expected |= {(own, "merge"): expected[own, "all_gather"] for own in ALGORITHMS[:3]}
     for (algorithm, collective), price in expected.items():
         found = Network(B, a, collective=algorithm).seconds(collective, n, [S, 2 * S])
         assert found[0] == pytest.approx(price), (algorithm, collective)

@@ -216,7 +216,7 @@ TABLE = [
         "AllReduce, RDA",
         SimpleReduceStrategy,
         {"average": rda() | clip("median")},
-        in_order(every(1, "all_gather", "gradients: norms", 4), every(1, "all_gather", "gradients", 4 * P)),
+        in_order(every(1, "all_gather", "gradients: norms", 4), every(1, "merge", "gradients", 4 * P)),
         equal_after=ALWAYS,
     ),
     periodic("FedAvg", FedAvgStrategy, {"H": 2, "island_size": 2, "average": mean("examples")}, alone=True),
@@ -224,7 +224,7 @@ TABLE = [
         "FedAvg, median",
         FedAvgStrategy,
         {"H": 2, "island_size": 3, "average": "median"},
-        every(2, "all_gather", "weights", 4 * P),
+        every(2, "merge", "weights", 4 * P),
     ),
     Row(
         "hierarchical",

@@ -95,7 +95,7 @@ def test_computed_and_waited_is_the_whole_time_also_from_files(data: Any, ledger
 def test_many_networks_at_once_are_each_by_itself(data: Any, ledger: Ledger, links: list[tuple[float, float]]) -> None:
     algorithm, compute = data.draw(st.sampled_from(ALGORITHMS)), data.draw(computes(ledger.num_nodes))
     steps = [ledger.steps, 0, ledger.steps // 2]
-    found = seconds_on(ledger, *np.array(links).T, algorithm, compute, steps)
+    found = seconds_on(ledger, *np.array(links).T, {"collective": algorithm}, compute, steps)
     for link, own in zip(links, found, strict=True):
         line = timeline(ledger, Network(*link, collective=algorithm), compute)
         np.testing.assert_allclose(own, line.seconds[steps], rtol=1e-12, atol=1e-12)

@@ -213,7 +213,8 @@ def watch(command: commands.Watch) -> int:
 
 
 def time(command: commands.Time) -> int:
-    on, computing = Network.parse(command.network), Compute(_number_or_text(command.compute), layers=command.layers)
+    on = Network.parse(command.network).for_run(of_clients=False)
+    computing = Compute(_number_or_text(command.compute), layers=command.layers)
     rows = []
     for text in command.strategies or COMPARED:
         line = price(

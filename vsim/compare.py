@@ -337,12 +337,9 @@ def train_entries(
     on_clock = {name for name, own in entries.items() if own["strategy"].is_asynchronous}
     if network is None and compute is not None and (waits or on_clock):
         network = Network(math.inf)  # messages take no time
-    of_clients = isinstance(participation, Participation) and any(
-        participation.population(own["num_nodes"]) > own["num_nodes"] for own in entries.values()
-    )
     priced = None
     if network is not None or compute is not None:
-        priced = Network.of(network, "server" if of_clients else "ring"), Compute.of(compute)
+        priced = Network.of(network), Compute.of(compute)
     if priced is not None:
         for own in entries.values():
             everyone = own["num_nodes"]

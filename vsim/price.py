@@ -72,7 +72,7 @@ def required_bandwidth(
     compute: Compute | float | str | None = None,
     utilization: Sequence[float] = (0.5, 0.8, 0.9, 0.95, 0.99),
     latency: float | str = 0,
-    collective: str = "ring",
+    collective: str | None = None,
     bytes_per_parameter: int | None = None,
     grid: Sequence[float | str] | None = None,
     max_steps: int = 1000,
@@ -190,7 +190,7 @@ def steps_within(
 
 def _sent(ledger: Ledger) -> Floats:
     """Return the bytes (steps + 1,) on the wire that the busiest node has sent after each step."""
-    again, sent = Ledger(ledger.num_nodes), np.zeros(ledger.steps + 1)
+    again, sent = Ledger(ledger.num_nodes, ledger.of_clients), np.zeros(ledger.steps + 1)
     for event in ledger:
         again.record(event)
         sent[event.step] = again.wire_bytes

@@ -22,7 +22,7 @@ def _optional(metavar: str | None = None, default: str = "") -> Any:
 
 _Names = Annotated[tuple[str, ...], _optional("NAME …", "a few, see below")]
 _Paths = Annotated[tuple[str, ...], Positional, arg(metavar="PATH …")]
-_Network = Annotated[str | None, _optional("'BANDWIDTH, LATENCY'", "that of the comparison")]
+_Network = Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'", "that of the comparison")]
 _Compute = Annotated[str | None, _optional("SECONDS", "that of the comparison")]
 _DATA, _SEED = tyro.conf.create_mutex_group(required=False), tyro.conf.create_mutex_group(required=False)
 
@@ -122,8 +122,8 @@ class Price:
 
     target_loss: Annotated[float | None, _optional("LOSS")] = None
     """show the steps and bytes, and with --network the hours, that each run takes to this validation loss"""
-    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY'")] = None
-    """show hours on it: "200 Mbit/s, 50 ms" """
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'")] = None
+    """show hours on it: "200 Mbit/s, 50 ms"; collectives: 'ring', 'tree', 'halving-doubling' or 'server'"""
     compute: Annotated[str | None, _optional("SECONDS")] = None
     """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
     speeds: Annotated[str | None, _optional("V,V,…")] = None

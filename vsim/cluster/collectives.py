@@ -179,7 +179,9 @@ class Collectives(ABC):
         label: str = "merge",
         payload_bytes: Bytes = None,
     ) -> Finish:
-        """Gather the rows, and merge them by a function on every node; the ledger records an all-gather.
+        """Gather the rows, and merge them by a function: on every node or, among clients, on the server.
+
+        In a ring, a merge takes the messages of an all-gather. A server sends the result only.
 
         Args:
             stacked: (R, …).
@@ -188,7 +190,7 @@ class Collectives(ABC):
         """
         groups = [range(self.num_nodes)] if among is None else groups_of(among, self.active)
         shares = [shares_of(weights, group, self.num_nodes) for group in groups]
-        self._record("all_gather", label, stacked, groups, payload_bytes)
+        self._record("merge", label, stacked, groups, payload_bytes)
         if among is None:
             return _merged(self._all_gather(stacked), function, shares[0])
         return self._by_group(stacked, function, groups, shares)
@@ -396,7 +398,8 @@ class Collectives(ABC):
                     stacklevel=4,
                 )
         step, moment = self.position.step, "weights" if self.position.moment == "end" else self.position.moment
-        event = Event(step, step + self._delay, moment, collective, label, payload_bytes, taking_part)
+        facts = collective, label, payload_bytes, taking_part
+        event = Event(step, step + self._delay, moment, *facts, server=self.ledger.server)
         if self._joins and len(self.ledger):
             before = self.ledger[-1]._replace(label=label, payload_bytes=payload_bytes, joined=False)
             event = event._replace(joined=before == event)

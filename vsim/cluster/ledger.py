@@ -55,6 +55,8 @@ class Event(NamedTuple):
         groups: the groups of nodes that took part, separately and in parallel. In a broadcast, the first node of each
             group is the source.
         joined: whether the event is part of the previous event's message, and pays no latency.
+        server: whether a server carries out the collective, as among clients: each sends its row once, and the server
+            sends the result. Bytes on the wire are otherwise those of a ring.
     """
 
     step: int
@@ -65,10 +67,11 @@ class Event(NamedTuple):
     payload_bytes: float
     groups: Groups
     joined: bool = False
+    server: bool = False
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that the busiest node transmits in a ring."""
+        """Bytes that the busiest node transmits."""
         return self._wire()[0]
 
     @property
@@ -84,16 +87,20 @@ class Event(NamedTuple):
     @property
     def total_payload_bytes(self) -> float:
         """Bytes that all nodes hand in together."""
-        return self.payload_bytes * sum(float(traffic(self.collective, len(g)).handed.sum()) for g in self.groups)
+        return self.payload_bytes * sum(
+            float(traffic(self.collective, len(g), self.server).handed.sum()) for g in self.groups
+        )
 
     def _wire(self) -> tuple[float, float, float]:
-        return _wire_bytes(self.collective, tuple(map(len, self.groups)), self.payload_bytes)
+        return _wire_bytes(self.collective, tuple(map(len, self.groups)), self.payload_bytes, self.server)
 
 
 @lru_cache(maxsize=4096)
-def _wire_bytes(collective: str, sizes: tuple[int, ...], payload_bytes: float) -> tuple[float, float, float]:
+def _wire_bytes(
+    collective: str, sizes: tuple[int, ...], payload_bytes: float, through_server: bool
+) -> tuple[float, float, float]:
     """Return the bytes that the busiest node, all nodes and the server transmit in groups of these sizes."""
-    groups = [(traffic(collective, n), count) for n, count in Counter(sizes).items()]
+    groups = [(traffic(collective, n, through_server), count) for n, count in Counter(sizes).items()]
     payload = Fraction(payload_bytes)
     busiest = max((of_each.busiest for of_each, _ in groups), default=Fraction(0))
     total = sum(of_each.total * count for of_each, count in groups)
@@ -106,10 +113,15 @@ _DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
 
 
 class Ledger(Sequence[Event]):
-    """The events of one run, in order; a sequence of `Event`. Wire bytes assume ring algorithms.
+    """The events of one run, in order; a sequence of `Event`.
+
+    Wire bytes assume ring algorithms among nodes, and a server among clients.
 
     Attributes:
         num_nodes: K, or the number of clients in a population.
+        of_clients: whether the nodes of a step are a cohort of a larger population of clients.
+        server: the `server` of events from now on: `of_clients`, unless a file of version 0.2.0, which has the bytes of
+            rings among clients, is continued.
         position: the current position of the recorded run.
         attendance: the segments of steps in which the same nodes took part; empty if all nodes took part in all steps.
         steps: the number of recorded steps, including steps without an event.
@@ -121,8 +133,9 @@ class Ledger(Sequence[Event]):
         total_wire_bytes, server_wire_bytes: bytes transmitted so far by all nodes, and by the server (not a node).
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, of_clients: bool = False) -> None:
         self.num_nodes = num_nodes
+        self.of_clients = self.server = of_clients
         self.position = Position()
         self.attendance: list[Segment] = []
         self.everyone: Groups = (range(num_nodes),)
@@ -144,14 +157,14 @@ class Ledger(Sequence[Event]):
         """Append an event. Called by the collectives alone, once per call, so that the count is complete."""
         event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
         payload, (wire, total, server) = event.payload_bytes, event._wire()
-        of_all = traffic(event.collective, self.num_nodes)
+        of_all = traffic(event.collective, self.num_nodes, event.server)
         if event.groups is self.everyone and of_all.is_even:
             self._alike = [self._alike[0] + payload * float(of_all.handed[0]), self._alike[1] + wire]
         else:
             own = np.zeros((2, self.num_nodes))
             for n in set(map(len, event.groups)):
                 alike = [np.arange(n)] if event.groups is self.everyone else [g for g in event.groups if len(g) == n]
-                nodes, share = np.array(alike), traffic(event.collective, n)  # (groups, n)
+                nodes, share = np.array(alike), traffic(event.collective, n, event.server)  # (groups, n)
                 each = [np.tile(payload * payloads, len(nodes)) for payloads in (share.handed, share.sent)]
                 own += [np.bincount(nodes.flatten(), bytes_each, self.num_nodes) for bytes_each in each]
             self._own = self._own + own
@@ -205,21 +218,23 @@ class Ledger(Sequence[Event]):
         kinds_of = [json.loads(kind) for kind in kinds]
         clocked = {} if self.clock is None else {"clock": self.clock, "seconds": self.seconds}
         attendance = {"attendance": self.attendance} if self.attendance else {}
-        return {"steps": self.steps, "events": events, "kinds": kinds_of, **clocked, **attendance}
+        server = {"server": True} if self.server else {}
+        return {"steps": self.steps, "events": events, "kinds": kinds_of, **clocked, **attendance, **server}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], num_nodes: int) -> Ledger:
-        """Restore the ledger of K nodes from the output of `as_plain`.
+    def from_plain(cls, plain: Mapping[str, Any], num_nodes: int, of_clients: bool = False) -> Ledger:
+        """Restore the ledger of K nodes, or of K clients, from the output of `as_plain`.
 
         Raises:
             TypeError, ValueError: a number has a wrong type or range, or counts more items than memory holds.
         """
-        ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT))
+        ledger = cls(countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT), of_clients)
+        ledger.server = plain.get("server") is True
         ledger.steps = countable("steps", plain["steps"], "steps", BYTES_OF_A_STEP, at_least=0)
         kinds = []
         for moment, collective, label, payload, groups, *joined in plain["kinds"]:
             those = ledger.everyone if groups is None else tuple(map(tuple, groups))
-            kinds.append(event := Event(0, 0, moment, collective, label, payload, those, bool(joined)))
+            kinds.append(event := Event(0, 0, moment, collective, label, payload, those, bool(joined), ledger.server))
             real_number("payload_bytes", event.payload_bytes, at_least=0)
             if groups is not None and not all(0 <= node < num_nodes for group in those for node in group):
                 raise ValueError(f"a group of {event.label!r} has other nodes than 0 to {num_nodes - 1}")

@@ -38,6 +38,7 @@ _NONE = Fraction(0)
 _COLLECTIVES: dict[str, _Places] = {
     # In a ring [Patarasu and Yuan 2009], each node passes payloads on to its neighbour.
     "all_reduce": lambda n: (Fraction(2 * (n - 1), n),) * 2,
+    "merge": lambda n: (Fraction(n - 1),) * 2,
     "all_gather": lambda n: (Fraction(n - 1),) * 2,
     "reduce_scatter": lambda n: (Fraction(n - 1, n),) * 2,
     "broadcast": lambda n: (_ONCE, _NONE),
@@ -47,17 +48,28 @@ _COLLECTIVES: dict[str, _Places] = {
     "push": lambda n: (_ONCE, _ONCE),
     "pull": lambda n: (_NONE, _NONE),
 }
+# Group size n → payloads that a server transmits which carries out the collective for n clients, as in
+# `vsim.network.cost.ways`. A client that hands in a payload sends it to the server once.
+_BACK: dict[str, Callable[[int], Fraction]] = {
+    "all_reduce": Fraction,
+    "merge": Fraction,
+    "all_gather": lambda n: Fraction(n * (n - 1)),
+    "reduce_scatter": lambda n: _ONCE,
+    "broadcast": lambda n: Fraction(n - 1),
+    "all_to_all": lambda n: Fraction(n - 1),
+}
 
 
 @lru_cache(maxsize=256)
-def traffic(collective: str, n: int) -> Traffic:
+def traffic(collective: str, n: int, through_server: bool = False) -> Traffic:
     """Return the payloads that a group of `n` nodes transmits.
 
     Args:
-        collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from the first node of the group),
-            "all_to_all" (a part to each node), "send" (from the first node of a pair to the second), "push" (from each
-            node to a server) or "pull" (from a server to each node).
+        collective: "all_reduce", "merge" (all rows become one), "all_gather", "reduce_scatter", "broadcast" (from
+            the first node of the group), "all_to_all" (a part to each node), "send" (from the first node of a pair to
+            the second), "push" (from each node to a server) or "pull" (from a server to each node).
         n: at least 1.
+        through_server: whether a server carries out the collective, instead of a ring; a "send" needs neither.
 
     Raises:
         ValueError: the collective is unknown, or `n` is below 1.
@@ -65,14 +77,19 @@ def traffic(collective: str, n: int) -> Traffic:
     one_of("collective", collective, tuple(_COLLECTIVES))
     whole_number("n", n)
     each, last = _COLLECTIVES[collective](n)
-    sent, handed = np.full(n, float(each)), np.ones(n)
-    sent[-1] = float(last)
+    server, handed = Fraction(n if collective == "pull" else 0), np.ones(n)
     if collective in ("broadcast", "send"):
         handed[1:] = 0
     elif collective == "pull":
         handed[:] = 0
+    sent, total = np.full(n, float(each)), each * (n - 1) + last
+    sent[-1] = float(last)
+    if through_server and collective in _BACK:
+        server = _BACK[collective](n)
+        if collective != "all_to_all":  # whose nodes keep their own part
+            sent, each, last = handed.copy(), _ONCE, _ONCE
+            total = Fraction(int(handed.sum()))
     for values in (handed, sent):
         values.flags.writeable = False
     is_even = all(bool((values == values[0]).all()) for values in (handed, sent))
-    server = Fraction(n if collective == "pull" else 0)
-    return Traffic(handed, sent, max(each, last) if n > 1 else last, each * (n - 1) + last, server, is_even)
+    return Traffic(handed, sent, max(each, last) if n > 1 else last, total, server, is_even)

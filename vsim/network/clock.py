@@ -28,6 +28,7 @@ class Record(Protocol):
     """The messages of a run, event by event; see `Ledger` and `Event` of `vsim.cluster.ledger`."""
 
     num_nodes: int
+    of_clients: bool
     steps: int
     clock: dict[str, Any] | None
     seconds: list[tuple[float, float]]
@@ -76,12 +77,14 @@ def _messages(ledger: Record) -> Iterator[Any]:
 class _Groups:
     """Those groups of an event in which data is sent."""
 
-    def __init__(self, groups: Sequence[Sequence[int]], collective: str, network: Network, num_nodes: int) -> None:
-        alone = collective in ("push", "pull")
+    def __init__(self, event: Any, network: Network, ledger: Record) -> None:
+        groups, collective, num_nodes = event.groups, event.collective, ledger.num_nodes
+        shares = network.collective == "server" and collective not in ("send", "push", "pull")
+        # A client that is alone in its round sends to the server, too.
+        alone = collective in ("push", "pull") or (shares and event.server)
         sending = [group for group in groups if len(group) > 1 or (alone and group)]
         self._sending, self.sizes = sending, np.array([len(group) for group in sending], dtype=np.int64)
         # The sizes of all groups, which use a server at the same time and so change each other's price.
-        shares = network.collective == "server" and collective not in ("send", "push", "pull")
         self.crowd: Crowd = tuple(sorted(Counter(self.sizes.tolist()).items())) if shares else ()
         places: dict[Hashable, int] = {}
         which = [places.setdefault(network.kind(group), len(places)) for group in sending]
@@ -126,7 +129,8 @@ class Clock:
         self, ledger: Record, network: Network, compute: Compute, watch: Callable[[Span], None] | None = None
     ) -> None:
         network.check(ledger.num_nodes)
-        self.num_nodes, self.network, self.settings = ledger.num_nodes, network, compute
+        self.num_nodes, self.settings = ledger.num_nodes, compute
+        self.network = network.for_run(ledger.of_clients)
         self.computed = compute.steps(ledger.num_nodes)
         self.watch = watch
         self.steps, many = ledger.steps, network.alternatives
@@ -154,7 +158,7 @@ class Clock:
         for event in _messages(ledger):
             key = id(event.groups), event.collective
             if key not in known:
-                groups = _Groups(event.groups, event.collective, self.network, self.num_nodes)
+                groups = _Groups(event, self.network, ledger)
                 known[key] = event.groups, groups
             groups = known[key][1]
             if groups.kinds:

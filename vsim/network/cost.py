@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 ALGORITHMS = ("ring", "tree", "halving-doubling", "server")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "push", "pull")
+COLLECTIVES = ("all_reduce", "merge", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "push", "pull")
+
+
+def algorithm_of(named: str | None, of_clients: bool = False) -> str:
+    """Return the algorithm of a run's collectives: the one that its network names; else a server for clients, and a
+    ring for nodes."""
+    return named or ("server" if of_clients else "ring")
 
 
 class Round(NamedTuple):
@@ -36,8 +42,10 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
         halving-doubling  log₂ n rounds of messages that halve (reduce-scatter) or double (all-gather), with the same
                           total size as in a ring; all-reduce: both in turn; broadcast: as in a tree
 
-    log₂ is rounded up. If n is not a power of two, the last round is smaller [Bruck et al. 1997].
+    A merge takes the rounds of an all-gather. log₂ is rounded up. If n is not a power of two, the last round is smaller
+    [Bruck et al. 1997].
     """
+    collective = "all_gather" if collective == "merge" else collective
     if collective == "send":
         return (Round(1, 1.0, np.array([[0], [1]])),)
     if algorithm == "ring":
@@ -78,9 +86,12 @@ class Way(NamedTuple):
 
 
 def ways(collective: str, n: int) -> tuple[Way, ...]:
-    """Return the messages to a server, then those from the server, in a collective of n nodes."""
+    """Return the messages to a server, then those from the server, in a collective of n nodes.
+
+    In an all-reduce or a merge the server computes the result, and sends it; in an all-gather it sends all rows.
+    """
     all_in, source, others = Way(True, slice(None), 1.0), Way(True, slice(1), 1.0), slice(1, None)
-    back = {"all_reduce": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
+    back = {"all_reduce": 1.0, "merge": 1.0, "all_gather": n - 1.0, "reduce_scatter": 1 / n, "pull": 1.0}
     if collective == "all_to_all":
         return tuple(Way(inward, slice(None), (n - 1) / n) for inward in (True, False))
     if collective == "broadcast":

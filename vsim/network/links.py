@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vsim.arguments import a_text, known_keywords, naming, one_of, real_number, whole_number
-from vsim.network.cost import ALGORITHMS, COLLECTIVES, ring_seconds, rounds, ways
+from vsim.network.cost import ALGORITHMS, COLLECTIVES, algorithm_of, ring_seconds, rounds, ways
 
 Floats = NDArray[np.float64]
 Link = str | tuple[float | str, float | str]
@@ -98,7 +98,7 @@ class Network:
         bandwidth: bandwidth of a node's line in each direction, in bit/s or text: "200 Mbit/s", "1 Gbit/s".
         latency: latency of a message, one way, in seconds or text: "50 ms".
         collective: how collectives are made of messages: "ring", "tree", "halving-doubling" or "server"; see
-            `vsim.network.cost`.
+            `vsim.network.cost`. Default: a server in runs of clients (see `Sample`), a ring in all others.
         server: bandwidth of the server's line, for collectives through a server, and for pushes and pulls with any
             `collective`. Default: the nodes' bandwidth. If links differ, the server is at the place of node 0.
 
@@ -115,10 +115,10 @@ class Network:
         bandwidth: float | str,
         latency: float | str = 0.0,
         *,
-        collective: str = "ring",
+        collective: str | None = None,
         server: float | str | None = None,
     ) -> None:
-        self.collective = one_of("collective", collective, ALGORITHMS)
+        self.collective = None if collective is None else one_of("collective", collective, ALGORITHMS)
         # Nodes are at places. Entry (i, j) is the link from place i to place j; the diagonal has links inside a place.
         # For alternative networks (see `grid`), a first dimension over the networks precedes these two.
         try:
@@ -130,19 +130,15 @@ class Network:
         self._server: Any = None if server is None else bits_per_second("server", server)
 
     @classmethod
-    def parse(cls, text: str, collective: str = "ring") -> Network:
+    def parse(cls, text: str) -> Network:
         """Return the network that a text "bandwidth, latency, collective" describes; only the bandwidth is required.
-
-        Args:
-            text: such as "200 Mbit/s, 50 ms, tree".
-            collective: used if the text names no collective.
 
         >>> Network.parse("200 Mbit/s, 50 ms, tree")
         Network(200 Mbit/s, 50 ms, tree)
         """
         first, *rest = (part.strip() for part in a_text("text", text).split(","))
         named = rest and (rest[-1] in ALGORITHMS or not any(letter.isdigit() for letter in rest[-1]))
-        collective = one_of("collective", rest.pop(), ALGORITHMS) if named else collective
+        collective = one_of("collective", rest.pop(), ALGORITHMS) if named else None
         if len(rest) > 1:
             raise ValueError(
                 f"a network is 'bandwidth, latency, collective', such as '200 Mbit/s, 50 ms', got {text!r}"
@@ -150,18 +146,14 @@ class Network:
         return cls(first, *rest, collective=collective)
 
     @classmethod
-    def of(cls, given: Network | str | float | None, collective: str = "ring") -> Network:
-        """Return a network: `given` itself, the one that a text describes, or one with a number as its bandwidth.
-
-        Args:
-            collective: used if `given` names no collective.
-        """
+    def of(cls, given: Network | str | float | None) -> Network:
+        """Return a network: `given` itself, the one that a text describes, or one with a number as its bandwidth."""
         if given is None:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
         if isinstance(given, Network):
             return given
         with naming("network"):
-            return cls.parse(given, collective) if isinstance(given, str) else cls(given, collective=collective)
+            return cls.parse(given) if isinstance(given, str) else cls(given)
 
     @classmethod
     def between(cls, bandwidth: Sequence[Any], latency: Sequence[Any] | float | str = 0, **options: Any) -> Network:
@@ -195,7 +187,7 @@ class Network:
         """Return a network of nodes in regions; nodes are numbered region by region.
 
         >>> Network.regions({"eu": 4, "us": 4}, inside="10 Gbit/s, 1 ms", between="200 Mbit/s, 80 ms")
-        Network(8 nodes at 2 places, 200 Mbit/s … 10 Gbit/s, 1 ms … 80 ms, ring)
+        Network(8 nodes at 2 places, 200 Mbit/s … 10 Gbit/s, 1 ms … 80 ms)
 
         Args:
             regions: name → number of nodes, at most 10⁶ in total.
@@ -240,6 +232,12 @@ class Network:
         bits, delays = (np.asarray(own, dtype=np.float64)[:, None, None] for own in (bandwidths, latencies))
         return cls._of_places(bits, delays, None, options)
 
+    def for_run(self, of_clients: bool) -> Network:
+        """Return this network with the algorithm of collectives that a run of nodes, or of clients, uses."""
+        other = copy.copy(self)
+        other.collective = algorithm_of(self.collective, of_clients)
+        return other
+
     def in_units(self) -> Network:
         """Return this network, for `scaled`, with equal links of 1 bit/s and 1 s, and a server's line in proportion.
 
@@ -283,12 +281,16 @@ class Network:
         """N, the number of networks in a `grid`; otherwise 1."""
         return len(self._bits) if self._bits.ndim > 2 else 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings besides links: `collective` and `server`, None where not named."""
+        return {"collective": self.collective, "server": self._server}
+
     def as_plain(self) -> dict[str, Any]:
         """Return the network as lists, numbers and text for JSON."""
         place = None if self._place is None else self._place.tolist()
         bits = [[str(one) for one in row] for row in self._bits.tolist()]  # text, as JSON has no infinity
-        own = {"bits_per_second": bits, "latency": self._latency.tolist(), "place": place}
-        return {**own, "collective": self.collective, "server": self._server}
+        return {"bits_per_second": bits, "latency": self._latency.tolist(), "place": place, **self.options}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Network:
@@ -315,14 +317,14 @@ class Network:
         if not 0 <= min(group, default=0) <= max(group, default=0) < len(self._place):
             raise ValueError(f"nodes must be from 0 to {len(self._place) - 1}, got {list(group)}")
         nodes = list(group)
-        if self.collective == "ring" and len(group) > 2:
+        if algorithm_of(self.collective) == "ring" and len(group) > 2:
             nodes.sort()
             first = nodes.index(group[0])
             nodes = nodes[first:] + nodes[:first]
         return tuple(self._place[nodes].tolist())
 
     def seconds(self, collective: str, kind: Hashable, payload_bytes: ArrayLike, crowd: Crowd = ()) -> Floats:
-        """Return the seconds of a collective once all nodes of its group are ready.
+        """Return the seconds of a collective once all nodes of its group are ready; in a ring, by default.
 
         Args:
             collective: a name as in the ledger. kind: the result of `kind(group)`; the group's size if links are equal.
@@ -341,7 +343,8 @@ class Network:
         one_of("collective", collective, COLLECTIVES)
         if not (payload >= 0).all():
             raise ValueError(f"payload_bytes must be >= 0, got {payload.min()}")
-        if collective in ("push", "pull") or (self.collective == "server" and collective != "send" and len(places) > 1):
+        algorithm = algorithm_of(self.collective)
+        if collective in ("push", "pull") or (algorithm == "server" and collective != "send" and len(places)):
             return self._through_server(collective, places, payload, crowd or ((len(places), 1),))
         total = np.zeros((*self._bits.shape[:-2], len(payload)))
         if len(places) < 2:
@@ -350,11 +353,11 @@ class Network:
             return self._to_each(places, payload / len(places))
         if self._place is None:  # on equal links, the messages of a round end together
             own = places[:1]
-            for times, share, _ in rounds(collective, len(places), self.collective):
+            for times, share, _ in rounds(collective, len(places), algorithm):
                 total += times * self._messages(own, own, np.max(share) * payload)
             return total
         many = max(1, _NUMBERS // (self.alternatives * len(places)))  # payloads at once
-        last = self._around if self.collective == "ring" and collective != "send" else self._in_rounds
+        last = self._around if algorithm == "ring" and collective != "send" else self._in_rounds
         found = [last(collective, places, payload[i : i + many]) for i in range(0, len(payload), many)]
         return np.concatenate([total[..., :0], *found], -1)
 
@@ -410,9 +413,10 @@ class Network:
         from another: a message waits for its source's messages from earlier rounds, for the source's line, and, after
         the latency, for the target's line.
         """
-        in_tree = collective == "broadcast" or self.collective == "tree"
+        algorithm = algorithm_of(self.collective)
+        in_tree = collective == "broadcast" or algorithm == "tree"
         has, sent = np.zeros((2, *self._bits.shape[:-2], len(places), len(payload)))
-        for _, share, pairs in rounds(collective, len(places), self.collective):
+        for _, share, pairs in rounds(collective, len(places), algorithm):
             assert pairs is not None
             (source, target), link = pairs, (..., *places[pairs])
             latency = self._latency[link][..., None]
@@ -430,6 +434,8 @@ class Network:
         total = np.zeros((*self._bits.shape[:-2], len(payload)))
         for i, (inward, who, share) in enumerate(ways(collective, len(places))):
             nodes, size = places[who], share * payload
+            if not len(nodes):  # a broadcast of one node has no receiver
+                continue
             server = np.full(len(nodes), self._home)
             own = self._messages(nodes, server, size) if inward else self._messages(server, nodes, size)
             payloads = sum(groups * ways(collective, n)[i].payloads(n) for n, groups in crowd)
@@ -456,7 +462,8 @@ class Network:
     def __repr__(self) -> str:
         places = self._bits.shape[-1]
         other = ~np.eye(places, dtype=bool) | (self._bits < math.inf) | (places == 1)
-        shown = [_span(self._bits[other], rate), _span(self._latency[other], delay), self.collective]
+        shown = [_span(self._bits[other], rate), _span(self._latency[other], delay)]
+        shown += [] if self.collective is None else [self.collective]
         if self._place is not None:
             shown.insert(0, f"{self.num_nodes} nodes at {places} places")
         return f"Network({', '.join(shown)})"

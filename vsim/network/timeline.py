@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def timeline(
         raise TypeError(f"run must be a ledger, a Trainer, a History or a run of a Comparison, got {run!r}")
     if ledger is not run and not ledger.steps:
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
-    network, compute = Network.of(network), Compute.of(compute)
+    network, compute = Network.of(network).for_run(ledger.of_clients), Compute.of(compute)
     _check_decided(ledger, network, compute)
     if ledger.seconds:  # an asynchronous run recorded its times
         seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
@@ -122,14 +122,19 @@ def timeline(
 
 
 def seconds_on(
-    ledger: Record, bandwidths: Floats, latencies: Floats, collective: str, compute: Compute, steps: Sequence[int]
+    ledger: Record,
+    bandwidths: Floats,
+    latencies: Floats,
+    options: Mapping[str, Any],
+    compute: Compute,
+    steps: Sequence[int],
 ) -> Floats:
     """Return the times (N, steps) when the last node is done with each of these steps, on N networks of equal links.
 
     Times scale with compute: T(c · seconds, B, a) = c · T(seconds, c · B, a / c). So one map serves nodes of any speed.
 
     Args:
-        bandwidths: (N,) in bit/s. latencies: (N,) in seconds. collective: see `Network`.
+        bandwidths: (N,) in bit/s. latencies: (N,) in seconds. options: see `Network.grid`.
 
     Raises:
         ValueError: the run is asynchronous, and therefore has times only for its own network.
@@ -139,7 +144,7 @@ def seconds_on(
     many = max(1, _NUMBERS // max(last + 1, ledger.num_nodes))
     for start in range(0, len(bandwidths), many):
         part = slice(start, start + many)
-        networks = Network.grid(bandwidths[part], latencies[part], collective=collective)
+        networks = Network.grid(bandwidths[part], latencies[part], **options)
         found.append(Clock(ledger, networks, compute).run(last).seconds[list(steps)].T)
     return np.concatenate(found)
 
@@ -148,7 +153,7 @@ def _check_decided(ledger: Record, network: Network | None, compute: Compute) ->
     """Raise a ValueError if another network or compute decided the run's course; network=None is always another."""
     decided, own, odd = ledger.clock or {}, [], []
     if "network" in decided:
-        its_network = Network.from_plain(decided["network"])
+        its_network = Network.from_plain(decided["network"]).for_run(ledger.of_clients)
         own.append(repr(its_network))
         if network is None or network.as_plain() != its_network.as_plain():
             odd.append("network")

@@ -238,7 +238,7 @@ class Runs(Mapping[str, ComparedRun]):
         compute = self.compute if compute is None else compute
         if network is None and compute is None and not needed:
             return None
-        return Network.of(network, "server" if self.of_clients else "ring"), Compute.of(compute)
+        return Network.of(network), Compute.of(compute)
 
     def pricing_of(self, costs: Sequence[str], network: AnyNetwork, compute: AnyCompute) -> Priced:
         """Return `pricing` for these kinds of cost; None if none of them is time or money."""

@@ -125,9 +125,15 @@ class Comparison(Runs):
                 raise ValueError(f"the two are priced for models of different sizes: {sizes[0]} and {sizes[1]} bytes")
         both = self._empty_with(other)
         both.measured_bytes = self.measured_bytes
+        kinds = {run.ledger.of_clients for _, run in pairs}
+
+        def meaning(given: Network | Compute) -> list[dict[str, Any]]:
+            meant = [given.for_run(kind) for kind in kinds] if isinstance(given, Network) else [given]
+            return [one.as_plain() for one in meant]
+
         for what in ("network", "compute"):
             own, theirs = getattr(self, what), getattr(other, what)
-            if own is not None and theirs is not None and own.as_plain() != theirs.as_plain():
+            if own is not None and theirs is not None and meaning(own) != meaning(theirs):
                 raise ValueError(
                     f"their hours are derived from different {what}: {own!r} and {theirs!r}; set the "
                     f"{what} of the second to that of the first, or to None"

@@ -240,6 +240,7 @@ def decided(
     budgets = {of: amount(of, value, "within", BUDGETS) for of, value in within.items()}
     if "cost" in budgets and compute.dollars_per_hour is None:
         raise ValueError("within: 'cost' needs a price of a node: give compute=Compute(…, dollars_per_hour=…)")
+    network = network.for_run(of_clients=False)
     network.check(num_nodes)
     compute.steps(num_nodes)
     found = order(losses, to)
@@ -297,7 +298,7 @@ def _priced(ledger: Ledger, network: Network, compute: Compute, budgets: Mapping
 
 def _on_map(ledger: Ledger, network: Network, compute: Compute) -> Floats:
     """Return the seconds (L, B) of a run on every network of the map, interpolated in logarithms."""
-    grid = np.tile(_BITS, len(_DELAYS)), np.repeat(_DELAYS, len(_BITS)), network.collective
+    grid = np.tile(_BITS, len(_DELAYS)), np.repeat(_DELAYS, len(_BITS)), network.options
     logs = np.log(seconds_on(ledger, *grid, compute, [ledger.steps])).reshape(len(_DELAYS), len(_BITS))
     rows = np.array([np.interp(np.log(BANDWIDTHS), np.log(_BITS), row) for row in logs])
     return np.exp([np.interp(np.log(LATENCIES), np.log(_DELAYS), column) for column in rows.T]).T

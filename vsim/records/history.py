@@ -87,7 +87,7 @@ class History:
     def __init__(self, strategy: str = "", num_nodes: int = 1, population: int | None = None) -> None:
         self.strategy = strategy
         self.num_nodes = num_nodes
-        self.ledger = Ledger(population or num_nodes)
+        self.ledger = Ledger(population or num_nodes, of_clients=population is not None and population > num_nodes)
         self.executor = ""
         self.executor_reason = ""
         self.minibatch_size: int | None = None
@@ -143,7 +143,7 @@ class History:
         """Return this record with the communication of another ledger, up to this record's last step."""
         history = copy.copy(self)
         history._table = {name: list(column) for name, column in self._columns.items()}
-        history.ledger = Ledger(ledger.num_nodes)
+        history.ledger = Ledger(ledger.num_nodes, ledger.of_clients)
         sent, events = [(0.0, 0.0)], iter(ledger)
         event = next(events, None)
         for step in range(int(self.last("step")) + 1):
@@ -209,7 +209,7 @@ class History:
     @property
     def is_of_cohorts(self) -> bool:
         """Whether the nodes served a larger population of clients."""
-        return self.ledger.num_nodes > self.num_nodes
+        return self.ledger.of_clients
 
     def bytes_per_node(self, way: str) -> NDArray[np.float64]:
         """Return the bytes that a node has communicated up to every row, as shown in tables and figures.
@@ -395,7 +395,7 @@ class History:
             history._client_val[name] = [_number(v) for v in values]
             if len(values) != history.ledger.num_nodes:
                 raise ValueError(f"client_val has {len(values)} {name}, and the run {history.ledger.num_nodes} clients")
-        history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes)
+        history.ledger = Ledger.from_plain(plain["ledger"], history.ledger.num_nodes, history.ledger.of_clients)
         if rows and steps[-1] != history.ledger.steps:
             raise ValueError(f"the last step is {steps[-1]:g}, and that of the ledger {history.ledger.steps}")
         return history

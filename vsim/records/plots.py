@@ -451,8 +451,7 @@ def x_axis(
         TypeError: x is "time" and network or compute is missing, or x is another quantity and one of them is given.
     """
     if isinstance(x, str) and x == "time":
-        of_clients = any(history.is_of_cohorts for history in histories)
-        return time_axis(histories, Network.of(network, "server" if of_clients else "ring"), Compute.of(compute))
+        return time_axis(histories, Network.of(network), Compute.of(compute))
     if network is not None or compute is not None:
         raise TypeError(f"network and compute have no effect with x={x!r}; x='time' follows from them")
     return x

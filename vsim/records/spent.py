@@ -34,7 +34,7 @@ def forming_bytes(history: History, way: str, weights_bytes: float) -> float:
     Args:
         way: "payload" or "wire". weights_bytes: bytes of one node's weights.
     """
-    of_all = traffic("all_reduce", history.num_nodes)
+    of_all = traffic("all_reduce", history.num_nodes, history.ledger.server)
     if history.is_of_cohorts:
         total = of_all.total if way == "wire" else of_all.handed.sum()
         return float(total) * weights_bytes / history.ledger.num_nodes
@@ -43,6 +43,7 @@ def forming_bytes(history: History, way: str, weights_bytes: float) -> float:
 
 def forming_seconds(history: History, network: Network, weights_bytes: float) -> Floats:
     """Return the seconds of an all-reduce of all weights on a network: (1,), or (N, 1) on a `grid` of N networks."""
+    network = network.for_run(history.ledger.of_clients)
     return network.seconds("all_reduce", network.kind(range(history.num_nodes)), weights_bytes)
 
 

@@ -46,7 +46,7 @@ def rows(
     Args:
         loss: adds the steps and wire bytes until this loss, see `steps_to`; NaN if a run never reaches it.
         network, compute: add the hours that the run would take, the share of hours in which nodes compute, and the
-            hours to `loss`; see `vsim.timeline`; default: the comparison's. Cohorts use a server by default.
+            hours to `loss`; see `vsim.timeline`; default: the comparison's.
         stays: see `steps_to`.
     """
     if true_or_false("stays", stays) and loss is None:
@@ -116,7 +116,8 @@ def _numbers(
 
 def times_less(runs: Runs, run: ComparedRun) -> float:
     """Return AllReduce's bytes on the wire in the steps of a run, divided by the run's; NaN if the run sent nothing."""
-    of_one_step, steps = traffic("all_reduce", run.history.num_nodes), run.history.last("step")
+    of_one_step = traffic("all_reduce", run.history.num_nodes, run.ledger.server)
+    steps = run.history.last("step")
     if runs.of_clients:
         sent, of_allreduce = run.ledger.total_wire_bytes, float(of_one_step.total)
     else:

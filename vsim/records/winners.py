@@ -51,7 +51,7 @@ def winners(
     latencies: Sequence[float | str] | None = None,
     compute: AnyCompute = None,
     *,
-    collective: str = "ring",
+    collective: str | None = None,
     stays: bool = False,
 ) -> Winners:
     """Return which strategy reaches a loss first at each bandwidth and latency; a notebook shows the result as a map.
@@ -64,14 +64,17 @@ def winners(
         bandwidths: in bit/s or as text; default: 1 Mbit/s to 100 Gbit/s.
         latencies: in seconds or as text; default: 0.1 ms to 1 s.
         compute: see `vsim.timeline`; default: the comparison's.
-        collective: the algorithm of collectives, see `Network`.
+        collective: the algorithm of collectives, see `Network`; default: that of the comparison's network. The line of
+            a server, too, is that of the comparison's network.
         stays: see `steps_to`.
     """
     true_or_false("stays", stays)
     bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
     delays = ascending("latencies", latencies, LATENCIES, lambda name, one: delay_of(name, one, at_least=0))
-    grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), collective
-    networks = Network.grid(grid[0], grid[1], collective=collective)
+    options = {} if comparison.network is None else comparison.network.options
+    options |= {} if collective is None else {"collective": collective}
+    grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), options
+    networks = Network.grid(grid[0], grid[1], **options)
     node, size = Compute.of(comparison.compute if compute is None else compute), comparison.allreduce_bytes
 
     def until_loss(run: ComparedRun, at: Crossing, might: float) -> Floats:

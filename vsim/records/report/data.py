@@ -80,14 +80,14 @@ class _Page:
         network = comparison.network if network is None else network
         compute = comparison.compute if compute is None else compute
         self.assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
-        self.network = Network.of(
-            NETWORK if network is None else network, "server" if comparison.of_clients else "ring"
-        )
+        self.network = Network.of(NETWORK if network is None else network)
         self.compute = Compute.of(COMPUTE if compute is None else compute)
         self.most = _FEW if len(comparison.all_runs) <= _MANY_RUNS else _MANY
         self.ledgers: list[dict[str, Any]] = []
         self.places: dict[str, int] = {}  # digest of what a clock depends on → index in `ledgers`
         self.priced_on = [self.network.as_plain(), self.compute.as_plain()]
+        kinds = {history.ledger.of_clients for history in comparison.all_histories}
+        self.shown = self.network.for_run(*kinds) if len(kinds) == 1 else self.network
         self.columns = self._columns()
 
     def _columns(self) -> list[str]:
@@ -154,7 +154,7 @@ class _Page:
             "runs": runs,
             "ledgers": self.ledgers,
             "assumed": self.assumed,
-            "network": _network(self.network),
+            "network": _network(self.shown),
             "compute": {
                 "seconds": float(self.compute.node_seconds.mean()),
                 "alike": len(set(self.compute.node_seconds.tolist())) == 1,
@@ -190,7 +190,7 @@ class _Page:
             ["weights", f"{comparison.allreduce_bytes:,} bytes"],
             ["validated on", ", ".join(comparison.sampled) or histories[0].validated_on],
             ["executor", ", ".join(dict.fromkeys(history.executor for history in histories))],
-            ["network", "none given" if "network" in self.assumed else repr(self.network)],
+            ["network", "none given" if "network" in self.assumed else repr(self.shown)],
             ["compute", "none given" if "compute" in self.assumed else repr(self.compute)],
         ]
         found.append(["provenance", str(describe(comparison))])
@@ -231,7 +231,7 @@ class _Page:
 
     def _forming(self, history: History) -> dict[str, Any]:
         """Return the cost of the all-reduce that forms the mean of the nodes: bytes on the wire, and time as planes."""
-        size, ledger = self.comparison.allreduce_bytes, Ledger(history.ledger.num_nodes)
+        size, ledger = self.comparison.allreduce_bytes, Ledger(history.ledger.num_nodes, history.ledger.of_clients)
         ledger.steps = 1
         ledger.record(Event(1, 1, "weights", "all_reduce", "weights", size, (range(history.num_nodes),)))
         (own,) = planes(ledger, self.network, Compute(1.0), [1]).planes
@@ -244,7 +244,14 @@ class _Page:
         steps = self._steps(ledger, last, measured)
         rows = np.searchsorted(history["step"], steps) if len(history) else np.zeros(len(steps), dtype=int)
         sent = [history.bytes_per_node(way)[rows] if len(history) else np.zeros(1) for way in ("wire", "payload")]
-        plain = [ledger.as_plain(), history.num_nodes, steps, [own.tolist() for own in sent], self.priced_on]
+        plain = [
+            ledger.as_plain(),
+            history.num_nodes,
+            ledger.of_clients,
+            steps,
+            [own.tolist() for own in sent],
+            self.priced_on,
+        ]
         digest = hashlib.sha256(json.dumps(plain, default=list).encode()).hexdigest()
         if digest not in self.places:
             self.places[digest] = len(self.ledgers)
@@ -391,7 +398,7 @@ def _network(network: Network) -> dict[str, Any]:
         "equal": equal,
         "bandwidth": min(bandwidth, 1e15),
         "latency": latency,
-        "collective": network.collective,
+        "collective": network.collective or "a server for clients, a ring for nodes",
         "text": repr(network),
     }
 
