@@ -130,6 +130,25 @@ def test_graphs_as_edges_files_and_objects(tmp_path: Path) -> None:
     assert torch.equal(W(graph(["a", "b", "c"], [("a", "b"), ("c", "b")]), 3), expected)
 
 
+class Edges(list[Any]):
+    """What networkx has for `graph.edges`: pairs, and with data=True triples with the attributes of every edge."""
+
+    def __call__(self, data: bool) -> list[Any]:
+        assert data
+        return [(i, j, own) for (i, j), own in zip(self, self.attributes, strict=True)]
+
+    attributes: list[dict[str, Any]]
+
+
+def test_weights_of_a_graphs_edges_are_not_ignored() -> None:
+    edges = Edges([(0, 1), (1, 2)])
+    edges.attributes = [{"weight": 1.0, "colour": "red"}, {}]
+    assert torch.equal(W(graph([0, 1, 2], edges), 3), W([(0, 1), (1, 2)], 3))
+    edges.attributes = [{}, {"weight": 0.1}]
+    weighted = graph([0, 1, 2], edges)
+    check_refusals([(lambda: GossipStrategy(topology=weighted), ValueError, ["topology", "weight 0.1", "remove"])])
+
+
 def test_graphs_are_checked() -> None:
     def among_four(topology: Any) -> None:
         started(GossipStrategy(topology=topology), Parameters((2,)), 4)

@@ -206,6 +206,12 @@ def topology_of(given: Any) -> Topology:
     elif hasattr(given, "edges") and hasattr(given, "nodes"):  # a networkx graph
         if given.is_directed():
             raise ValueError("topology: the edges of a graph go both ways, got a directed graph")
+        attributes = [data for *_, data in given.edges(data=True)] if callable(given.edges) else []
+        if weights := [own["weight"] for own in attributes if own.get("weight", 1) != 1]:
+            raise ValueError(
+                f"topology: an edge of the graph has the weight {weights[0]!r}, which would have no effect, as nodes "
+                "average by Metropolis weights; remove the edges' attribute 'weight'"
+            )
         nodes = list(given.nodes)
         places = {node: node if {*nodes} == {*range(len(nodes))} else place for place, node in enumerate(nodes)}
         given = [(places[i], places[j]) for i, j in given.edges if i != j]
@@ -237,7 +243,8 @@ class GossipCommunicator(CommunicationModule):
         topology: the graph: "ring"; "torus", with sides as equal as possible, a ring if K is prime; "exponential", k ±
             2^m; "one_peer_exponential" [Ying et al. 2021, arXiv:2110.13363], where at the t-th mixing node k sends to k
             + 2^(t mod ⌈log₂ K⌉), and averages its row with the row it receives; "complete"; `RandomGraph(degree)`; a
-            list of edges, a CSV file with one edge per row, or an undirected networkx graph.
+            list of edges, a CSV file with one edge per row, or an undirected networkx graph without
+            weights of edges.
         H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
         tracking: whether to track gradients; needs H = 1.
 
