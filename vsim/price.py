@@ -36,7 +36,8 @@ def price(
 ) -> Timeline:
     """Return the timeline of a run without training it. Tensors have no values, so that 10¹² parameters cost nothing.
 
-    Random draws are replaced by their expectation: a share p of N random entries counts as p·N entries.
+    Random sizes are replaced by their expectation: a share p of N random entries counts as p·N entries. Random steps,
+    at which a strategy sends, are one draw, by `seed`.
 
     Args:
         strategy: the strategy, whose code runs except for the inner optimizer, which sends nothing.

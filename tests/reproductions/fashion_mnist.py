@@ -51,7 +51,7 @@ TABLE = Table(
     "momentum .9 and weight decay 1e-5, batches of 64. Published: 50 rounds of 10 local epochs on 60,000 images.",
     source="Flower's baseline niid_bench (commit 1599d01), table of expected results, one seed, after Li et al. 2021, "
     "table 3",
-    url="https://github.com/adap/flower/tree/1599d01c2f76a4139abe231b7e294f828ba62048/baselines/niid_bench",
+    url="https://github.com/flwrlabs/flower/tree/1599d01c2f76a4139abe231b7e294f828ba62048/baselines/niid_bench",
     rows={
         f"{dealt}, {name}": Row(FLOWER[name][i], unit="%", note=NOTES.get(f"{dealt}, {name}", ""))
         for i, dealt in enumerate(DEALT)
