@@ -218,7 +218,7 @@ def test_they_stand_in_one_table_figure_page_and_file(within: Comparison, tmp_pa
 def test_steps_by_name_stand_in_one_table() -> None:
     result = compared(max_steps=STEPS)
     assert result.budget == {} and [row["steps"] for row in result.rows()] == list(STEPS.values())
-    assert "budget" not in result.table() and "steps" not in compared(max_steps=3).rows()[0]
+    assert "budget" not in result.table() and "steps" not in compared(max_steps=3).table()
 
 
 def test_what_joins_and_what_does_not() -> None:
@@ -243,6 +243,13 @@ def test_what_joins_and_what_does_not() -> None:
             (lambda: budgeted | short, ValueError, ["budget is", "20 kB", "and absent"]),
         ]
     )
+
+
+def test_the_budget_of_a_comparison_is_one_for_best() -> None:
+    for more in ({}, {"max_steps": 50}, {"at": 1e5, "max_steps": 3}):
+        runs = compared({"FedAvg": FedAvgStrategy(H=2, lr=1e-2)}, budget={"wire": "2 MB"}, **{"max_steps": 9, **more})
+        assert runs.budget == {"wire": "2 MB"} and runs.best(within=runs.budget) == "FedAvg"
+        assert f"at most {runs.limits['max_steps']} steps" in runs.table()
 
 
 # Sweeps and tuning ----------------------------------------------------------------------------------------------------

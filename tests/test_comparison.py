@@ -27,6 +27,7 @@ from vsim.data import digits, partition
 from vsim.models import MLP
 from vsim.records.history import COLUMNS
 from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
+from vsim.records.summary import tuning
 from vsim.records.tables import text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
@@ -156,10 +157,50 @@ def test_mistakes_are_named() -> None:
             (lambda: runs.plot("tokens"), ValueError, ["x='tokens'", "token ids"]),
             (lambda: runs.plot("round"), ValueError, ["x='round'", "participation"]),
             (lambda: runs.plot(y="loss"), KeyError, ["'loss'", "step"]),
+            (lambda: runs.plot(y="divergence"), ValueError, ["y='divergence'", "correlation_interval=", "train_loss"]),
+            (lambda: runs["good"].history.plot(y="correlation"), ValueError, ["correlation_interval="]),
+            (lambda: runs.plot(y="test_accuracy"), ValueError, ["y='test_accuracy'", "test_dataset="]),
+            (lambda: runs.plot(y="global_accuracy"), ValueError, ["y='global_accuracy'", "accuracy="]),
+            (lambda: runs.plot(y="node_loss_max"), ValueError, ["y='node_loss_max'", "measured are step"]),
             (lambda: runs["bad"], KeyError, ["'bad'", "good"]),
             (lambda: runs.steps_to(1.0, "round"), ValueError, ["of='round'", "participation"]),
         ]
     )
+
+
+def test_steps_are_shown_on_demand_where_all_are_equal() -> None:
+    runs = by_hand(one=[[2.0, 1.5, 1.0]], other=[[2.0, 1.0, 1.2]])
+    assert "steps" not in runs.table() and [row["steps"] for row in runs.rows()] == [10, 10]
+    assert runs.table(columns=["steps"]).splitlines()[0].split() == ["strategy", "steps"]
+
+
+def test_names_with_commas_are_quoted_where_names_are_listed() -> None:
+    names: dict[str, Any] = {"A, H = 5": [[2.0, 1.5], 3], "A, H = 2": [3, [2.0, 1.0]], "B": [[2.0, 1.0], [2.0, 1.1]]}
+    runs = by_hand(**names)
+    assert 'which cannot be the best: "A, H = 5" (1 of 2), "A, H = 2" (1 of 2)' in runs.table()
+    runs.tuned["B"] = [None] * 3
+    assert tuning(runs) == ['tuned: B (3 settings); not tuned: "A, H = 5", "A, H = 2"']
+    assert tuning(runs[["A, H = 5", "B"]]) == ["tuned: B (3 settings); not tuned: A, H = 5"]  # which stands alone
+
+
+def test_strategies_of_a_file_train_again(tmp_path: Path) -> None:
+    given = {"DiLoCo": DiLoCoStrategy(H=2, outer_lr=0.4, lr=1e-2), "FedAvg": FedAvgStrategy(H=3, average="median")}
+    first = compared(given, max_steps=4)
+    assert first.strategies == given
+    first.to_json(tmp_path / "comparison.json")
+    read = vsim.Comparison.from_json(tmp_path / "comparison.json")
+    again = compared(read.strategies, max_steps=4)
+    for name in given:
+        np.testing.assert_array_equal(again[name].history["train_loss"], first[name].history["train_loss"])
+
+    class Mine(FedAvgStrategy):
+        """A strategy that a file does not hold."""
+
+    compared({**given, "mine, own": Mine(H=2)}, max_steps=1).to_json(tmp_path / "own.json")
+    own = vsim.Comparison.from_json(tmp_path / "own.json")
+    with pytest.raises(ValueError, match="strategy of mine, own, which is not made of vsim"):
+        _ = own.strategies
+    assert list(own[["DiLoCo"]].strategies) == ["DiLoCo"]
 
 
 # Several seeds --------------------------------------------------------------------------------------------------------

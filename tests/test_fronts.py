@@ -190,7 +190,7 @@ def test_missing_seeds_follow_one_rule_everywhere(drawn: list[tuple[dict[int, tu
     winners = comparison.winners(target, ["8 Mbit/s"], [0], NO_TIME)  # where time is bytes
     if not fewest:
         assert winners.first == [[()]]
-        with refused(ValueError, "no run reaches"):
+        with refused(ValueError, "no strategy reaches"):
             comparison.cheapest(target)
         return
     cheapest = comparison.cheapest(target)

@@ -292,9 +292,9 @@ TABLE = [
         StreamingDiLoCoStrategy,
         {"H": 3, "fragments": 2, "delay": 1, "average": rda() | clip("median")},
         [
-            (step, "all_gather", label + what, bytes)
+            (step, collective, label + what, bytes)
             for step, label, payload in FRAGMENTS
-            for what, bytes in ((": norms", 4.0), ("", payload))
+            for collective, what, bytes in (("all_gather", ": norms", 4.0), ("merge", "", payload))
         ],
     ),
     Row(

@@ -207,6 +207,12 @@ def test_the_map_is_drawn(three: vsim.Comparison) -> None:
     assert empty.get_title("left") == "no strategy reaches 0.1" and empty.get_xscale() == empty.get_yscale() == "log"
     (low, high), (bottom, top) = empty.get_xlim(), empty.get_ylim()
     assert 1e5 < low <= 1e6 and 1e11 <= high < 1e12 and 0.01 < bottom <= 0.1 and 1e3 <= top < 1e4  # bit/s, ms
+    some = made(1_000_000, **{"A, wide": [reaches(5), reaches(None, seed=1)], "B": [reaches(None)]})
+    ax = some.winners(1.0, compute=1.0).plot()
+    assert ax.get_title("left") == "no strategy reaches 1 with all seeds"
+    assert ax.texts[0].get_text().replace("\n", " ") == 'not reached by "A, wide" (1 of 2 runs), B (never)'
+    with refused(ValueError, "no strategy reaches loss 1 with all seeds: A, wide (1 of 2 runs)"):
+        some.cheapest(1.0)
     lost = {f"run {i}": "never" for i in range(20)}
     (said,) = Winners(0.001, BANDWIDTHS, LATENCIES, {}, lost, looks_of([])).plot().texts
     text = said.get_text().replace("\n", " ")
@@ -221,7 +227,7 @@ def test_mistakes_are_named(three: vsim.Comparison) -> None:
             (lambda: ask(1.0, ["10 MB"], compute=1), ValueError, ["bandwidths", "a rate in bits", "'10 MB'"]),
             (lambda: ask(1.0, compute=Compute([1.0, 2.0])), ValueError, ["compute", "2 nodes", "4"]),
             (lambda: three.cheapest(1.0, 0.001, 1e9, 1.0), ValueError, ["loss 1", "0.001 hours", "AllReduce, in 0"]),
-            (lambda: three.cheapest(0.5), ValueError, ["no run reaches loss 0.5"]),
+            (lambda: three.cheapest(0.5), ValueError, ["no strategy reaches loss 0.5"]),
             (lambda: three.cheapest(1.0, hours=1), TypeError, ["network is missing"]),
             (lambda: three.plot("time", network=1e6), TypeError, ["compute is missing"]),
             (lambda: three.plot("time", compute=1.0), TypeError, ["network is missing"]),

@@ -9,10 +9,11 @@ import numpy as np
 
 from vsim.arguments import real_number, true_or_false
 from vsim.records.best import uses
-from vsim.records.compared import ComparedRun, Runs
-from vsim.records.crossings import racers
+from vsim.records.compared import ComparedRun, Runs, brief_list
+from vsim.records.crossings import never, racers
 from vsim.records.spent import AnyCompute, AnyNetwork, Floats, until, unused
 from vsim.records.statistics import Crossing, contenders
+from vsim.records.tables import quoted
 from vsim.records.winners import Race
 
 
@@ -29,7 +30,7 @@ class Cheapest(str):
     tied: tuple[str, ...]
 
     def __repr__(self) -> str:
-        tied = f"; not told from {', '.join(self.tied)}" if self.tied else ""
+        tied = f"; not told from {', '.join(quoted(self.tied).values())}" if self.tied else ""
         return f"{self}: {self.megabytes:.3g} MB to loss {self.loss:g}{tied}"
 
 
@@ -74,7 +75,11 @@ def cheapest(
     if not within:
         hint = "".join(f"; the first is {name}, in {own:.3g} hours" for name, own in list(took.items())[:1])
         hint += f"; {ended}" if ended else ""
-        raise ValueError(f"no run reaches loss {loss:g}{'' if hours is None else f' within {hours:g} hours'}{hint}")
+        some = {name: own for name, own in never(comparison, loss, stays).items() if own != "never"}
+        partly = brief_list([f"{name} ({some[own]})" for own, name in quoted(some).items()])
+        hint = f" with all seeds: {partly}{hint}" if partly and not whole else hint
+        limit = "" if hours is None else f" within {hours:g} hours"
+        raise ValueError(f"no strategy reaches loss {loss:g}{limit}{hint}")
     if ended:
         warnings.warn(ended, stacklevel=2)
     race = Race({n: {one[0].seed: _megabytes(comparison, *one) for one in own} for n, own in found.items()})
@@ -85,7 +90,7 @@ def cheapest(
     if others := [name for name, left_open in zip(names, race.left_open, strict=True) if left_open]:
         warnings.warn(
             f"validation is too coarse to tell {best}, which takes {best.megabytes:.3g} MB to loss {loss:g}, from "
-            f"{', '.join(others)}; a smaller val_interval would settle it",
+            f"{', '.join(quoted(others).values())}; a smaller val_interval would settle it",
             stacklevel=2,
         )
     return best

@@ -15,7 +15,8 @@ from vsim.network import Compute, Network
 from vsim.records.describe import BY_NAME, describe
 from vsim.records.history import History
 from vsim.records.plots import MANY, Y_LABELS, Looks, looks_of
-from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Priced, spent
+from vsim.records.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, spent
+from vsim.records.tables import quoted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,9 +174,31 @@ class Runs(Mapping[str, ComparedRun]):
 
     @property
     def budget(self) -> dict[str, Any]:
-        """The budget of every run, as given to `compare`; empty without one."""
+        """The budget of every run, as given to `compare` and as `best(within=…)` takes it; empty without one."""
+        return {of: most for of, most in self.limits.items() if of in BUDGETS}
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The `budget`, and the `at` and `max_steps` that were given with it."""
         budgets = (history.config.get("budget") for history in self.all_histories)
         return next((dict(own) for own in budgets if own and own != BY_NAME), {})
+
+    @property
+    def strategies(self) -> dict[str, Any]:
+        """Name → strategy, to train again: `vsim.compare(…, strategies=comparison.strategies)`.
+
+        Raises:
+            ValueError: the comparison was read from a file, and a strategy is not made of vsim's own classes, numbers
+                and text.
+        """
+        found = {name: self.runs(name)[0].strategy for name in self}
+        if lost := quoted(name for name, own in found.items() if own is None):
+            who = brief_list([*lost.values()])
+            raise ValueError(
+                f"the file does not hold the strategy of {who}, which is not made of vsim's own "
+                "classes, numbers and text: make it again, and select the others by comparison[[…]].strategies"
+            )
+        return found
 
     def has(self, column: str) -> bool:
         """Return whether some run has measured a column."""

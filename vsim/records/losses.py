@@ -10,6 +10,7 @@ import numpy as np
 
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.statistics import Ranking, confidence_interval, contenders, pairwise_p, ranking, shared_seeds
+from vsim.records.tables import quoted
 
 
 def final_loss(runs: Runs, run: ComparedRun) -> float:
@@ -76,7 +77,8 @@ def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
         shared = shared_seeds(losses[name] for name in among)
         over = f"the seeds that all have, {', '.join(map(str, shared))}" if shared else "its own, as none is common"
         remarks.append(f"seeds differ: a strategy is the best by its mean over {over}")
-    partly = [f"{name} ({own} of {len(losses[name])})" for name, own in known.items() if 0 < own < len(losses[name])]
+    few = quoted(name for name, own in known.items() if 0 < own < len(losses[name]))
+    partly = [f"{said} ({known[name]} of {len(losses[name])})" for name, said in few.items()]
     if partly:
         remarks.append(f"mean of the runs with a result, which cannot be the best: {brief_list(partly)}")
     return found, remarks

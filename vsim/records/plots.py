@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vsim.arguments import one_of, real_number, true_or_false
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
+from vsim.records.tables import quoted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,6 +282,13 @@ Y_LABELS = {
     "global_accuracy": "validation accuracy",
 }
 
+# The argument of a run that measures a column.
+_MEASURED_BY = {
+    **dict.fromkeys(("divergence", "correlation"), "correlation_interval="),
+    **dict.fromkeys(("test_loss", "test_accuracy"), "test_dataset="),
+    **dict.fromkeys(("local_accuracy", "global_accuracy"), "a validation dataset, and accuracy= if it is not known"),
+}
+
 PAGE = 6.8  # inches: the width of a page of text; a column has 3.3
 # Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
@@ -327,7 +335,7 @@ def bands(
         logy: whether the y axis is logarithmic.
 
     Raises:
-        ValueError, KeyError: there is no such x, or no column y, or no run has tokens.
+        ValueError, KeyError: there is no such x, or no column y, or no run has measured y or has tokens.
     """
     from vsim.figures.paper import axes_of, fit, plain_ticks
 
@@ -340,6 +348,7 @@ def bands(
         raise ValueError("x='tokens' needs batches that hold token ids; x='examples' is there for all data")
     if x == "round" and not all(h.ledger.attendance for histories in lists.values() for h in histories):
         raise ValueError("x='round' needs participation=, which has rounds; x='step' is there for all runs")
+    _check_measured(y, [history for histories in lists.values() for history in histories])
     silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(lists.items()):
         xs, mean, deviation = _points(histories, axis, y)
@@ -376,13 +385,26 @@ def bands(
         ax.set_ylim(within)
     if silent:
         # Names must fit above the axes.
-        which = literal(", ".join(silent)) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
+        which = literal(", ".join(quoted(silent).values())) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
         ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
     if legend and ax.get_lines():
         add_legend(ax, looks, diverged, own)
     elif legend:
         fit(ax)
     return ax
+
+
+def _check_measured(y: str, histories: Sequence[History]) -> None:
+    """Raise an error if no run has measured column `y`, although some run has begun."""
+    begun = [history for history in histories if history.last("step") > 0]
+    having = [history for history in begun if y in history.columns]
+    if not begun or any(not math.isnan(history.last(y)) for history in having):
+        return
+    if not having:
+        begun[0][y]  # raises a KeyError with the names of all columns
+    needs = f"train with {_MEASURED_BY[y]}" if y in _MEASURED_BY else "another column has values"
+    known = dict.fromkeys(c for history in begun for c in history.columns if not math.isnan(history.last(c)))
+    raise ValueError(f"y={y!r} was measured in no run: {needs}; measured are {', '.join(known)}")
 
 
 def overview(

@@ -16,7 +16,7 @@ from vsim.records.crossings import crossing_of, never, noise
 from vsim.records.history import TESTED
 from vsim.records.losses import begun, compare_finals, diverged, final_loss, measured_at, note, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, forming_bytes, until
-from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, Marks, text_table
+from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, ON_DEMAND, Marks, quoted, text_table
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
 
@@ -40,7 +40,7 @@ def rows(
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
       worst client; without accuracies, "client loss", with the 90th percentile.
-    - test loss, test accuracy: the final global model's. steps: shown if strategies may take different numbers.
+    - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.
     - time used, wire used and so on: with a budget, the used shares.
 
     Args:
@@ -52,9 +52,7 @@ def rows(
     if true_or_false("stays", stays) and loss is None:
         raise TypeError("stays=True has no effect without loss=")
     priced, found = comparison.pricing(network, compute), []
-    lengths = {history.config.get("max_steps") for history in comparison.all_histories}
     known = [column for column in ("global_accuracy", *TESTED) if comparison.has(column)]
-    known += ["steps"] if len(lengths) > 1 or comparison.budget else []
     for name in comparison.order:
         runs = comparison.runs(name)
         numbers = {run: _numbers(comparison, run, known, loss, stays, priced) for run in runs}
@@ -83,8 +81,7 @@ def _numbers(
     for column in filter(known.__contains__, TESTED):
         found[column.replace("_", " ")] = math.nan if run.diverged_at is not None else history.last(column)
     found |= on_clients(runs, run)
-    if "steps" in known:
-        found["steps"] = steps
+    found["steps"] = steps
     if runs.of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
         sent = ledger.total_wire_bytes / ledger.num_nodes
         found |= {"wire MB/client": sent / 1e6, "payload MB/client": float(ledger.node_payload_bytes.mean()) / 1e6}
@@ -112,6 +109,12 @@ def _numbers(
             found[f"hours to {target:g}"] = until(history, at, runs.spent(run, "time", priced)) / 3600
     budget = {of: amount(of, most, "budget") for of, most in runs.budget.items() if of in used}
     return found | {f"{of} used": used[of] / most for of, most in budget.items()}
+
+
+def on_demand(runs: Runs) -> list[str]:
+    """Return the columns that a table of these runs shows only on request."""
+    lengths = {history.config.get("max_steps") for history in runs.all_histories}
+    return [*ON_DEMAND, *([] if len(lengths) > 1 or runs.budget else ["steps"])]
 
 
 def times_less(runs: Runs, run: ComparedRun) -> float:
@@ -158,7 +161,7 @@ def table(
 
     Args:
         format: one of tabulate's: "simple", "github", "html", "latex", "latex_booktabs", …
-        columns: the columns of `rows` to show, in this order.
+        columns: the columns of `rows` to show, in this order; default: all but some, see `on_demand`.
         digits: digits after the point, for all columns or by column.
         loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
         network, compute: add hours; see `rows`.
@@ -194,7 +197,7 @@ def table(
     notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
     notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
     titles = list(comparison.labels(order[0])) if order else []
-    return text_table(shown, format, titles, columns, digits, marks, notes, comparison.title)
+    return text_table(shown, format, titles, columns, digits, marks, notes, comparison.title, on_demand(comparison))
 
 
 # Notes below a table; each is a list of one text, or empty ------------------------------------------------------------
@@ -204,17 +207,18 @@ def budgeted(runs: Runs) -> list[str]:
     """Return a note on the budget."""
     if not runs.budget:
         return []
-    said = {of: own if isinstance(own, str) else f"{own:,.10g}" for of, own in runs.budget.items()}
-    size = f", priced for {float(runs.budget['at']):.4g} parameters" if "at" in said else ""
+    said = {of: own if isinstance(own, str) else f"{own:,.10g}" for of, own in runs.limits.items()}
+    size = f", priced for {float(runs.limits['at']):.4g} parameters" if "at" in said else ""
     most = f", at most {said['max_steps']} steps" if "max_steps" in said else ""
-    found = " and ".join(f"{own} ({of})" for of, own in said.items() if of not in ("at", "max_steps"))
+    found = " and ".join(f"{own} ({of})" for of, own in said.items() if of in runs.budget)
     return [f"budget of each run: {found}{size}{most}"]
 
 
 def tuning(runs: Runs) -> list[str]:
     """Return a note on the strategies that were tuned, with their numbers of settings."""
-    tuned = [f"{name} ({len(runs.tuned[name])} settings)" for name in runs if name in runs.tuned]
-    others = [name for name in runs if name not in runs.tuned]
+    own = quoted(name for name in runs if name in runs.tuned)
+    tuned = [f"{said} ({len(runs.tuned[name])} settings)" for name, said in own.items()]
+    others = list(quoted(name for name in runs if name not in runs.tuned).values())
     return [f"tuned: {brief_list(tuned)}" + (f"; not tuned: {brief_list(others)}" if others else "")] if tuned else []
 
 
@@ -227,14 +231,15 @@ def unformed(runs: Runs) -> list[str]:
     size = size_text(max(forming_bytes(h, "wire", runs.allreduce_bytes) for name in names for h in own[name]))
     each = "client" if runs.of_clients else "node"
     how = f"the loss is of the mean of {each}s that differ; to form it takes {size}/{each} more"
-    return [f"{brief_list(names)}: {how}"]
+    return [f"{brief_list([*quoted(names).values()])}: {how}"]
 
 
 def resized(runs: Runs) -> list[str]:
     """Return a note on strategies that compress differently at the size priced by `at` than at the trained size."""
-    said = []
+    found = {}
     for name in runs.order:
         measured, priced = runs[name].measured_less, times_less(runs, runs[name])
         if measured is not None and abs(priced / measured - 1) > _ALIKE:  # False for NaN
-            said.append(f"{name} {measured:.3g}× as measured, {priced:.3g}× as priced")
+            found[name] = f"{measured:.3g}× as measured, {priced:.3g}× as priced"
+    said = [f"{name} {found[own]}" for own, name in quoted(found).items()]
     return [f"losses are of another compression than bytes: {brief_list(said)}"] if said else []

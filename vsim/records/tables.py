@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ def text_table(
     marks: Marks | None = None,
     notes: Sequence[str] = (),
     caption: str = "",
+    on_demand: Sequence[str] = ON_DEMAND,
 ) -> str:
     """Return rows of numbers and text as a table.
 
@@ -69,8 +70,8 @@ def text_table(
             number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but `ON_DEMAND`. By default, notes stand below a
-            text table if their column would make it wider than a page.
+        columns: the other columns to show, in this order; default: all but `on_demand`. By default, notes stand below
+            a text table if their column would make it wider than a page.
         digits: digits after the point, for all columns or by column; default: by column.
         marks: the values to mark: † if a value does not differ significantly from the best, bold (LaTeX) for the best.
             Lines below the table explain the † and how rows were compared.
@@ -93,7 +94,7 @@ def text_table(
     own = {name: whole_number("digits", n, at_least=0) for name, n in by_column.items() if n is not None}
     below, asked, latex = list(notes), columns, format.startswith("latex")
     if columns is None:
-        columns = [name for name in known if name not in ON_DEMAND]
+        columns = [name for name in known if name not in on_demand]
     shown = [*titles, *(name for name in columns if name not in titles)]
     if latex:  # the same number of digits in all rows
         for key in shown:
@@ -134,6 +135,16 @@ def _padded(column: Sequence[str]) -> list[str]:
         return f"{number} ± {_PHANTOM + more * '0' + _END if more else ''}{spread}{unit}"
 
     return [padded(one) if one and widest else cell for one, cell in zip(found, column, strict=True)]
+
+
+def quoted(names: Iterable[str]) -> dict[str, str]:
+    """Return name → how a list of these names shows it: in quotes if it has a comma, unless it stands alone.
+
+    >>> print(", ".join(quoted(["DiLoCo", "DiLoCo, H = 5"]).values()))
+    DiLoCo, "DiLoCo, H = 5"
+    """
+    names = list(names)
+    return {name: f'"{name}"' if "," in name and len(names) > 1 else name for name in names}
 
 
 def with_notes(table: str, notes: Sequence[str], format: str, caption: str = "") -> str:

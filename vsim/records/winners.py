@@ -26,7 +26,7 @@ from vsim.records.plots import Looks
 from vsim.records.spent import AnyCompute, forming_seconds
 from vsim.records.statistics import Crossing, shared_seeds
 from vsim.records.summary import tuning
-from vsim.records.tables import aligned, with_notes
+from vsim.records.tables import aligned, quoted, with_notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -311,7 +311,9 @@ class Winners:
         ax.xaxis.set_major_formatter(lambda value, _: rate(value).removesuffix("bit/s").replace(" ", ""))
         plain_ticks(ax.yaxis)
         sized(ax)
-        title = f"first to loss {self.loss:g}" if shown else f"no strategy reaches {self.loss:g}"
+        some = any(said != "never" for said in self.never.values())
+        none = f"no strategy reaches {self.loss:g}{' with all seeds' if some else ''}"
+        title = f"first to loss {self.loss:g}" if shown else none
         ax.set_title(literal(f"{title}{self.note}"), fontsize=8, loc="left")
         self._say_below(ax)
         _label(ax, bits, milliseconds, {names: index == i for i, names in enumerate(shown)})
@@ -339,7 +341,7 @@ class Winners:
             ax.contour(x, y, level, levels=[0.5], colors="white", linewidths=1.0)
 
     def _say_below(self, ax: Axes) -> None:
-        names = [f"{name} ({what})" for name, what in self.never.items()]
+        names = [f"{name} ({self.never[own]})" for own, name in quoted(self.never).items()]
         more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         never = [textwrap.fill(literal(f"not reached by {', '.join(names[:_NAMED])}{more}"), 55)] if names else []
         if said := [*never, *(textwrap.fill(literal(one), 42) for one in self.remarks)]:

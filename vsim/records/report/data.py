@@ -22,14 +22,14 @@ from vsim.records.cache import Cache
 from vsim.records.compared import ComparedRun, Runs
 from vsim.records.crossings import doubts
 from vsim.records.history import History, mean_present
-from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, loss_interval, note
+from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, loss_interval, note, sound
 from vsim.records.losses import diverged as diverged_in
 from vsim.records.losses import ties as ties_in
 from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.provenance import describe
 from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import contenders
-from vsim.records.tables import DIGITS, ON_DEMAND, PERCENT, UNDECIDED
+from vsim.records.tables import DIGITS, PERCENT, UNDECIDED
 
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -132,14 +132,14 @@ class _Page:
         first = next(iter(rows.values()))
         titles = list(comparison.labels(next(iter(rows))))
         table = [key for key in first if not key.endswith(" std") and key not in titles and key != "note"]
-        seeds = max(len(run["seeds"]) for run in runs)
+        seeds, more = max(len(run["seeds"]) for run in runs), summary.on_demand(comparison)
         return {
             "title": comparison.title,
             "loss": comparison.loss_column,
             "columns": {column: _LABELS.get(column, column.replace("_", " ")) for column in self.columns},
             "titles": titles,
-            "table": [key for key in table if key not in ON_DEMAND],
-            "more": [key for key in table if key in ON_DEMAND],
+            "table": [key for key in table if key not in more],
+            "more": [key for key in table if key in more],
             "lossTitle": comparison.loss_title,
             "percent": PERCENT,
             "digits": DIGITS,
@@ -166,6 +166,7 @@ class _Page:
             "weights": comparison.allreduce_bytes,
             "quantiles": _quantiles(seeds, len(runs)),
             "doubts": doubts(comparison, stays=False),
+            "target": _target(comparison),
             "varied": getattr(comparison, "varied", []),
             "values": self._values(),
             "key": {title: [{"text": text, **_look(look)} for text, look in own] for title, own in looks.key.items()},
@@ -386,6 +387,25 @@ def _plain(value: Any) -> Any:
 def _look(look: Look) -> dict[str, Any]:
     dash = [] if isinstance(look.dash, str) else [float(part) for part in look.dash[1]]
     return {"colour": look.colour, "dash": dash, "marker": look.marker, "bare": look.dash == "none"}
+
+
+def _target(comparison: Runs) -> list[float]:
+    """Return the range of target losses, from the lowest loss to the highest initial loss; and the initial target.
+
+    The initial target is a loss that half of the strategies reach, with all their seeds: the median of the lowest
+    losses, over the strategies that come at least half of the way from the start to the lowest loss.
+    """
+    column, names = comparison.loss_column, [name for name in comparison if name not in diverged_in(comparison)]
+    measured = [[run.history.measured(column)[0] for run in sound(comparison.runs(name))] for name in names]
+    curves = [own for own in ([losses for losses in one if len(losses)] for one in measured) if own]
+    if not curves:
+        return [0.0, 1.0, 0.5]
+    starts = [float(losses[0]) for own in curves for losses in own]
+    reached = sorted(max(float(losses.min()) for losses in own) for own in curves)
+    low, start = min(float(losses.min()) for own in curves for losses in own), min(starts)
+    near = [loss for loss in reached if loss <= (low + start) / 2] or reached
+    target, fine = near[len(near) // 2], 10.0 ** math.floor(math.log10(max(start - low, 1e-9)) - 2)
+    return [low, max(*starts, low + 1e-9), max(target, float(f"{math.ceil(target / fine) * fine:.12g}"))]
 
 
 def _network(network: Network) -> dict[str, Any]:

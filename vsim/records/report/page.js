@@ -953,17 +953,9 @@
       { key: "size", label: "model size", range: [-2, 6], write: (v) => `× ${digits(v)}`, read: (t) => { const bytes = unitNumber(t, BYTE_UNITS); return finite(bytes) && /b\s*$/i.test(t) ? bytes / P.weights : plain(t); },
         note: () => `${scaled(P.weights * state.size, BYTES)} of weights: all bytes in proportion, losses as measured` },
       { key: "price", label: "dollars an hour", range: [-2, 3], zero: true, write: (v) => (v ? `$ ${digits(v)}` : "$ 0"), read: plain, note: "of a node" },
-      { key: "target", label: "target loss", linear: targets(), write: (v) => digits(v, 4), read: plain, note: P.columns[P.loss] },
+      { key: "target", label: "target loss", linear: P.target.slice(0, 2), write: (v) => digits(v, 4), read: plain, note: P.columns[P.loss] },
     ];
     return all;
-  };
-  /** The target's range, from the lowest loss to the highest initial loss; and a loss that the median run reaches. */
-  const targets = () => {
-    const runs = P.runs.map((run) => (run.diverged ? [] : sound(run)).map((seed) => ((seed.curves[P.loss] || [[], []])[1]).filter(finite)).filter((own) => own.length)).filter((own) => own.length);
-    if (!runs.length) return [0, 1, 0.5];
-    const lowest = runs.map((own) => own.map((losses) => Math.min(...losses))), high = Math.max(...runs.flat().map((losses) => losses[0]));
-    const low = Math.min(...lowest.flat()), reached = lowest.map((own) => Math.max(...own)).sort((a, b) => a - b)[runs.length >> 1];
-    return [low, Math.max(high, low + 1e-9), Number((reached + 0.1 * Math.max(0, high - reached)).toPrecision(3))];
   };
   const STEPS = 1000;
   const toSlider = (own, v) => {
@@ -1007,7 +999,7 @@
 
   const NUMBERS = ["bw", "lat", "sec", "size", "price", "target"];
   const defaults = () => ({
-    bw: P.network.bandwidth, lat: P.network.latency, sec: P.compute.seconds, size: 1, price: P.compute.price || 0, target: targets()[2],
+    bw: P.network.bandwidth, lat: P.network.latency, sec: P.compute.seconds, size: 1, price: P.compute.price || 0, target: P.target[2],
     on: P.assumed.length ? "" : "1", x: P.assumed.length ? "step" : "hours", y: P.loss, logx: "", logy: "", cost: "wire", sort: "", all: "", run: 0,
     heatx: P.varied[0] || "", heaty: P.varied[1] || "", shade: "loss", hide: new Set(),
   });
