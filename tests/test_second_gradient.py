@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Dropout, Sample
+from vsim.cluster.randomness import NODE, drawing_from, generator
 from vsim.models import MLP
 from vsim.strategy import AsyncDiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy
 from vsim.strategy.compression import by_node
@@ -101,11 +102,85 @@ def test_a_run_does_not_notice_further_gradients(size: int, options: dict[str, A
     assert torch.equal(plain, looking)
 
 
-def test_the_gradient_at_the_nodes_own_weights_is_theirs() -> None:
-    for options in ({}, {"batch_size": 16, "num_nodes": 2}):
-        trainer = vsim.Trainer(MLP(6, (4,), 3, seed=0), data(31))
+@pytest.mark.parametrize(
+    "options", [{"executor": "vmap"}, {"executor": "loop"}, {"deterministic": True}, {"minibatch_size": 2}], ids=str
+)
+def test_second_passes_draw_the_masks_of_the_first(options: dict[str, Any]) -> None:
+    model = Noisy(0.5).double()
+    inputs, labels = torch.randn(3, 8, 6, dtype=torch.float64), torch.randint(3, (3, 8))
+    found = weights_of(
+        model,
+        Sam(optim_spec="sgd", lr=0.1),
+        lambda rank, *_: TensorDataset(inputs[rank], labels[rank]),
+        **{"batch_size": 8, "shuffle": False, "seed": 7, **options},
+    )
+    size = options.get("minibatch_size", 8)
+    for node in range(3):
+        own, stream = copy.deepcopy(model), generator(7, NODE, node)
+        parameters = [*own.parameters()]
+
+        def backward(node: int = node, own: nn.Module = own) -> None:
+            own.zero_grad()
+            for x, y in zip(inputs[node].split(size), labels[node].split(size), strict=True):
+                (own((x, y)) * (len(x) / 8)).backward()
+
+        for _ in range(4):
+            kept, before = [p.detach().clone() for p in parameters], stream.get_state()
+            with drawing_from(stream):
+                backward()
+            norm = torch.cat([p.grad.flatten() for p in parameters]).norm()  # type: ignore[union-attr]
+            with torch.no_grad():
+                for p in parameters:
+                    p.add_(0.5 * p.grad / norm)
+            with drawing_from(torch.Generator().set_state(before)):
+                backward()
+            with torch.no_grad():
+                for p, own_weights in zip(parameters, kept, strict=True):
+                    p.copy_(own_weights - 0.1 * p.grad)
+        torch.testing.assert_close(found[node], nn.utils.parameters_to_vector(parameters), rtol=1e-9, atol=1e-12)
+
+
+# With batches of one size and of several, for runs alone and in company.
+LOOKING: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 16, "num_nodes": 2},
+    {"participation": Sample(3, of=7)},
+    {"minibatch_size": 2},
+]
+
+
+@pytest.mark.parametrize("options", [*LOOKING, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+def test_the_gradient_at_the_nodes_own_weights_is_theirs(options: dict[str, Any]) -> None:
+    for model in (MLP(6, (4,), 3, seed=0), Noisy(0.5)):
+        trainer = vsim.Trainer(model, data(46))
         trainer.fit(strategy=Looks(H=2), **{**OPTIONS, **options})
         assert trainer.strategy.differs < 1e-6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("options", [*LOOKING, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+def test_runs_in_company_draw_their_own_masks_again(options: dict[str, Any]) -> None:
+    found: list[float] = []
+
+    class Sees(Looks):
+        def gradients(self) -> None:
+            super().gradients()
+            found.append(self.differs)
+
+    strategies = {"a": Sees(H=2), "b": FedAvgStrategy(H=3), "c": Sees(H=3)}
+    vsim.compare(Noisy(0.5), data(46), strategies=strategies, **{**OPTIONS, **options})
+    assert len(found) == 8 and max(found) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_batch_of_ones_own_in_company_with_compile_and_masks() -> None:
+    class Own(FedAvgStrategy):
+        def gradients(self) -> None:
+            self.gradient(self.cluster.weights, [torch.randn(3, 4, 6), torch.zeros(3, 4, dtype=torch.int64)])
+
+    options = {**OPTIONS, "compile": True}
+    with refused(ValueError, "together=False", "random"):
+        vsim.compare(Noisy(0.5), data(), strategies={"a": Own(H=2), "b": FedAvgStrategy(H=2)}, **options)
+    vsim.compare(Noisy(0.5), data(), strategies={"a": Own(H=2), "b": FedAvgStrategy(H=2)}, together=False, **options)
 
 
 def test_a_batch_of_ones_own_and_frozen_parameters() -> None:

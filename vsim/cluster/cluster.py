@@ -134,14 +134,15 @@ class Cluster:
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
         """Return every node's gradient (R, P) at its weights in `at` (R, P), as in a second backward pass.
 
-        The nodes' weights, gradients, buffers and random streams stay unchanged, so all passes of a step draw the same
-        random numbers (dropout masks). Frozen parameters have a gradient of zero.
+        The model draws the random numbers (dropout masks) that it has drawn for the gradients of the current step. The
+        nodes' weights, gradients, buffers and random streams stay unchanged. Frozen parameters have a gradient of zero.
 
         Args:
             batch: stacked batch (R, B, …) of the nodes held here; default: the batch of the current step.
 
         Raises:
-            ValueError: `at` has another shape, or no step is being computed (outside of a run, or on a virtual clock).
+            ValueError: `at` has another shape, or no step is being computed (outside of a run, or on a virtual clock);
+                or, in a comparison with compile=True, a `batch` is given for a model that draws random numbers.
         """
         if at.shape != self.weights.shape:
             raise ValueError(f"gradient(at=…) takes stacked weights {[*self.weights.shape]}, got {[*at.shape]}")

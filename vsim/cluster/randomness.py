@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vsim.private_torch import default_mps_generator
 
@@ -77,17 +78,18 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def drawing_from(stream: torch.Generator) -> Iterator[None]:
+def drawing_from(stream: torch.Generator) -> Iterator[Tensor]:
     """Make operations that draw from the default generator of `stream`'s device draw from `stream` instead.
 
-    At the end, the state of the default generator is restored, and `stream` has advanced by the draws.
+    At the end, the state of the default generator is restored, and `stream` has advanced by the draws. Yields the state
+    of `stream` before the draws.
     """
     with _LOCK:
-        default = default_generator(stream.device)
+        default, before = default_generator(stream.device), stream.get_state()
         kept = default.get_state()
-        default.set_state(stream.get_state())
+        default.set_state(before)
         try:
-            yield
+            yield before
         finally:
             stream.set_state(default.get_state())
             default.set_state(kept)

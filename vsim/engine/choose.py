@@ -83,6 +83,10 @@ class AutoExecutor(Executor):
         return self.chosen.name
 
     @property
+    def draws_jointly(self) -> bool:
+        return self.chosen.draws_jointly
+
+    @property
     def preparing(self) -> str:  # type: ignore[override]
         return self.chosen.preparing
 
@@ -100,6 +104,7 @@ class AutoExecutor(Executor):
         except CompileError as error:  # the model has been recompiled too often
             self._choose_simpler(error)
             self._warn(error)
+            self.rewind()
             return self.losses_and_grads(batch, minibatch_size)
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:

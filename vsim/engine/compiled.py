@@ -154,6 +154,12 @@ class CompiledExecutor(VmapExecutor):
         return options
 
     @property
+    def draws_jointly(self) -> bool:
+        stream = self.generators[0]
+        before = self.settings.undrawn.get(stream)
+        return before is not None and not torch.equal(before, stream.get_state())
+
+    @property
     def captures(self) -> bool:  # type: ignore[override]
         """Whether PyTorch captures the graph as a CUDA graph, which it replays in one launch from the third step on.
 
@@ -249,7 +255,8 @@ class CompiledExecutor(VmapExecutor):
             torch.compiler.cudagraph_mark_step_begin()
         losses = []
         try:
-            with drawing_from(self.generators[0]), torch.no_grad():
+            with drawing_from(self.generators[0]) as before, torch.no_grad():
+                self.settings.undrawn.setdefault(self.generators[0], before)
                 for number, piece in enumerate(self.pieces):
                     own = self._called(number, self._own_batch(batch, piece), shapes, share, not first)
                     losses.append(own.clone() if self.captures else own)

@@ -31,6 +31,8 @@ class Settings:
         chunk_size: the number of nodes computed at once; default: the executor's choice.
         compile: compile the loss and its gradient.
         position: the current position of the run.
+        undrawn: generator → its state before the current step's first draw, for the generators that the step draws
+            from; shared by all executors of a stack.
     """
 
     autocast: bool = False
@@ -38,6 +40,7 @@ class Settings:
     chunk_size: int | None = None
     compile: bool = False
     position: Position = field(default_factory=Position, compare=False)
+    undrawn: dict[torch.Generator, Tensor] = field(default_factory=dict, compare=False)
 
 
 class Executor(ABC):
@@ -112,6 +115,17 @@ class Executor(ABC):
         loss_fn, several = self.objective.loss_fn, self.replicas.num_held > 1
         of_loss = dict(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) and several else {}
         return {**self.replicas.frozen, **{f"loss_fn.{name}": buffer for name, buffer in of_loss.items()}}
+
+    @property
+    def draws_jointly(self) -> bool:
+        """Whether the random numbers of a node depend on the other nodes of a call."""
+        return False
+
+    def rewind(self) -> None:
+        """Restore the generators to their states before the current step's first draw."""
+        for stream in self.generators:
+            if (before := self.settings.undrawn.get(stream)) is not None:
+                stream.set_state(before)
 
     @contextmanager
     def first_node(self, batch: Any) -> Iterator[tuple[Objective, Views, Any]]:

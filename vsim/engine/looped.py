@@ -48,7 +48,9 @@ class LoopExecutor(Executor):
                 own_batch = mapped(itemgetter(number), batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Keep the context until the gradients are computed, because checkpointed parts of the model run again.
-                with drawing_from(self.generators[number]), objective.placed(parameters, node.buffers):
+                stream = self.generators[number]
+                with drawing_from(stream) as before, objective.placed(parameters, node.buffers):
+                    self.settings.undrawn.setdefault(stream, before)
                     with self._precision():
                         loss = self._loss(objective, own_batch)
                     gradients = _gradients(loss, node.leaves, share)

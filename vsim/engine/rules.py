@@ -63,7 +63,7 @@ class Nodes:
         self.way = ""
         self.shared: dict[int, Tensor] = {}
         self.failed: Exception | None = None
-        self._undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
+        self.undrawn: list[tuple[torch.Generator, Tensor]] = []  # the streams' states before the first draw
         self._level = -1
 
     def begin(self, level: int, num_nodes: int, device: torch.device) -> None:
@@ -111,13 +111,13 @@ class Nodes:
 
     def draw(self) -> Sequence[torch.Generator] | None:
         """Return the nodes' streams for an operation that draws, and keep the streams' states for `undraw`."""
-        if self.streams is not None and not self._undrawn:
-            self._undrawn = [(stream, stream.get_state()) for stream in self.streams]
+        if self.streams is not None and not self.undrawn:
+            self.undrawn = [(stream, stream.get_state()) for stream in self.streams]
         return self.streams
 
     def undraw(self) -> None:
         """Restore the streams to their states before the first draw."""
-        for stream, state in self._undrawn:
+        for stream, state in self.undrawn:
             stream.set_state(state)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:

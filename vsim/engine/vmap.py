@@ -225,6 +225,8 @@ class VmapExecutor(Executor):
                 continue
             self.has_worked = True
             self.calls = self.calls or lowering.calls
+            for stream, state in lowering.undrawn:
+                self.settings.undrawn.setdefault(stream, state)
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 

@@ -84,7 +84,8 @@ class EagerExecutor(Executor):
         self._attach()
         for p in self.parameters:
             p.grad = None
-        with self._moved_up_to_date(), drawing_from(self.generators[0]):
+        with self._moved_up_to_date(), drawing_from(self.generators[0]) as before:
+            self.settings.undrawn.setdefault(self.generators[0], before)
             with self._precision():
                 loss = self._loss(self.objective, tree_map(lambda t: t[0], batch))
             if share != 1.0:

@@ -69,12 +69,22 @@ class FewRows:
     def grads_at(self, rows: list[int], weights: Tensor, batch: Any, minibatch_size: int | None) -> Tensor:
         """Return the gradients (n, P) of some rows at other weights (n, P), on their stacked batch (n, B, …).
 
-        The rows themselves and their random generators do not change.
+        The model draws the numbers of the current step again. The rows and their random generators do not change.
+
+        Args:
+            weights: must not share memory with the rows.
         """
-        executor = self._placed(rows, weights)
+        is_all = len(rows) == self.engine.replicas.num_held
+        executor = self.engine if is_all else self._placed(rows, weights)
+        own = executor.replicas
+        kept = own.grads.clone()
         with undone(executor):
+            executor.rewind()
+            own.weights.copy_(weights)
             _computed(executor, rows, batch, minibatch_size)
-        return executor.replicas.grads.clone()
+            found = own.grads.clone()
+        own.grads.copy_(kept)
+        return found
 
     def _placed(self, rows: list[int], weights: Tensor) -> Executor:
         """Return an executor of copies of the rows, with these weights (n, P) and the rows' buffers."""
@@ -155,6 +165,7 @@ class Stack:
     def losses_and_grads(self, batch: Any) -> Tensor:
         """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows."""
         self.batch = batch
+        self.executor.settings.undrawn.clear()
         if isinstance(batch, Uneven):
             return self.few.of_uneven(batch, self.minibatch_size)
         return self.executor.losses_and_grads(batch, self.minibatch_size)
@@ -163,16 +174,28 @@ class Stack:
         """Return the gradients (R, P) of a run's rows at other weights; see `Cluster.gradient`."""
         if not run.nodes:
             return torch.zeros_like(at)
-        start, grads = run.rows.start, torch.empty(at.shape, dtype=at.dtype, device=at.device)
-        if batch is None:
-            batch = of_rows(self.batch, range(start, start + len(at)))
-        parts = [([*range(len(at))], batch)]
+        own = range(run.rows.start, run.rows.start + len(at))
+        if self.executor.draws_jointly and len(own) < self.executor.replicas.num_held:
+            if batch is not None:
+                raise ValueError(
+                    "gradient(batch=…) of a model that draws random numbers: with compile=True, they depend on the "
+                    "other runs of the comparison; give it together=False or compile=False"
+                )
+            weights = self.executor.replicas.weights.clone()
+            weights[own.start : own.stop] = at
+            return self._grads_at(range(len(weights)), weights, self.batch)[own.start : own.stop]
+        return self._grads_at(own, at, of_rows(self.batch, own) if batch is None else batch)
+
+    def _grads_at(self, rows: range, weights: Tensor, batch: Any) -> Tensor:
+        """Return the gradients (n, P) of adjacent rows at other weights (n, P), on their batch."""
+        grads = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+        parts = [([*range(len(rows))], batch)]
         if isinstance(batch, Uneven):
             parts = [*zip(batch.rows, batch.parts, strict=True)]
-        for own, part in parts:
-            rows = [start + row for row in own]
+        for places, part in parts:
+            own = [rows.start + place for place in places]
             with torch.enable_grad():
-                grads[own] = self.few.grads_at(rows, at[own], part, self.minibatch_size)
+                grads[places] = self.few.grads_at(own, weights[places], part, self.minibatch_size)
         return grads
 
     @property
