@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,7 @@ from vsim.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
     TopK,
+    centered_clip,
     clip,
     compress,
     edit,
@@ -43,7 +45,17 @@ from vsim.strategy import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.average import RDA, Krum, average_of
+from vsim.strategy.average import (
+    RDA,
+    CenteredClip,
+    Edit,
+    GeometricMedian,
+    Krum,
+    Median,
+    TrimmedMean,
+    average_of,
+    robust,
+)
 
 Rows = NDArray[np.float64]
 
@@ -93,16 +105,17 @@ def elected(rows: Rows) -> Rows:
     return found.reshape(rows.shape[1:])
 
 
-def by_norms(rows: Rows) -> Rows:
+def by_norms(rows: Rows, temperature: float = 2.0) -> Rows:
     norms = np.sqrt((rows.reshape(len(rows), -1) ** 2).sum(1))
-    shares = np.exp(-(norms - norms.min()) / 2.0)
+    shares = np.exp(-(norms - norms.min()) / temperature)
     return np.tensordot(shares / shares.sum(), rows, axes=1)
 
 
 def weiszfeld(rows: Rows) -> Rows:
-    center = rows.mean(0)
+    center = np.median(rows, axis=0)
+    distance = np.sort(np.abs(rows - center).reshape(len(rows), -1).max(1))[(len(rows) - 1) // 2]
     for _ in range(3):
-        near = [1 / max(1e-6, float(np.sqrt(((row - center) ** 2).sum()))) for row in rows]
+        near = [1 / max(1e-6 * distance, 1e-30, float(np.sqrt(((row - center) ** 2).sum()))) for row in rows]
         center = np.tensordot(np.array(near) / sum(near), rows, axes=1)
     return center
 
@@ -191,6 +204,95 @@ def test_a_row_that_is_not_finite_loses(merger: Rule, value: float) -> None:
     assert torch.equal(merger(rows), result)
     if not isinstance(merger, Krum):
         assert torch.equal(result, merger(rows[[0, 2, 3, 5, 6]]))
+
+
+# Every rule that tolerates arbitrary vectors: class → (n → the most faulty ones of n, (n, faulty) → the rule).
+ROBUST: dict[type[Rule], tuple[Callable[[int], int], Callable[[int, int], Rule]]] = {
+    Median: (lambda n: (n - 1) // 2, lambda n, faulty: median()),
+    TrimmedMean: (lambda n: (n - 1) // 2, lambda n, faulty: trimmed_mean(max(faulty, 1) / n)),
+    Krum: (lambda n: (n - 3) // 2, lambda n, faulty: krum(faulty)),
+    GeometricMedian: (lambda n: (n - 1) // 2, lambda n, faulty: geometric_median(8 if 3 < n >= 2.5 * faulty else 20)),
+    CenteredClip: (lambda n: (n - 1) // 2, lambda n, faulty: centered_clip(RADIUS, 40)),
+    Edit: (lambda n: n - 1, lambda n, faulty: edit()),
+}
+RADIUS = 30.0  # about twice the distances of honest vectors from their mean
+FAR = [1e10, -1e19, 3e38, math.inf, -math.inf, math.nan]
+
+
+def faulty_vectors(value: float, faulty: int, dtype: torch.dtype) -> list[Tensor]:
+    """Vectors (faulty, 200) of this size: equal ones, of both signs, with a single large entry; one of each value."""
+    signs = normal(faulty, 200).sign()
+    single = normal(faulty, 200)
+    single[:, 7] = value
+    mixed = torch.tensor(FAR)[torch.arange(faulty) % len(FAR), None].expand(faulty, 200)
+    return [rows.to(dtype) for rows in (torch.full((faulty, 200), value), signs * value, single, mixed)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ROBUST)
+def test_faulty_vectors_do_not_move_a_robust_rule_far(kind: type[Rule], dtype: torch.dtype) -> None:
+    most, make = ROBUST[kind]
+    rounding = 20 * torch.finfo(dtype).eps
+    for n, value in itertools.product((3, 4, 7, 10), FAR):
+        for faulty in {*range(1, most(n) + 1, 2), most(n)} - {0}:
+            honest = (0.5 + normal(n, 200))[faulty:].to(dtype)
+            exact, center = honest.double(), honest.double().mean(0)
+            spread = (exact - center).norm(dim=1).max()
+            for bad in faulty_vectors(value, faulty, dtype):
+                rows, rule = torch.cat([bad, honest]), make(n, faulty)
+                if isinstance(rule, CenteredClip):
+                    rule.center = torch.zeros(200, dtype=dtype)
+                given = rows.clone()
+                result = rule(rows)
+                assert result.dtype == dtype and result.isfinite().all() and torch.equal(bits(rows), bits(given))
+                away = (result.double() - center).norm()
+                if isinstance(rule, TrimmedMean):
+                    assert (result >= honest.amin(0)).all() and (result <= honest.amax(0)).all()
+                elif isinstance(rule, Krum):
+                    assert (rows == result).all(1).any()
+                    assert away <= spread * (1 + rounding)
+                elif isinstance(rule, GeometricMedian):
+                    limit = limit_of_weiszfeld(rows)
+                    assert (result.double() - limit).norm() <= spread * (0.01 + rounding)
+                elif isinstance(rule, CenteredClip):
+                    assert away <= RADIUS * faulty / (n - faulty) + spread * rounding + 0.1
+                else:
+                    expected = by_norms(exact.numpy(), 1.0)
+                    torch.testing.assert_close(result.double().numpy(), expected, atol=rounding, rtol=rounding)
+
+
+def bits(rows: Tensor) -> Tensor:
+    return rows.view({4: torch.int32, 2: torch.int16}[rows.element_size()])
+
+
+def limit_of_weiszfeld(rows: Tensor) -> Tensor:
+    """The geometric median of the finite rows, in float64, where the squares of 3e38 do not overflow."""
+    finite = rows[rows.isfinite().all(1)].double()
+    center = finite.median(0).values
+    for _ in range(100):
+        away = finite - center
+        lengths = away.norm(dim=1, keepdim=True).clamp(min=1e-9)
+        center = center + (away / lengths).sum(0) / (1 / lengths).sum()
+    return center
+
+
+def test_every_rule_of_the_room_is_robust() -> None:
+    found = {cls for cls in vars(robust).values() if isinstance(cls, type) and issubclass(cls, Rule)} - {Rule}
+    assert found == ROBUST.keys() - {Edit}
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e30])
+def test_a_geometric_median_has_no_scale(size: float) -> None:
+    rows = normal(5, 50)
+    rows[0] = 1e4
+    torch.testing.assert_close(geometric_median()(rows * size) / size, geometric_median()(rows))
+
+
+def test_a_geometric_median_of_equal_vectors() -> None:
+    rows = torch.full((5, 3), 2.0)
+    rows[:2] = torch.tensor([[3e38], [-5.0]])
+    assert torch.equal(geometric_median()(rows), rows[2])
+    assert torch.equal(geometric_median()(torch.zeros(4, 3)), torch.zeros(3))
 
 
 @pytest.mark.parametrize("merger", [mean(), rda(), iso()], ids=repr)
@@ -338,6 +440,15 @@ def test_nodes_apart_and_without_values(merger: Rule) -> None:
         assert list(strategy.dry_run(meta, num_nodes, 3)) == list(together.ledger)
     if not merger.of_moves and not isinstance(merger, Krum):  # which islands of two are too small for
         same_apart(FedAvgStrategy(lr=0.1, H=2, island_size=2, average=merger), model, gradients)
+
+
+@pytest.mark.parametrize("merger", [median(), trimmed_mean(), krum(2), geometric_median(), edit()], ids=repr)
+def test_nodes_apart_beside_faulty_ones(merger: Rule) -> None:
+    model = Parameters(*SHAPES)
+    gradients = normal(3, 8, size(model))
+    gradients[:, 2], gradients[:, 5] = 3e38, math.nan
+    run = same_apart(SimpleReduceStrategy("sgd", lr=0.1, average=merger), model, gradients)
+    assert run.cluster.weights.isfinite().all()
 
 
 # What is given -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from vsim.models import MLP
 from vsim.strategy import AsyncDiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy
 from vsim.strategy.compression import by_node
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False}
 
 

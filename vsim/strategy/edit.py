@@ -88,8 +88,6 @@ class EDiTCommunicator(OuterStep):
         moves, rule = phi - cluster.weights, self.average.rule  # (R, P)
         assert isinstance(rule, Edit)
         norms = self.gate(tensor_norms(moves, cluster))  # (R, L), infinite where a node is left out
-        for view, own in zip(cluster.replicas.views(moves).values(), norms.T, strict=True):
-            view.masked_fill_(own.isinf().view(-1, *[1] * (view.dim() - 1)), 0)
         norms = cluster.collectives.all_gather(norms, label="outer gradient: norms")  # (K, L)
         delta.copy_(weighted_by_tensor(moves, rule.shares(norms), cluster, "outer gradient"))
         if self.outer_max_norm is not None:

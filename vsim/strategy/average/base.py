@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -242,5 +243,15 @@ def positive(lengths: Tensor) -> Tensor:
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the 2-norms (n, 1) of rows (n, P)."""
-    return torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    """Return the 2-norms (n, 1) of rows (n, P), in float32 at least, since norms in float16 overflow early."""
+    return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+def scale_(rows: Tensor) -> Tensor:
+    """Divide rows (n, P) by their largest magnitudes, which are returned (n, 1).
+
+    Then the squares of their entries do not overflow, as those of 1e19 do in float32.
+    """
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True)
+    rows.div_(positive(largest))
+    return largest

@@ -114,7 +114,8 @@ class TSV(Rule):
 class Edit(Rule):
     """For every parameter, Σ_k w_k v_k with w = softmax(−‖v_k‖ / temperature): nodes that moved far count less.
 
-    The nodes gather their norms, 4 bytes per parameter tensor, then add up their weighted vectors.
+    The nodes gather their norms, 4 bytes per parameter tensor, then add up their weighted vectors. A vector that is not
+    finite has the weight 0; if none is finite, the result is 0.
 
     Args:
         temperature: above 0.
@@ -130,12 +131,14 @@ class Edit(Rule):
         real_number("temperature", self.temperature, above=0)
 
     def shares(self, norms: Tensor) -> Tensor:
-        """Return the nodes' weights (K, …), given the norms of their moves; an infinite norm gets the weight 0."""
+        """Return the nodes' weights (K, …), given the norms of their moves; 0 for a norm that is not finite."""
+        norms = norms.masked_fill(~norms.isfinite(), torch.inf)
         return torch.softmax(-norms / self.temperature, dim=0).nan_to_num(0.0)
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        norms = torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1)
-        return reduce_rows(rows, "mean", self.shares(norms))
+        shares = self.shares(torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1))
+        left_out = (shares == 0).view(-1, *[1] * (rows.dim() - 1))
+        return reduce_rows(rows.masked_fill(left_out, 0), "mean", shares)  # since 0 · ∞ is NaN
 
     def over_nodes(self, rows: Tensor, cluster: Cluster, label: str, among: Among, weights: Tensor | None) -> Tensor:
         norms = cluster.collectives.all_gather(tensor_norms(rows, cluster), label=f"{label}: norms")  # (K, L)
@@ -153,10 +156,14 @@ def tensor_norms(rows: Tensor, cluster: Cluster) -> Tensor:
 
 
 def weighted_by_tensor(rows: Tensor, shares: Tensor, cluster: Cluster, label: str) -> Tensor:
-    """Sum `rows` (R, P) over the nodes, each parameter tensor weighted by `shares` (K, L); `rows` is overwritten."""
+    """Sum `rows` (R, P) over the nodes, each parameter tensor weighted by `shares` (K, L); `rows` is overwritten.
+
+    A tensor with the weight 0 may have any values.
+    """
     nodes = cluster.replicas.nodes
     for view, weight in zip(cluster.replicas.views(rows).values(), shares[nodes.start : nodes.stop].T, strict=True):
-        view.mul_(weight.view(-1, *[1] * (view.dim() - 1)))
+        weight = weight.view(-1, *[1] * (view.dim() - 1))
+        view.mul_(weight).masked_fill_(weight == 0, 0)
     return cluster.collectives.all_reduce(rows, "sum", label=label)
 
 

@@ -20,6 +20,9 @@ from vsim.strategy.compression.base import Compressor, by_node
 class Clip(Part):
     """Scale down every node's vector whose 2-norm exceeds a limit.
 
+    A vector whose norm is no longer a number of float32, such as one of entries of 1e19, becomes 0. NaN and ∞ stay NaN:
+    add a rule that leaves such vectors out.
+
     Args:
         norm: the limit, above 0; or "median", the median of all nodes' norms, which are gathered at 4 bytes per node.
     """
