@@ -333,6 +333,114 @@ def test_a_change_of_the_models_own_parameters_is_an_error(event: str, change: A
     assert len(trainer.history) <= steps + 2  # values are compared at some steps
 
 
+class Normed(nn.Module):
+    """A model with statistics, and with a layer that may not train."""
+
+    def __init__(self, trains: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.one, self.norm, self.two = nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+        self.one.requires_grad_(trains)
+        self.sets: bool | None = None  # what forward sets requires_grad to
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        if self.sets is not None:
+            self.one.requires_grad_(self.sets)
+        return F.cross_entropy(self.two(self.norm(self.one(batch[0]))), batch[1])
+
+
+EXECUTORS = [
+    pytest.param({"executor": "vmap"}, id="vmap"),
+    pytest.param({"executor": "loop"}, id="loop"),
+    pytest.param({"deterministic": True}, id="deterministic"),
+    pytest.param({"compile": True}, id="compiled", marks=pytest.mark.slow),
+    pytest.param({"backend": "process"}, id="processes", marks=pytest.mark.slow),
+    pytest.param({"backend": "process", "num_processes": 2}, id="ranges", marks=pytest.mark.slow),
+]
+of_buffers: dict[str, Callable[[Run], Any]] = {
+    "reset": lambda run: run.each_model(lambda model: model.norm.reset_running_stats()),
+    "filled": lambda run: run.model.norm.running_mean.fill_(100.0),  # type: ignore[operator, union-attr]
+    "assigned": lambda run: setattr(run.model.norm, "running_var", torch.ones(6)),
+    "by data": lambda run: run.model.norm.running_mean.data.fill_(100.0),  # type: ignore[operator, union-attr]
+    "by a forward pass": lambda run: run.model((torch.ones(2, 12), torch.zeros(2, dtype=torch.int64))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch itself, while compiling
+@pytest.mark.usefixtures("processes_stay")
+@pytest.mark.parametrize("options", EXECUTORS)
+def test_a_change_of_the_models_own_buffers_is_an_error(options: dict[str, Any]) -> None:
+    error = AssertionError if "backend" in options else ValueError  # which `processes_stay` makes of it
+    apart = options.get("backend") == "process" and "num_processes" not in options  # there .data belongs to a node
+    for name, change in of_buffers.items():
+        trainer = Trainer(Normed(), vectors())
+        if not (apart and name == "by data"):
+            with refused(error, "norm.", "run.model … run.set_weights"):
+                trainer.fit(strategy=Strategy(), **QUICK, **options, callbacks=[change])
+
+
+@pytest.mark.parametrize("options", EXECUTORS[:3])
+def test_buffers_that_are_set_are_those_of_all_nodes(options: dict[str, Any]) -> None:
+    found = []
+
+    def reset(run: Run) -> None:
+        buffers = run.cluster.replicas.buffers
+        assert buffers["norm.running_mean"].abs().amax(1).min() > 0
+        run.set_weights({"norm.running_mean": torch.zeros(6), "norm.running_var": torch.ones(6)})
+        found.append([b.unique().tolist() for b in buffers.values()])
+
+    Trainer(Normed(), vectors()).fit(strategy=Strategy(), **QUICK, **options, callbacks=[reset])
+    assert found == [[[0.0], [1.0], [step]] for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("options", EXECUTORS[:3])
+def test_flags_of_the_model_that_was_given_have_no_effect_and_warn(trains: bool, options: dict[str, Any]) -> None:
+    def trained(change: Callable[[nn.Module], object], **by: Any) -> nn.Module:
+        model = Normed(trains)
+        takers = {"callbacks": [lambda run: change(model)], "train_loss_hook": lambda step, loss: change(model)}
+        own = {name: takers[name] for name in by}
+        return Trainer(model, vectors()).fit(strategy=Strategy(optim_spec="adamw", lr=0.1), **QUICK, **options, **own)
+
+    plain = trained(lambda model: None, callbacks=True)
+    for taker in ("callbacks", "train_loss_hook"):
+        with pytest.warns(UserWarning, match=rf"one.weight, one.bias.*run.{'' if trains else 'un'}freeze\(") as said:
+            changed = trained(lambda model: model.one.requires_grad_(not trains), **{taker: True})
+        assert len(said) == 1 and all(map(torch.equal, changed.parameters(), plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:executor='auto' continues")
+@pytest.mark.usefixtures("processes_stay")
+@pytest.mark.parametrize("options", EXECUTORS)
+def test_flags_that_forward_sets(options: dict[str, Any]) -> None:
+    def late(run: Run) -> None:
+        if run.done == 2:
+            run.each_model(lambda model: setattr(model, "sets", True))
+
+    error = AssertionError if "backend" in options else ValueError  # which `processes_stay` makes of it
+    early = Normed(False)
+    early.sets = True
+    for model, callbacks in ((Normed(False), [late]), (early, [])):
+        with refused(error, "one.", "requires_grad_(True) … run.freeze … on_start … run.unfreeze"):
+            Trainer(model, vectors()).fit(strategy=Strategy(), **QUICK, **options, callbacks=callbacks)
+    if "backend" in options:
+        return
+    late_frozen = [lambda run: run.done == 2 and run.each_model(lambda model: setattr(model, "sets", False))]
+    with pytest.warns(UserWarning, match=r"forward .*one.weight.*run.freeze\(") as said:
+        Trainer(Normed(), vectors()).fit(strategy=Strategy(), **QUICK, **options, callbacks=late_frozen)
+    assert len([w for w in said if "forward" in str(w.message) and "freeze" in str(w.message)]) == 1
+
+
+@pytest.mark.slow
+def test_flags_of_the_model_that_was_given_warn_once_in_processes() -> None:
+    model = Normed(False)
+    thaw = [lambda run: model.one.requires_grad_(run.done > 2)]
+    with pytest.warns(UserWarning, match=r"one.weight.*run.unfreeze\(names\)") as said:
+        Trainer(model, vectors()).fit(strategy=Strategy(), **QUICK, backend="process", callbacks=thaw)
+    assert len(said) == 1
+
+
 # Early stopping
 
 

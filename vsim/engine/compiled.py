@@ -220,11 +220,13 @@ class CompiledExecutor(VmapExecutor):
             return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
 
     def _look(self, batch: Any) -> None:
-        """Detect, with one node's batch, whether the model draws random numbers, and whether autocast is on."""
+        """Detect, with one node's batch, whether the model draws random numbers, turns autocast on, or sets flags."""
         generator = default_generator(self.replicas.weights.device)
-        with self.first_node(batch) as (objective, _, own), Casts() as casts:
+        with self.first_node(batch) as (objective, tensors, own), Casts() as casts:
             state = generator.get_state()
             objective(own, False)
+            self._check_untrained()
+            self._warn_of_frozen({c.name: tensors[c.name] for c in self.replicas.layout})
             self.casts = self.casts or casts.seen
             self._draws = not torch.equal(generator.get_state(), state)
 
@@ -290,6 +292,7 @@ class CompiledExecutor(VmapExecutor):
                         f"the model cannot be compiled: it has been another {self.changes} times since the first step, "
                         f"and every time it takes seconds; what no longer held: {change}"
                     ) from error
+                self._look(tree_map(lambda t: t[0], batch))
         # Raise torch's limit on graphs, which counts the graphs of all runs of this process.
         with (
             self._attending(),

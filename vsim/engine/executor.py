@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +84,7 @@ class Executor(ABC):
         self._has_checked = False  # whether `_loss` has checked the first loss
         models = (objective.model, *objective.originals)
         self._strangers = {id(p): name for model in models for name, p in model.named_parameters()}
+        self._untrained = {n: p for n, p in replicas.module.named_parameters() if n in replicas.frozen}
         self._writes_in_evaluation: bool | None = None  # whether the model writes to its weights in evaluation
         self._differentiates: list[Callable[..., Any] | None] = []  # functions that need gradients in evaluation
 
@@ -104,8 +106,30 @@ class Executor(ABC):
                 f"the model or its loss changes {listed(changed)} in forward, a frozen parameter or a buffer of the "
                 "loss, which nodes share: make it a buffer of the model (register_buffer), of which each has its own"
             )
+        self._check_untrained()
         self.objective.note()
         return total
+
+    def _check_untrained(self) -> None:
+        """Raise a ValueError if `forward` has set `requires_grad_(True)` of parameters that no node trains."""
+        if names := [name for name, p in self._untrained.items() if p.requires_grad]:
+            raise ValueError(
+                f"forward sets requires_grad_(True) of {listed(names)}, but no node trains what requires no gradient "
+                "in the model that was given: let it require one there, freeze it by run.freeze(names) in a callback's "
+                "on_start, and train it from a later step on by run.unfreeze(names)"
+            )
+
+    def _warn_of_frozen(self, parameters: Mapping[str, Tensor]) -> None:
+        """Warn once if `forward` has left some of a node's parameters (name → tensor) without a gradient."""
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        if frozen and not self.objective.warned_of_frozen:
+            self.objective.warned_of_frozen.append(True)
+            warnings.warn(
+                f"forward sets requires_grad_(False) of {listed(frozen)}, but the optimizer steps them all the same, "
+                "with a gradient of 0: call run.freeze(names) in a callback",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def prepare(self, batch: Any) -> None:  # noqa: B027  # by default a no-op
         """Prepare for stacked batches (K, B, …) shaped like `batch`; `losses_and_grads` calls this method itself."""
@@ -169,6 +193,7 @@ class Executor(ABC):
             raise
         if self._state_of_originals() != before:
             raise changed
+        self._check_untrained()
         for leaf in leaves_of(loss):
             if isinstance(leaf, nn.Parameter) and not self._trains(leaf):
                 name = self._strangers.get(id(leaf))

@@ -54,6 +54,7 @@ class LoopExecutor(Executor):
                     with self._precision():
                         loss = self._loss(objective, own_batch)
                     gradients = _gradients(loss, node.leaves, share)
+                self._warn_of_frozen(parameters)
                 write_or_add(node.grads, gradients, first)
                 keep_assigned(node.leaves, node.homes)
                 losses.append(loss.detach())

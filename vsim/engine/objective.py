@@ -75,6 +75,7 @@ class Objective(nn.Module):
         self._at_first: Objective | None = None  # the source of these copies
         self._restored: dict[int, Mapping[str, Any]] = {}  # extra states of a resumed run, by node
         self._after_first_step: dict[str, bytes] | None = None
+        self.warned_of_frozen: list[bool] = []  # [True] after a warning about parameters that `forward` freezes
         self.has_warned = False  # whether a warning about attributes that are not saved was given
 
     # Nodes with their own Python
@@ -86,7 +87,7 @@ class Objective(nn.Module):
         memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
         model, loss_fn = copy.deepcopy((self.model, self.loss_fn), memo)
         other = Objective(model, loss_fn, self.accuracy)
-        other.originals = self.originals
+        other.originals, other.warned_of_frozen = self.originals, self.warned_of_frozen
         return other
 
     def models(self) -> Iterator[nn.Module]:

@@ -93,6 +93,7 @@ class EagerExecutor(Executor):
             check_depends(loss)
             loss.backward()
             self._keep_assigned()
+        self._warn_of_frozen(dict(zip(self.leaves, self.parameters, strict=True)))
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         write_or_add(self.grads, new, first)
         return loss.detach()[None]

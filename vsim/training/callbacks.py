@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from vsim.arguments import a_text, one_of, real_number, whole_number
 from vsim.engine.executor import bits_of
+from vsim.engine.objective import listed
 from vsim.private_torch import version
 from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
@@ -30,7 +32,7 @@ class Callback:
     A run trains copies of the model and the loss. `run.set_weights(state)` changes the weights of all nodes;
     `run.freeze(names)` and `run.unfreeze(names)` choose which weights train; `run.each_model(f)` changes attributes of
     the copies, such as a temperature. `run.loss_fn` may have such attributes, too. A callback that changes a parameter
-    of `run.model`, which belongs to no node, ends the run with a ValueError; see `watching`.
+    or buffer of `run.model`, which belongs to no node, ends the run with a ValueError; see `watching`.
 
     A callback need not inherit from this class: any object with `on_step` is a callback, and a function f(run) is the
     short form of `on_step`. The loss hooks and the loggers of `fit` are callbacks, too.
@@ -94,28 +96,35 @@ def notify_row(callbacks: Sequence[Any], run: Any) -> None:
 
 @contextmanager
 def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Iterator[None]:
-    """Check that callbacks that are called in this context change no parameter of `run.model`.
+    """Check that callbacks that are called in this context change no parameter and no buffer of `run.model`.
 
-    Every call is checked for replaced parameters, writes that torch counts, and assignments to `requires_grad` and
+    Every call is checked for replaced tensors, writes that torch counts, and assignments to `requires_grad` and
     `.data`. To find writes through `.data`, which torch does not count, values are compared after steps 0, 1, 2, 4, 8,
-    … and the last; not with a process for each node. Changes of buffers are not detected, nor writes through `.data`
-    that are undone before the next comparison.
+    … and the last; not with a process for each node, nor of whole-numbered buffers. Writes through `.data` that are
+    undone before the next comparison are not detected.
+
+    Warns if a callback changes `requires_grad` in the model that was given, which has no effect.
 
     Args:
-        values: model → checksums of its parameters; updated by this function.
+        values: model → checksums of its parameters and buffers; updated by this function.
 
     Raises:
-        ValueError: a parameter has changed.
+        ValueError: a parameter or buffer has changed.
     """
+    given = _trained(run.spec.model)
     if all(is_vsims(type(callback)) for callback in run.spec.callbacks):
         yield
+        _warn_of_given(run, given)
         return
     model = run.model
     if model not in values:
         values[model] = _values(run)
-    before, marks = dict(model.named_parameters()), _marks(model)
+    before = _tensors(run)
+    marks = _marks(before)
     yield
-    now, new_marks = dict(model.named_parameters()), _marks(model)
+    _warn_of_given(run, given)
+    now = _tensors(run)
+    new_marks = _marks(now)
     found = {n for n in {**before, **now} if before.get(n) is not now.get(n) or marks[n] != new_marks[n]}
     if found or run.is_over or not run.done & (run.done - 1):
         known, values[model] = values[model], _values(run)
@@ -123,20 +132,44 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
     if found:
         raise ValueError(
             f"a callback has changed {', '.join(sorted(found))} of run.model, which is no node's: call "
-            "run.set_weights(state) to set weights on all nodes, run.freeze(names) or run.unfreeze(names) to stop or "
-            "continue training them"
+            "run.set_weights(state) to set weights and buffers on all nodes, run.freeze(names) or run.unfreeze(names) "
+            "to stop or continue training them, and run.global_model() for a model to compute with"
         )
 
 
-def _marks(model: nn.Module) -> dict[str, Any]:
-    return {name: (version(p), p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
+def _tensors(run: Run) -> dict[str, Tensor]:
+    """Return name → tensor, for the parameters of `run.model` and the buffers of which each node has its own."""
+    own = run.cluster.replicas.buffers
+    return dict(run.model.named_parameters()) | {n: b for n, b in run.model.named_buffers() if n in own}
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (version(t), t.data_ptr(), t.requires_grad) for name, t in tensors.items()}
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+def _warn_of_given(run: Run, before: Mapping[str, bool]) -> None:
+    """Warn if `requires_grad` in the model that was given is no longer as `before`."""
+    now = _trained(run.spec.model)
+    found = [name for name, trained in before.items() if now.get(name, trained) != trained]
+    if found and run.is_first:
+        calls = {f"run.{'unfreeze' if now[name] else 'freeze'}(names)" for name in found}
+        warnings.warn(
+            f"a callback has set requires_grad of {listed(found)} in the model that was given, which has no effect: "
+            f"the run trains copies of the model; call {' and '.join(sorted(calls))}",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _values(run: Run) -> dict[str, int]:
-    """Return name → checksum for parameters of `run.model`; {} in a node's own process, where they train."""
+    """Return name → checksum for tensors of `run.model`; {} in a node's own process, where they train."""
     if run.spec.backend == "process" and run.spec.num_processes is None:
         return {}
-    named = {n: p for n, p in run.model.named_parameters() if p.is_floating_point() and not p.is_meta}
+    named = {n: t for n, t in _tensors(run).items() if t.is_floating_point() and not t.is_meta}
     sums = [bits_of(p).sum() for p in named.values()]
     return dict(zip(named, torch.stack(sums).tolist(), strict=True))  # one read of the device
 

@@ -250,8 +250,9 @@ class Run:
     def model(self) -> nn.Module:
         """The live model, which computes the losses of all nodes; its own tensors belong to no node.
 
-        To change its weights, call `set_weights`, `freeze` or `unfreeze`: a callback that changes a parameter here ends
-        the run. To change its attributes, call `each_model`.
+        To change its weights or buffers, call `set_weights`, `freeze` or `unfreeze`: a callback that changes a
+        parameter or buffer here, if only by a forward pass that updates statistics, ends the run. To compute with a
+        model, call `global_model`; to change attributes, `each_model`.
         """
         return self.objective.model
 
@@ -264,7 +265,8 @@ class Run:
         """Call f(model) for every copy of the model with which this run computes.
 
         All nodes may share one copy, and so may other runs of a comparison unless `together=False`. `f` may change
-        plain attributes, such as a temperature or a flag; parameters of the copies belong to no node.
+        plain attributes, such as a temperature or a flag. Parameters and buffers of the copies belong to no node: call
+        `set_weights` for them.
         """
         for model in self.objective.models():
             f(model)
