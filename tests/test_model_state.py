@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 import vsim
 from vsim import Trainer
 from vsim.cluster.state import CheckpointError
+from vsim.engine import VmapError
 from vsim.private_torch import register_recorders
 from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
 
@@ -95,7 +98,7 @@ def test_a_loss_may_count() -> None:
             self.calls += 1
             return F.cross_entropy(outputs / self.calls, y)
 
-    with warned("continues with 'loop'", "the losses"):
+    with warned("continues with 'loop'", "loss_fn.calls", "register_buffer"):
         ours = trained(Counter().layer, Loss(), val_interval=None)
     np.testing.assert_allclose(ours.history.node_losses, losses(Counter()), rtol=1e-6)
 
@@ -111,6 +114,254 @@ def test_a_callback_sees_the_first_nodes_and_changes_all() -> None:
     ours, before = losses(Counter(), callbacks=[restart]), losses(Counter())
     assert seen == [1, 2, 3, 1, 2, 3]
     assert np.array_equal(ours[:3], before[:3]) and not np.isclose(ours[3:], before[3:], rtol=1e-3).any()
+
+
+# What calls count, and what they draw
+
+
+class Hot(Scaled):
+    """Doubles its outputs from a node's fifth step on; `count` says which step this is."""
+
+    def __init__(self, count: Callable[[Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.count = count
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * (1 if self.count(self) < 5 else 2)
+
+
+class Steps(nn.Module):
+    """Counts calls, where torch does not see this module."""
+
+    calls = 0
+
+    def forward(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def by_attribute(m: Any) -> int:
+    m.calls += 1
+    return int(m.calls)
+
+
+def in_dict(m: Any) -> int:
+    m.state["calls"] += 1
+    return int(m.state["calls"])
+
+
+def in_object(m: Any) -> int:
+    m.state.calls += 1
+    return int(m.state.calls)
+
+
+def in_tensor(m: Any) -> Tensor:
+    m.calls = m.calls + 1
+    return m.calls  # type: ignore[no-any-return]
+
+
+# Name in messages → a model that counts.
+COUNTERS: dict[str, Callable[[], nn.Module]] = {
+    "calls": lambda: Hot(by_attribute, calls=0),
+    "state": lambda: Hot(in_dict, state={"calls": 0}),
+    "state ": lambda: Hot(in_object, state=SimpleNamespace(calls=0)),
+    "parts[0].calls": lambda: Hot(lambda m: m.parts[0](), parts=[Steps()]),
+    "calls ": lambda: Hot(in_tensor, calls=torch.tensor(0)),
+}
+LONGER = {"val_interval": None, "max_steps": 8}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_count_is_of_steps_however_they_are_computed(name: str) -> None:
+    expected = losses(COUNTERS[name](), **LONGER)
+    assert (expected[5] > 1.05 * expected[3]).any()
+    for options in ({}, {"chunk_size": 2}):
+        with warned("continues with 'loop'", name.strip(), "register_buffer"):
+            ours = trained(COUNTERS[name](), **LONGER, **options).history
+        np.testing.assert_allclose(ours.node_losses, expected, rtol=1e-6)
+    with refused(VmapError, name.strip(), "register_buffer", "executor='loop'"):
+        trained(COUNTERS[name](), **LONGER, executor="vmap")
+
+
+def test_a_call_that_fails_has_not_counted() -> None:
+    class Penalized(Counter):
+        """In every fourth step, the slope counts."""
+
+        def scaled(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls % 4:
+                return x
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((self.layer.weight.sum() * z).square().sum(), z, create_graph=True)
+            return x + slope
+
+    with warned("continues with 'loop'", "calls"):
+        ours = trained(Penalized(), **LONGER).history
+    np.testing.assert_allclose(ours.node_losses, losses(Penalized(), **LONGER), rtol=1e-6)
+
+
+GENERATOR = np.random.default_rng(3)
+DRAWS: dict[str, Callable[[], float]] = {
+    "random": random.random,
+    "numpy.random": lambda: np.random.rand(),  # noqa: NPY002
+    "GENERATOR": lambda: GENERATOR.random(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_rare_draws_always_mean_the_loop(name: str) -> None:
+    def noisy(m: Any) -> int:
+        return 5 * (DRAWS[name]() < 0.02)
+
+    for seed in range(2):
+        state = GENERATOR.bit_generator.state["state"]["state"]
+        with warned("continues with 'loop'", name, "torch"):
+            ours = trained(Hot(noisy), seed=seed, max_steps=2, val_interval=None).history
+        assert ours.executor == "loop"
+        assert (GENERATOR.bit_generator.state["state"]["state"] == state) == (name != "GENERATOR")
+
+
+class Prepared(Scaled):
+    """Scales its inputs by a buffer that its first call computes; that is noted in an attribute or in a dict."""
+
+    def __init__(self, in_dict: bool = False, reads: bool = False) -> None:
+        super().__init__()
+        self.reads = reads
+        self.state: Any = {"ready": False} if in_dict else False
+        self.register_buffer("deviation", torch.ones(5))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if not (self.state["ready"] if isinstance(self.state, dict) else self.state):
+            self.deviation.copy_(x.detach().std(0))
+            if isinstance(self.state, dict):
+                self.state["ready"] = True
+            else:
+                self.state = True
+        y = x / self.deviation
+        return y.abs() if self.reads and x.sum() > 0 else y
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_a_first_call_prepares_each_node(in_dict: bool, reads: bool) -> None:
+    """In pieces, and where nodes take different branches, so that the loop takes the first call over."""
+    options: dict[str, Any] = {"num_nodes": 4, "val_interval": None}
+    ours = trained(Prepared(in_dict, reads), chunk_size=2, executor="vmap", **options).history
+    assert ours.executor == ("vmap, loop" if reads else "vmap")
+    np.testing.assert_allclose(ours.node_losses, losses(Prepared(in_dict, reads), **options), rtol=1e-4)
+
+
+class Usual(Scaled):
+    """Does what libraries do: a flag, a cache for the shape, the same value again, a part in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.size, self.cache = nn.Dropout(0.5), 0, dict[int, Tensor]()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.seen, self.shape = True, tuple(x.shape)
+        self.dropout.eval()
+        if self.size < len(x):
+            self.size, self.weights = len(x), torch.linspace(1, 2, len(x))[:, None]
+        self.cache.setdefault(len(x), torch.ones(5))
+        self.positions = torch.arange(len(x))
+        return self.dropout(x) * self.weights[: len(x)] * self.cache[len(x)] + 0 * self.positions[:, None]
+
+
+def test_what_stays_the_same_is_vectorized() -> None:
+    ours = trained(Usual(), batch_size=4, val_interval=None).history
+    assert ours.executor == "vmap"
+    np.testing.assert_allclose(ours.node_losses, losses(Usual(), batch_size=4, val_interval=None), rtol=1e-5)
+
+
+COUNTS = {"calls": 0}
+CALLS = 0
+
+
+def count_globally() -> None:
+    global CALLS
+    CALLS += 1
+    COUNTS["calls"] += 1
+
+
+def test_a_proof_leaves_no_trace_outside_of_the_model() -> None:
+    closed = 0
+
+    class Outward(Scaled):
+        calls = 0
+        made: ClassVar[Any]
+
+        def scaled(self, x: Tensor) -> Tensor:
+            nonlocal closed
+            closed += 1
+            type(self).calls += 1
+            if not hasattr(Outward, "made"):
+                Outward.made = torch.ones(5)
+            count_globally()
+            assert isinstance(Outward.made, Tensor)
+            return x * Outward.made
+
+    before = CALLS, COUNTS["calls"]
+    options = {**OPTIONS, "max_steps": 4, "val_interval": None, "executor": "vmap"}
+    Trainer(Outward(), vectors()).fit(strategy=SGD, **options)
+    assert closed == Outward.calls == 4  # one call a step
+    assert (CALLS, COUNTS["calls"]) == (before[0] + 4, before[1] + 4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("drop", [0.0, 0.2])
+def test_what_is_compiled_does_not_count_by_itself(drop: float) -> None:
+    """With dropout, steps are compared in evaluation mode, in which the model does not count."""
+
+    def count(m: Any) -> int:
+        m.calls += m.training
+        return int(m.calls)
+
+    class Dropping(Hot):
+        def scaled(self, x: Tensor) -> Tensor:
+            return F.dropout(super().scaled(x), drop, self.training)
+
+    with warned("continues with 'loop'", "calls", "register_buffer"):
+        ours = trained(Dropping(count, calls=0), compile=True, **LONGER).history
+    np.testing.assert_allclose(ours.node_losses, losses(Dropping(count, calls=0), **LONGER), rtol=1e-6)
+
+
+# Tensors in objects
+
+
+class Slotted:
+    __slots__ = ("outputs",)
+
+
+def of_object(m: Any, x: Tensor) -> None:
+    m.seen.outputs = x
+
+
+def of_list_in_object(m: Any, x: Tensor) -> None:
+    m.seen.outputs = [{"last": x}]
+
+
+class Keeping(Scaled):
+    def __init__(self, keep: Callable[[Any, Tensor], None], seen: Any) -> None:
+        super().__init__()
+        self.keep, self.seen = keep, seen
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        return x
+
+
+@pytest.mark.parametrize("keep", [of_object, of_list_in_object])
+@pytest.mark.parametrize("make", [SimpleNamespace, Slotted])
+def test_tensors_in_objects_are_found(make: Any, keep: Any) -> None:
+    """10 examples a node, 4 at a time: the last batch has another shape."""
+    options: dict[str, Any] = {"batch_size": 4, "val_interval": None}
+    with warned("continues with 'loop'", "seen", "computed for all nodes"):
+        ours = trained(Keeping(keep, make()), **options).history
+    np.testing.assert_allclose(ours.node_losses, losses(Keeping(keep, make()), **options), rtol=1e-6)
 
 
 # Hooks, checkpoints, nodes that come and go

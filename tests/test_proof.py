@@ -172,9 +172,9 @@ def test_a_proof_changes_nothing(strategy: Strategy, options: dict[str, Any], mo
         streams = [g.get_state() for g in self.generators]
         tensors = [self.replicas.weights, self.replicas.grads, *self.replicas.buffers.values()]
         before, states = [t.clone() for t in tensors], fingerprints(torch.device("cpu"))
-        attributes = self.objective._plain
+        attributes = self.objective.contents
         proofs.append(prove(self, *given))
-        assert all(map(torch.equal, tensors, before)) and self.objective._plain == attributes
+        assert all(map(torch.equal, tensors, before)) and self.objective.contents == attributes
         assert all(torch.equal(g.get_state(), state) for g, state in zip(self.generators, streams, strict=True))
         assert states == fingerprints(torch.device("cpu")) and not self.objective._of_nodes
         return proofs[-1]

@@ -341,7 +341,6 @@ def of(outputs: Any, prepare: Any = None) -> Callable[..., nn.Module]:
     return functools.partial(Classifier, outputs, prepare)
 
 
-DIFFER = "the losses"
 CANNOT = "cannot be vectorised"
 PLAIN_SGD = OptimSpec("sgd", lr=0.2)
 KINDS: dict[str, Kind] = {
@@ -370,11 +369,9 @@ KINDS: dict[str, Kind] = {
     "sparse gradients": Kind(of(by_words, functools.partial(words, sparse=True)), None, 4, None, PLAIN_SGD),
     "by frequency": Kind(of(by_words, functools.partial(words, scale_grad_by_freq=True)), None, 4, None, PLAIN_SGD),
     "packed sequences": Kind(of(packed, having(rnn=lambda: nn.LSTM(4, 4, batch_first=True))), CANNOT),
-    "a count": Kind(of(scaled_by(counted), having(calls=int)), DIFFER),
-    "NumPy's generator": Kind(of(scaled_by(drawn), having(stream=lambda: np.random.default_rng(3))), DIFFER),
-    "torch's generator": Kind(
-        of(scaled_by(drawn), having(stream=lambda: torch.Generator().manual_seed(3))), "the model's own generator"
-    ),
+    "a count": Kind(of(scaled_by(counted), having(calls=int)), "calls"),
+    "NumPy's generator": Kind(of(scaled_by(drawn), having(stream=lambda: np.random.default_rng(3))), "stream"),
+    "torch's generator": Kind(of(scaled_by(drawn), having(stream=lambda: torch.Generator().manual_seed(3))), "stream"),
     "a mean": Kind(of(average, having(mean=lambda: torch.zeros(5))), "mean keeps a tensor"),
     "outputs are kept": Kind(of(shown), "shown keeps a tensor"),
 }

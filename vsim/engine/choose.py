@@ -18,7 +18,7 @@ from vsim.engine.compiled import CompiledExecutor, CompileError
 from vsim.engine.executor import Executor, minibatches
 from vsim.engine.looped import LoopExecutor
 from vsim.engine.objective import Objective
-from vsim.engine.proof import Proof
+from vsim.engine.proof import OwnStateError, Proof
 from vsim.engine.vmap import VmapExecutor, shapes_of
 
 _STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and third step, are certainly replayed
@@ -45,7 +45,8 @@ class AutoExecutor(Executor):
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
     3. most convolutions are so large that they are computed node by node anyway;
-    4. a proof fails, with a warning; for a later shape of batch, the loop then computes only batches of that shape.
+    4. a proof fails, with a warning. For a later shape of batch, the loop then computes only batches of that shape,
+       unless nodes need Python state of their own.
 
     A model that cannot be compiled is vmapped, with a warning. The choice depends only on the model, shapes and
     settings, so that a resumed run chooses the same executor.
@@ -123,7 +124,7 @@ class AutoExecutor(Executor):
                 proof = fast.prove(batch, share)
                 fast.has_worked = True
             except (VmapError, CompileError) as error:
-                if proofs and isinstance(error, VmapError):
+                if proofs and isinstance(error, VmapError) and not isinstance(error, OwnStateError):
                     self.decision.left[shapes] = error
                     return
                 failed = error

@@ -215,7 +215,7 @@ class CompiledExecutor(VmapExecutor):
 
     def _tried(self, batch: Any, share: float) -> Step:
         """Take a step, restore the earlier state, and return the step."""
-        with undone(self):
+        with undone(self), self.objective.untouched():
             losses = self._backward(cloned(batch), share, True)
             return Step(losses, self.replicas.grads, self.replicas.buffers).copied()
 
@@ -255,11 +255,13 @@ class CompiledExecutor(VmapExecutor):
             return super()._backward(batch, share, first)
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        losses = []
+        losses, python = [], self._attributes.noted()
         try:
             with drawing_from(self.generators[0]) as before, torch.no_grad():
                 self.settings.undrawn.setdefault(self.generators[0], before)
                 for number, piece in enumerate(self.pieces):
+                    if number:
+                        python()
                     own = self._called(number, self._own_batch(batch, piece), shapes, share, not first)
                     losses.append(own.clone() if self.captures else own)
         except Exception as error:

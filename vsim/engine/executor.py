@@ -166,7 +166,16 @@ class Executor(ABC):
         objective, stream = self.objective.of_row(0).copied(), torch.Generator(device)
         stream.set_state((*self.generators, default_generator(device))[0].get_state())
         placed = objective.placed(weights, buffers)
-        with unwatched(), preserved(device), drawing_from(stream), torch.enable_grad(), self._precision(), placed:
+        untouched = self.objective.untouched()
+        with (
+            unwatched(),
+            preserved(device),
+            untouched,
+            drawing_from(stream),
+            torch.enable_grad(),
+            self._precision(),
+            placed,
+        ):
             yield objective, {**weights, **buffers}, cloned(batch)
 
     def _loss(self, objective: Objective, batch: Any) -> Tensor:
@@ -431,14 +440,16 @@ def check_examples(batch: Any, dim: int) -> None:
 
 @contextmanager
 def undone(executor: Executor) -> Iterator[None]:
-    """Restore weights, buffers and random generators at the end of a block that computes losses."""
+    """Restore weights, buffers, attributes and random generators at the end of a block that computes losses."""
     replicas = executor.replicas
+    restore_python = executor.objective.noted()
     default = torch.default_generator, default_generator(replicas.weights.device)
     streams = [(stream, stream.get_state()) for stream in (*executor.generators, *default)]
     tensors = [(t, t.clone()) for t in (replicas.weights, *replicas.buffers.values())]
     try:
         yield
     finally:
+        restore_python()
         for stream, state in streams:
             stream.set_state(state)
         for tensor, value in tensors:

@@ -12,6 +12,7 @@ from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Views
+from vsim.engine.attributes import Attributes
 from vsim.engine.executor import Executor, check_depends, write_or_add
 from vsim.trees import mapped
 
@@ -42,8 +43,11 @@ class LoopExecutor(Executor):
     def compute(self, numbers: Iterable[int], batch: Any, share: float, first: bool) -> Tensor:
         """Do the work of `_backward` for the nodes with these numbers only; `batch` has rows for all nodes."""
         batch, losses = mapped(rows_apart, batch), []
+        python = Attributes(self.objective.owners()).noted() if self.objective.is_shared else None
         with self._moved_up_to_date():
             for number in numbers:
+                if python is not None:
+                    python()  # one step of all nodes: each begins with the same attributes
                 node, objective = self.nodes[number], self.objective.of_row(number)
                 own_batch = mapped(itemgetter(number), batch)
                 parameters = dict(zip(self.names, node.leaves, strict=True))

@@ -235,7 +235,7 @@ def step_moments(executor: Executor, batch: Any) -> list[int]:
     """
     executor.prepare(batch)
     batch = tree_map(rows_apart, cloned(batch))  # as in a step
-    with undone(executor), _Moments() as watch:
+    with undone(executor), executor.objective.untouched(), _Moments() as watch:
         executor._backward(batch, 1.0, True)
     return watch.moments
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import itertools
-import pickle
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
@@ -28,8 +26,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from vsim.arguments import retold
 from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError, with_extra_state
+from vsim.engine.attributes import Attributes, Outside, Owner, changed, contents_of, owners, shown, tensors_in
 from vsim.engine.indices import InRange, is_off_cpu
-from vsim.private_torch import is_wrapped, tensor_tables, unwatched, version
+from vsim.private_torch import is_wrapped, tensor_tables, unwatched
 
 LossFunction = Callable[[Any, Any], Tensor]
 Accuracy = Callable[[Any, Any], Any]  # (outputs, targets) → a boolean per prediction, or the share of right predictions
@@ -83,17 +82,15 @@ class Objective(nn.Module):
     def copied(self) -> Objective:
         """Return a deep copy that shares only parameters, buffers, and tensors with an autograd graph."""
         tensors = [t for m in self.modules() for table in tensor_tables(m) for t in table.values() if t is not None]
-        attached = [t for m in self.modules() for t in tree_leaves(list(vars(m).values())) if _is_attached(t)]
-        memo: dict[int, Any] = {id(t): t for t in (*tensors, *attached)}
+        memo: dict[int, Any] = {id(t): t for t in (*tensors, *(t for _, t in self.attached()))}
         model, loss_fn = copy.deepcopy((self.model, self.loss_fn), memo)
         other = Objective(model, loss_fn, self.accuracy)
         other.originals, other.warned_of_frozen = self.originals, self.warned_of_frozen
         return other
 
-    def models(self) -> Iterator[nn.Module]:
-        """Yield all copies of the model: the own one and, after `separate`, those of the nodes and their original."""
-        for own in (self, *self._of_nodes.values(), *filter(None, [self._at_first])):
-            yield own.model
+    def copies(self) -> list[Objective]:
+        """Return all copies: this one and, after `separate`, those of the nodes and their original."""
+        return [self, *self._of_nodes.values(), *filter(None, [self._at_first])]
 
     def separate(self) -> None:
         """From now on, give every node its own copy of the model's Python state; node 0 uses this objective's state."""
@@ -109,26 +106,68 @@ class Objective(nn.Module):
             own._set_extra_state(self._restored.get(node, {}))
         return self._of_nodes[node]
 
+    # Attributes
+
+    def owners(self) -> list[Owner]:
+        """Return the modules and objects whose attributes are the Python state of model and loss."""
+        return owners(self.model, self.loss_fn)
+
     @property
-    def _plain(self) -> dict[str, bytes]:
-        return plain_attributes(self.model, self.places.names)
+    def contents(self) -> dict[str, bytes]:
+        """Path → comparable content of the attributes of model and loss."""
+        buffers = {f"model.{name}" for name in self.places.names}
+        if isinstance(self.loss_fn, nn.Module):
+            buffers |= {f"loss_fn.{name}" for name, _ in self.loss_fn.named_buffers()}
+        return contents_of(self.owners(), buffers)
+
+    def attached(self) -> list[tuple[str, Tensor]]:
+        """Return (path, tensor) for attributes and buffers that hold tensors of an earlier call's autograd graph."""
+        found = ((owner, name, t) for owner in self.owners() for name, t in tensors_in(owner.value))
+        return [
+            (shown(f"{owner.path}.{name}"), t) for owner, name, t in found if is_wrapped(t) or t.grad_fn is not None
+        ]
+
+    def untouched(self) -> Outside:
+        """Return a context that restores at its end what calls of copies change outside of the copies."""
+        return Outside(self.owners(), filter(None, [self.loss_fn]))
+
+    def noted(self) -> Callable[[], None]:
+        """Return a function that restores the present attributes of all copies, and drops later copies."""
+        restored, made = (
+            [Attributes(own.owners()).noted() for own in self.copies()],
+            (self._at_first, {**self._of_nodes}),
+        )
+
+        def restore() -> None:
+            for one in restored:
+                one()
+            self._at_first, self._of_nodes = made
+
+        return restore
 
     @property
     def differs(self) -> bool:
-        """Whether plain attributes differ between the nodes' copies."""
-        return any(own._plain != self._plain for own in self._of_nodes.values())
+        """Whether attributes differ between the nodes' copies."""
+        own = self.contents if self._of_nodes else {}
+        return any(other.contents != own for other in self._of_nodes.values())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all nodes share one copy of the Python state."""
+        return self._at_first is None
 
     def note(self) -> None:
-        """Record the plain attributes after the first step; `unsaved` compares them with later values."""
+        """Record the attributes after the first step; `unsaved` compares them with later values."""
         if self._after_first_step is None:
-            self._after_first_step = self._plain
+            self._after_first_step = self.contents
 
     def unsaved(self) -> list[str]:
-        """Return the plain attributes that have changed since the first step and are not saved by `get_extra_state`."""
-        before, now = self._after_first_step or {}, self._plain
-        holding = {path for path, _ in with_extra_state(self.model)}
-        found = (name for name in now if self._after_first_step is not None and before.get(name) != now[name])
-        return [name for name in found if name.rpartition(".")[0] not in holding]
+        """Return the attributes that have changed since the first step and are not saved by `get_extra_state`."""
+        if self._after_first_step is None:
+            return []
+        holding = {f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)}
+        found = changed(self._after_first_step, self.contents)
+        return [shown(name) for name in found if name.rpartition(".")[0] not in holding]
 
     def check_portable(self) -> None:
         """Check that a row's state can move to another row.
@@ -388,57 +427,12 @@ def keep_assigned(name: str, buffer: Tensor, value: Any) -> None:
     buffer.copy_(value.detach())
 
 
-# Attributes of a model ------------------------------------------------------------------------------------------------
-
-_COMMON = frozenset(vars(nn.Module()))
-
-
-class _Plain(pickle.Pickler):
-    """Pickles attributes for comparison: a module as its name, a tensor as its identity and its number of writes."""
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return "tensor", id(value), version(value)
-        return ("module", type(value).__name__) if isinstance(value, nn.Module) else None
-
-
-def plain_attributes(model: nn.Module, buffers: Container[str] = ()) -> dict[str, bytes]:
-    """Return path → pickled value for modules' plain attributes: all but parameters, buffers, submodules and hooks.
-
-    Buffers that are not in `buffers`, because `forward` created them, count as plain attributes. Attributes that cannot
-    be pickled are left out.
-    """
-    found, known = dict[str, bytes](), dict[int, bytes]()  # modules may share an object, such as a configuration
-    for path, value in _attributes(model):
-        if path not in buffers:
-            if id(value) not in known:
-                text = io.BytesIO()
-                with suppress(Exception):
-                    _Plain(text).dump(value)
-                    known[id(value)] = text.getvalue()
-            if id(value) in known:
-                found[path] = known[id(value)]
-    return found
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the attributes and buffers of all modules, except parameters, submodules and hooks."""
-    for path, module in model.named_modules():
-        for name, value in {**vars(module), **tensor_tables(module)[1]}.items():
-            is_of_rnn = isinstance(module, nn.RNNBase) and name == "_flat_weights"  # references to its parameters
-            if name not in _COMMON and not is_of_rnn:
-                yield f"{path}.{name}".lstrip("."), value
-
-
 def described_stranger(objective: Objective, parameter: Tensor) -> str:
     """Describe a parameter that belongs to no model: its path and shape, and how to make nodes train it."""
-    holders = [*_attributes(objective.model), ("loss_fn", getattr(objective.loss_fn, "__self__", None))]
-    names = {
-        id(p): f" {path}{keystr(key)}.{name}".rstrip(".")
-        for path, value in holders
-        for key, own in tree_flatten_with_path(value)[0]
-        for name, p in (own.named_parameters() if isinstance(own, nn.Module) else [("", own)])
-    }
+    names: dict[int, str] = {}
+    for path, owner, _ in objective.owners():
+        own = [*(tensor_tables(owner)[0].items() if isinstance(owner, nn.Module) else ()), *tensors_in(owner)]
+        names |= {id(p): f" {shown(path)}.{name}" for name, p in own if id(p) not in names}
     return (
         f"the parameter{names.get(id(parameter), '')} of shape {list(parameter.shape)}, which the model does not have, "
         "so that no node trains it: make the module that has it part of the model, with an nn.ModuleList in place of a "
@@ -449,10 +443,6 @@ def described_stranger(objective: Objective, parameter: Tensor) -> str:
 def listed(paths: Sequence[str]) -> str:
     """Return the first few of several paths as text."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-
-
-def _is_attached(value: Any) -> bool:
-    return isinstance(value, Tensor) and (is_wrapped(value) or value.grad_fn is not None)
 
 
 # Errors of the model --------------------------------------------------------------------------------------------------
@@ -468,7 +458,7 @@ def explained(error: Exception, objective: Objective, batch: Any, nodes: int, wh
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     while len(frames) > 1 and frames[-1].co_name == "__torch_function__":  # the operation itself has no frame
         frames.pop()
-    kept = attached_in(objective.model) if re.search("escaped|graph a second time", str(error)) else []
+    kept = [*dict(objective.attached())] if re.search("escaped|graph a second time", str(error)) else []
     raised_there = Objective.forward.__code__ in frames and Path(frames[-1].co_filename).parent != Path(__file__).parent
     if not (kept or raised_there) or type(error).__module__ != "builtins":
         return error
@@ -524,8 +514,3 @@ def _described(tensor: Tensor, nodes: int) -> str:
 def _kind(value: Any) -> str:
     of = f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else ""
     return f"a {type(value).__name__}{of}"
-
-
-def attached_in(model: nn.Module) -> list[str]:
-    """Return the paths of modules' attributes and buffers that hold tensors of an earlier call's autograd graph."""
-    return [path for path, value in _attributes(model) if any(map(_is_attached, tree_leaves(value)))]

@@ -1,7 +1,9 @@
 """Prove an executor right for a model: on copies, two steps of two nodes must agree with the loop's steps.
 
 A model must be a function of its parameters, buffers, batch and torch's generators. `prove` runs before the first step
-with each shape of batch. Losses, gradients and buffers must agree up to rounding.
+with each shape of batch. Losses, gradients and buffers must agree up to rounding. An attribute that the second step
+changes again, such as a counter, or a draw from a generator of Python or NumPy is each node's own, which only the loop
+computes. The proof restores what its calls change.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vsim.arguments import retold
-from vsim.cluster.randomness import preserved
+from vsim.cluster.randomness import fingerprints, preserved
 from vsim.cluster.replicas import Replicas, Views, matrix
+from vsim.engine.attributes import Outside, changed, shown
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casts
 from vsim.engine.executor import Executor, cloned
 from vsim.engine.looped import LoopExecutor
-from vsim.engine.objective import Objective, advice_on, attached_in, listed
+from vsim.engine.objective import Objective, advice_on, listed
 from vsim.private_torch import unwatched
 
 # Largest allowed relative differences of (losses, gradients, buffers). Each difference is divided by
@@ -37,6 +40,10 @@ _LEAST_SHARE = 0.05
 
 class DifferError(Exception):
     """A step differs from the reference by more than rounding; the message names the loss, gradient or buffer."""
+
+
+class OwnStateError(VmapError):
+    """Calls change what each node has of its own in Python; the message names it."""
 
 
 class Proof(NamedTuple):
@@ -80,6 +87,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
 
     Raises:
         VmapError: the executor cannot compute the model, or disagrees with the loop; the message names the difference.
+        OwnStateError: nodes need Python state of their own; the message names it.
         Exception: the model itself raises an error in the loop.
     """
     whole = executor.replicas
@@ -88,30 +96,33 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
-    if evaluating:
-        objective.eval()
-    with unwatched(), preserved(whole.weights.device):
+    with unwatched(), preserved(whole.weights.device), executor.objective.untouched() as outside:
+        why = ""
+        if evaluating:
+            _, why = _in_loop(executor, objective.copied(), outside, rows, batches)
+            objective.eval()
         reference = objective.copied()
         try:
             with Casts() as casts:
-                loop = [step.copied() for step in _steps(LoopExecutor, executor, reference, rows, batches)]
+                loop, own = _in_loop(executor, reference, outside, rows, batches)
         except RuntimeError as error:
-            if kept := attached_in(reference.model):
+            if kept := [*dict(reference.attached())]:
                 raise retold(error, f"{error}. {advice_on(kept)}") from error
             raise
         executor.casts = executor.casts or casts.seen
-        fast = _steps(uncompiled, executor, objective, rows, batches)
+        fast, failure = _steps(uncompiled, executor, objective, rows, batches), None
         try:
             for theirs in loop:
                 ours = next(fast)
                 apart.append(compared(executor, ours, theirs))
-            if why := _kept_in(objective):
-                raise DifferError(why)
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
-            why = _kept_in(objective)
-            if isinstance(error, VmapError) and not why:
-                raise
-            raise VmapError(f"the model cannot be vectorised over nodes: {why or error} — {_LOOP}") from error
+            failure = error
+        if why := _kept_in(objective) or why or own:
+            raise OwnStateError(f"the model cannot be vectorised over nodes: {why} — {_LOOP}") from failure
+        if isinstance(failure, VmapError):
+            raise failure
+        if failure is not None:
+            raise VmapError(f"the model cannot be vectorised over nodes: {failure} — {_LOOP}") from failure
     losses, gradients = map(max, zip(*apart, strict=True))
     return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls)
 
@@ -130,6 +141,30 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
     for name, buffer in ours.buffers.items():
         _check_buffer(name, buffer, theirs.buffers[name], of_buffers)
     return losses, gradients
+
+
+def _in_loop(
+    executor: Executor, objective: Objective, outside: Outside, rows: list[int], batches: Sequence[Any]
+) -> tuple[list[Step], str]:
+    """Return the loop's steps, and why every node needs Python state of its own, if it does."""
+    device, steps, contents = executor.replicas.weights.device, list[Step](), list[list[dict[str, bytes]]]()
+    before = fingerprints(device)
+    for step in _steps(LoopExecutor, executor, objective, rows, batches):
+        steps.append(step.copied())
+        contents.append([own.contents for own in objective.copies()])
+    pairs = zip(*contents, strict=True)
+    if again := [*dict.fromkeys(shown(path) for first, second in pairs for path in changed(first, second))]:
+        return steps, (
+            f"forward changes {listed(again)} in every step, which each node has of its own: make it a buffer "
+            "(register_buffer), and its nodes are computed together"
+        )
+    now = fingerprints(device)
+    if drawn := [*(name for name in ("random", "numpy.random") if before[name] != now[name]), *outside.drawn()]:
+        return (
+            steps,
+            f"forward draws from {listed(drawn)}, of which nodes have none of their own: draw by torch's functions",
+        )
+    return steps, ""
 
 
 def _steps(
@@ -153,7 +188,7 @@ def _steps(
 
 
 def _kept_in(objective: Objective) -> str:
-    kept = attached_in(objective.model)
+    kept = [*dict(objective.attached())]
     return f"{listed(kept)} keeps a tensor that the model has computed for all nodes" if kept else ""
 
 

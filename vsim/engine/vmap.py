@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
+from vsim.engine.attributes import Attributes
 from vsim.engine.batched import NodesDifferError, VmapError
 from vsim.engine.executor import Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
@@ -52,22 +53,23 @@ class _BeforeCall:
     """A copy of the state that a vmapped call may change before it fails.
 
     Args:
-        batch: the tensors of the call's batch.
+        batch: the tensors of the call's batch. python: sets the attributes of the model as they were.
     """
 
-    def __init__(self, lowering: Lowering, piece: Piece, batch: list[Tensor]) -> None:
-        self.lowering = lowering
+    def __init__(self, lowering: Lowering, piece: Piece, batch: list[Tensor], python: Callable[[], None]) -> None:
+        self.lowering, self.python = lowering, python
         self.buffers = [(b, b.clone()) for b in piece.buffers.values()]
         self.tensors = *piece.leaves.values(), *batch
         self.versions = versions(self.tensors)
 
     def restore(self, error: VmapError) -> None:
-        """Restore the nodes' random generators and buffers.
+        """Restore the nodes' random generators and buffers, and the model's attributes.
 
         Raises:
             VmapError: the model has changed its weights or its batch in place.
         """
         self.lowering.undraw()
+        self.python()
         for buffer, value in self.buffers:
             buffer.copy_(value)
         if versions(self.tensors) != self.versions:
@@ -107,6 +109,7 @@ class VmapExecutor(Executor):
         self._left_nodes = False  # whether the loop has computed nodes in training
         self.pieces: list[Piece] = []
         self._submodules = list(self.objective.modules())
+        self._attributes = Attributes(self.objective.owners())
         self._cut(even_pieces(self.replicas.num_held, self.at_once))
 
     def _cut(self, pieces: list[slice]) -> None:
@@ -211,10 +214,12 @@ class VmapExecutor(Executor):
         if self.left and (why := self.left.get(shapes_of(batch))) is not None:
             self._leave_to_the_loop(why)
             return self._loop.compute(range(self.replicas.num_held), batch, share, first)
-        losses = []
+        losses, python = [], self._attributes.noted()
         for number, piece in enumerate(self.pieces):
+            if number:
+                python()  # one step of all nodes: each piece begins with the same attributes
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
-            before = _BeforeCall(lowering, piece, tensors_of(own_batch))
+            before = _BeforeCall(lowering, piece, tensors_of(own_batch), python)
             try:
                 with self._precision():
                     stacked = self._losses(piece, own_batch, lowering)

@@ -268,8 +268,8 @@ class Run:
         plain attributes, such as a temperature or a flag. Parameters and buffers of the copies belong to no node: call
         `set_weights` for them.
         """
-        for model in self.objective.models():
-            f(model)
+        for own in self.objective.copies():
+            f(own.model)
 
     @torch.no_grad()
     def set_weights(self, state: Mapping[str, Tensor]) -> None:
