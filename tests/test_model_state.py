@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -413,12 +414,12 @@ class Remembered(Counter):
 
 
 def test_what_a_checkpoint_does_not_hold_is_said_once(tmp_path: Path) -> None:
-    whole = losses(Counter())
-    with warned("calls", "checkpoint") as caught:
-        losses(Counter(), save_dir=tmp_path, max_steps=3, checkpoint_interval=1)
+    whole = losses(Average())
+    with warned("mean", "checkpoint") as caught:
+        losses(Average(), save_dir=tmp_path, max_steps=3, checkpoint_interval=1)
     assert len(caught) == 1
-    with warned("calls", "checkpoint"):
-        resumed = losses(Counter(), save_dir=tmp_path, resume=True)
+    with warned("mean", "checkpoint"):
+        resumed = losses(Average(), save_dir=tmp_path, resume=True)
     assert np.array_equal(resumed[:3], whole[:3]) and not np.array_equal(resumed[3:], whole[3:])
 
 
@@ -431,12 +432,236 @@ def test_extra_state_resumes_and_moves_with_its_node(tmp_path: Path) -> None:
     assert np.array_equal(ours[:, [0, 2]], whole[:, [0, 2]])
 
 
+COMING = vsim.Schedule({0: [0, 1, 2], 2: [0, 2], 4: [0, 1, 2]})
+
+
 @pytest.mark.parametrize(
-    "plan", [vsim.Schedule({0: [0, 1, 2], 2: [0, 2], 4: [0, 1, 2]}), vsim.Sample(2, of=3)], ids=repr
+    ("model", "plan", "name"), [(Average, COMING, "mean"), (Counter, vsim.Sample(2, of=3), "calls")], ids=str
 )
-def test_nodes_that_come_and_go_are_refused_without_extra_state(plan: Any) -> None:
-    with refused(CheckpointError, "calls", "cannot be moved"):
-        losses(Counter(), participation=plan, num_nodes=2 if isinstance(plan, vsim.Sample) else 3)
+def test_what_cannot_move_with_its_node_is_refused(model: Any, plan: Any, name: str) -> None:
+    with refused(CheckpointError, name, "cannot be moved"):
+        losses(model(), participation=plan, num_nodes=2 if isinstance(plan, vsim.Sample) else 3)
+
+
+# Plain attributes are saved, and move with their node
+
+
+class Positive(Counter):
+    """Counts what differs by node, in attributes of the model and, in a dict, of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.counts = {"positive": 0}  # type: ignore[assignment]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.layer.counts["positive"] += int((x > 0).sum())  # type: ignore[index]
+            self.calls += self.layer.counts["positive"]  # type: ignore[index]
+        return super().scaled(x)
+
+
+class Late(Scaled):
+    """Doubles its outputs from the third step on, in which it sets a flag; a cache has a flag, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hot, self.size = False, 0
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        if self.steps == 3:
+            self.hot = True
+        if self.size < len(x):
+            self.size, self.ones = len(x), torch.ones(len(x), 1)
+        return x * (2 if self.hot else 1) * self.ones[: len(x)]
+
+
+class Centred(Scaled):
+    """Subtracts a mean that its first call makes, with a flag for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready, self.mean = True, x.detach().mean(0)
+        return x - self.mean
+
+
+class Masked(Scaled):
+    """Makes a buffer when it is first needed, and notes its size."""
+
+    size = 0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.size < len(x):
+            self.register_buffer("mask", torch.ones(len(x), 1), persistent=False)
+            self.size = len(x)
+        return x * self.mask[: len(x)]
+
+
+SAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "count": (Counter, "loop"),
+    "counts": (Positive, "loop"),
+    "prepared": (Prepared, "vmap"),
+    "prepared by node": (functools.partial(Prepared, reads=True), "vmap, loop"),
+    "late": (Late, "vmap"),
+    "a tensor": (Centred, "loop"),
+    "a buffer": (Masked, "vmap"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("name", SAVED)
+def test_plain_attributes_are_saved(name: str, tmp_path: Path) -> None:
+    make, executor = SAVED[name]
+    whole = trained(make()).history
+    assert whole.executor == executor
+    trained(make(), max_steps=4, save_dir=tmp_path)
+    for start in (True, vsim.load_checkpoint(tmp_path).fork()):
+        options = {"save_dir": tmp_path} if start is True else {}
+        ours = trained(make(), resume=start, **options).history
+        assert np.array_equal(ours.node_losses[-2:], whole.node_losses[-2:])
+        np.testing.assert_array_equal(ours["local_loss"][-2:], whole["local_loss"][-2:])
+
+
+def test_what_differs_by_node_stays_so_without_a_counter(tmp_path: Path) -> None:
+    """What the first step alone sets is no reason for the loop, unless nodes differ."""
+
+    class Once(Scaled):
+        scale: float | None = None
+
+        def scaled(self, x: Tensor) -> Tensor:
+            self.scale = self.scale or float(x.detach().std())
+            return x / self.scale
+
+    with warned("continues with 'loop'"):
+        whole = trained(Once(), val_interval=None).history
+    with warned("continues with 'loop'"):
+        trained(Once(), max_steps=3, val_interval=None, save_dir=tmp_path)
+    with warned("continues with 'loop'", "differ by node"):
+        ours = trained(Once(), val_interval=None, save_dir=tmp_path, resume=True).history
+    assert np.array_equal(ours.node_losses, whole.node_losses)
+
+
+def test_a_fork_to_other_nodes_takes_the_first_ones(tmp_path: Path) -> None:
+    seen = []
+    losses(Positive(), max_steps=3, callbacks=[lambda run: seen.append(run.model.calls)], save_dir=tmp_path)
+
+    class Look(vsim.Callback):
+        def on_start(self, run: Any) -> None:
+            assert [own.model.calls for own in run.objective.copies()] == [seen[-1]]
+
+    losses(Positive(), num_nodes=2, resume=vsim.load_checkpoint(tmp_path).fork(), callbacks=[Look()])
+
+
+def test_what_a_callback_changes_after_a_resume_wins(tmp_path: Path) -> None:
+    def reset(run: Any) -> None:
+        run.each_model(lambda model: (setattr(model, "calls", 0), model.layer.counts.update(positive=0)))
+
+    class Reset(vsim.Callback):
+        def on_start(self, run: Any) -> None:
+            reset(run)
+
+    whole = losses(Positive(), callbacks=[lambda run: run.done == 3 and reset(run)])
+    losses(Positive(), max_steps=3, save_dir=tmp_path)
+    assert np.array_equal(losses(Positive(), save_dir=tmp_path, resume=True, callbacks=[Reset()]), whole)
+
+
+def test_the_attributes_of_a_loss_are_saved(tmp_path: Path) -> None:
+    class Loss:
+        calls = 0
+
+        def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            return F.cross_entropy(outputs / self.calls, y)
+
+    options: dict[str, Any] = {"executor": "loop", "val_interval": None}
+    whole = trained(Counter().layer, Loss(), **options).history
+    trained(Counter().layer, Loss(), max_steps=3, save_dir=tmp_path, **options)
+    ours = trained(Counter().layer, Loss(), save_dir=tmp_path, resume=True, **options).history
+    assert np.array_equal(ours.node_losses, whole.node_losses)
+
+
+def test_a_plain_attribute_moves_with_its_node() -> None:
+    ours, theirs = (losses(kind(), participation=COMING) for kind in (Counter, InBuffer))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    ours = losses(Positive(), participation=vsim.Schedule({0: [0, 1, 2], 2: [0, 2]}))
+    whole = losses(Positive(), participation=vsim.Schedule({0: [0, 1, 2]}))
+    assert np.array_equal(ours[:, [0, 2]], whole[:, [0, 2]])
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+@pytest.mark.parametrize("make", [Positive, Late])
+def test_a_run_that_was_behind_gets_its_own(make: Any, tmp_path: Path) -> None:
+    """One run is at step 2, and the other at step 4, so that their flags and counts differ."""
+    strategies = {"a": SGD, "b": Strategy(optim_spec="sgd", lr=0.25)}
+
+    def compared(**options: Any) -> Any:
+        return vsim.compare(make(), vectors(), vectors(7), strategies=strategies, **{**OPTIONS, **options})
+
+    whole = compared()
+    compared(max_steps=4, save_dir=tmp_path, checkpoint_interval=1)
+    for path in sorted((tmp_path / "b").glob("*.safetensors"))[-1:]:
+        path.unlink()
+    kept = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert kept
+    ours = compared(save_dir=tmp_path, checkpoint_interval=1, resume=True)
+    for name in strategies:
+        np.testing.assert_allclose(ours[name].history.node_losses, whole[name].history.node_losses, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
+def test_attributes_move_when_the_rows_of_ended_runs_go() -> None:
+    strategies = {"a": SGD, "b": Strategy(optim_spec="sgd", lr=0.25)}
+    options = {**OPTIONS, "max_steps": {"a": 2, "b": 6}}
+    ours = vsim.compare(Positive(), vectors(), vectors(7), strategies=strategies, **options)
+    np.testing.assert_array_equal(ours["b"].history.node_losses, losses(Positive(), strategy=strategies["b"]))
+
+
+# Modules that PyTorch does not register
+
+
+class Hiding(Scaled):
+    """Has a module where PyTorch does not see it."""
+
+    def __init__(self, in_list: bool, trains: bool = True) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(5, affine=False).train(trains)
+        if in_list:
+            self.parts = [norm]
+        else:
+            object.__setattr__(self, "parts", {0: norm})
+
+    def scaled(self, x: Tensor) -> Tensor:
+        out: Tensor = self.parts[0](x)
+        return out
+
+
+class Showing(Hiding):
+    def get_extra_state(self) -> Any:
+        return {name: value.clone() for name, value in self.parts[0].state_dict().items()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.parts[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("in_list", [True, False])
+def test_tensors_of_hidden_modules_are_refused_before_the_second_step(in_list: bool, tmp_path: Path) -> None:
+    seen: list[int] = []
+    options: dict[str, Any] = {"val_interval": None, "callbacks": [lambda run: seen.append(run.done)]}
+    with refused(CheckpointError, "parts[0].running_mean", "nn.ModuleList", "get_extra_state"):
+        losses(Hiding(in_list), save_dir=tmp_path, **options)
+    assert seen == [1]
+    with refused(CheckpointError, "parts[0].running_mean"):
+        losses(Hiding(in_list), participation=COMING, **options)
+    losses(Hiding(in_list, trains=False), save_dir=tmp_path / "fixed", **options)
+    whole = losses(Showing(in_list), **options)
+    losses(Showing(in_list), max_steps=3, save_dir=tmp_path / "shown", **options)
+    assert np.array_equal(losses(Showing(in_list), save_dir=tmp_path / "shown", resume=True, **options), whole)
 
 
 # Evaluation

@@ -122,8 +122,9 @@ class Checkpoint:
 
         Strategy, number of nodes, batch size, data, seed and learning rate may differ; the model must have the same
         parameters. The numbers of steps and examples continue, and so do the positions in the learning-rate schedule
-        and in the data (in the new run's order, at this step). With the same K, every node keeps its weights, buffers
-        and stream of random numbers; with another K, all nodes start from the mean. The strategy's state (outer
+        and in the data (in the new run's order, at this step). With the same K, every node keeps its weights, buffers,
+        state of the model in Python and stream of random numbers; with another K, all nodes start from the mean, and
+        from the first node's state in Python. The strategy's state (outer
         weights, residuals, delayed means) starts again from the mean replica. History and ledger start at this step,
         with 0 bytes; the checkpoint keeps the earlier part.
 

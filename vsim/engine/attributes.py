@@ -1,4 +1,4 @@
-"""What a model and its loss keep in Python: find attributes, compare them, and undo what calls have changed.
+"""What a model and its loss keep in Python: find attributes, compare and set them, undo what calls have changed.
 
 Attributes belong to owners: the modules of model and loss, modules within their attributes, which torch does not
 register, and a loss that is an object. `Outside` finds what calls can change elsewhere: globals, class attributes and
@@ -93,22 +93,19 @@ def _tensors_and_modules(value: Any, path: str, seen: set[int]) -> Iterator[tupl
             continue
         if id(value) in seen:
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             parts = [(f"{path}[{key!r}]", own) for key, own in value.items()]
         elif isinstance(value, _SEQUENCES):
             parts = [(f"{path}[{i}]", own) for i, own in enumerate(value)]
         elif _has_attributes(value):
-            slots = [n for cls in type(value).__mro__ for n in _names(vars(cls).get("__slots__", ()))]
-            own = {**{n: getattr(value, n) for n in slots if hasattr(value, n)}, **getattr(value, "__dict__", {})}
+            slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+            names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+            own = {**{n: getattr(value, n) for n in names if hasattr(value, n)}, **getattr(value, "__dict__", {})}
             parts = [(f"{path}.{name}", one) for name, one in own.items()]
         else:
             continue
         seen.add(id(value))
         coming += reversed(parts)
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else [*slots]
 
 
 def _has_attributes(value: Any) -> bool:
@@ -123,17 +120,24 @@ def shown(path: str) -> str:
     return path.removeprefix("model.")
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is a number, a text, a bool or None, or a list, tuple, set or dict of such values."""
+def is_plain(value: Any, tensors: bool = False, depth: int = 0) -> bool:
+    """Return whether a value is a number, a text, a bool or None, or a list, tuple, set or dict of such values.
+
+    Args:
+        tensors: whether tensors count as plain.
+    """
     kind = type(value)
     if kind in (bool, int, float, str, type(None)):
         return True
     if depth > 8:  # or a list that contains itself
         return False
     if kind in _DICTS:
-        return all(is_plain(key, depth + 1) and is_plain(own, depth + 1) for key, own in value.items())
+        keys_are_plain = all(is_plain(key, False, depth + 1) and not isinstance(key, np.generic) for key in value)
+        return keys_are_plain and all(is_plain(own, tensors, depth + 1) for own in value.values())
     if kind in _SEQUENCES:
-        return all(is_plain(own, depth + 1) for own in value)
+        return all(is_plain(own, tensors, depth + 1) for own in value)
+    if kind is Tensor:
+        return tensors and value.grad_fn is None and value.layout is torch.strided and not value.is_quantized
     return isinstance(value, np.generic) and value.dtype.kind in "biuf"
 
 
@@ -141,7 +145,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles attributes for comparison: tensors by value, but registered tensors, modules and functions by name.
+    """Pickles attributes for comparison: tensors by value; registered tensors, modules, functions and classes by name.
 
     Attributes:
         registered: ids of parameters and buffers, whose values are the nodes'.
@@ -154,7 +158,7 @@ class _Pickler(pickle.Pickler):
             return "registered" if id(value) in self.registered else _digest(value)
         if isinstance(value, torch.Generator):
             return _digest(value.get_state())
-        if isinstance(value, nn.Module | types.FunctionType):
+        if isinstance(value, nn.Module | types.FunctionType | type):
             return type(value).__name__, getattr(value, "__qualname__", "")
         return None
 
@@ -167,11 +171,25 @@ def _digest(value: Tensor) -> tuple[Any, ...]:
     return str(value.dtype), tuple(value.shape), hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
+def content_of(value: Any, registered: Container[int] = (), is_tree: bool = True) -> bytes:
+    """Return the comparable content of a value, as far as pickle takes it.
+
+    Args:
+        is_tree: whether no part refers to another one, so that equal contents are equal bytes.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.registered, pickler.fast = registered, is_tree
+    with suppress(Exception):
+        pickler.dump(value)
+    return file.getvalue()
+
+
 def contents_of(found: Iterable[Owner], buffers: Container[str]) -> dict[str, bytes]:
     """Return path → comparable content of the owners' attributes, and of the tensors of hidden modules.
 
-    Buffers that are not in `buffers`, because `forward` made them, count as attributes. Attributes that cannot be
-    pickled are left out.
+    Buffers that are not in `buffers`, because `forward` made them, count as attributes. Attributes that pickle refuses
+    are not compared.
     """
     contents, known = dict[str, bytes](), dict[int, bytes]()  # owners may share an object, such as a config
     found, registered = list(found), set[int]()
@@ -186,14 +204,29 @@ def contents_of(found: Iterable[Owner], buffers: Container[str]) -> dict[str, by
             if f"{path}.{name}" in buffers:
                 continue
             if id(value) not in known:
-                file = io.BytesIO()
-                pickler = _Pickler(file)
-                pickler.registered = registered
-                with suppress(Exception):
-                    pickler.dump(value)
-                known[id(value)] = file.getvalue()
+                known[id(value)] = content_of(value, registered, is_plain(value))
             contents[f"{path}.{name}"] = known[id(value)]
     return contents
+
+
+def plain_values(found: Iterable[Owner], tensors: bool = False) -> dict[str, Any]:
+    """Return path → value for the plain attributes of owners, see `is_plain`; no buffers."""
+    of_all = ((owner.path, name, value) for owner in found for name, value in vars(owner.value).items())
+    return {f"{path}.{name}": value for path, name, value in of_all if name not in _COMMON and is_plain(value, tensors)}
+
+
+def set_values(found: Iterable[Owner], values: Mapping[str, Any], drop: Iterable[str] = ()) -> None:
+    """Set plain attributes by path, containers in place, and delete others. Paths that no owner has are left out."""
+    tables = {owner.path: vars(owner.value) for owner in found}
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        table = tables.get(owner, {})
+        if name in table and type(table[name]) is type(value) and _may_change_in_place(table[name]):
+            _refill(table[name], copy.deepcopy(value))
+        else:
+            table[name] = copy.deepcopy(value)
+    for owner, _, name in (path.rpartition(".") for path in drop):
+        tables.get(owner, {}).pop(name, None)
 
 
 def changed(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
@@ -210,13 +243,19 @@ class Attributes:
     def __init__(self, found: Sequence[Owner]) -> None:
         self._tables = [vars(owner.value) for owner in found]
         self._tables += [tensor_tables(owner.value)[1] for owner in found if isinstance(owner.value, nn.Module)]
-        values = [value for owner in found for _, value in attributes_of(owner.value)]
-        self._containers = [value for value in values if _may_change_in_place(value)]
+        self._containers: dict[int, Any] = {}  # with those within them
+        coming = [value for owner in found for _, value in attributes_of(owner.value) if _may_change_in_place(value)]
+        while coming:
+            value = coming.pop()
+            if _may_change_in_place(value):
+                self._containers[id(value)] = value
+            if isinstance(value, (*_SEQUENCES, dict)):
+                coming += value.values() if isinstance(value, dict) else value
 
     def noted(self) -> Callable[[], None]:
         """Return a function that sets all attributes to their present values. Objects are set by reference."""
         tables = [(table, table.copy()) for table in self._tables]
-        containers = [(value, copy.deepcopy(value)) for value in self._containers]
+        containers = [(value, value.copy()) for value in self._containers.values()]
 
         def restore() -> None:
             for table, before in tables:
@@ -235,7 +274,7 @@ def _may_change_in_place(value: Any) -> bool:
 def _refill(container: Any, content: Any) -> None:
     """Give a list, set, deque or dict the content of another one."""
     container.clear()
-    (container.extend if isinstance(container, list | collections.deque) else container.update)(copy.deepcopy(content))
+    (container.extend if isinstance(container, list | collections.deque) else container.update)(content)
 
 
 _MISSING = object()
@@ -280,7 +319,7 @@ class Outside(AbstractContextManager["Outside"]):
                 _set(namespace, name, value)
         for cls, names in self._classes.items():
             for name in vars(cls).keys() - names:
-                if not isinstance(vars(cls)[name], _LASTING):
+                if not (name.startswith("__") or isinstance(vars(cls)[name], _LASTING)):
                     delattr(cls, name)
         for container, before in self._containers:
             if container != before:

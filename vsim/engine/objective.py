@@ -26,7 +26,19 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from vsim.arguments import retold
 from vsim.cluster.randomness import preserved
 from vsim.cluster.state import CheckpointError, with_extra_state
-from vsim.engine.attributes import Attributes, Outside, Owner, changed, contents_of, owners, shown, tensors_in
+from vsim.engine.attributes import (
+    Attributes,
+    Outside,
+    Owner,
+    changed,
+    content_of,
+    contents_of,
+    owners,
+    plain_values,
+    set_values,
+    shown,
+    tensors_in,
+)
 from vsim.engine.indices import InRange, is_off_cpu
 from vsim.private_torch import is_wrapped, tensor_tables, unwatched
 
@@ -72,7 +84,8 @@ class Objective(nn.Module):
         self._arguments = _arguments_of(model)  # not a cached property, which the compiler cannot trace
         self._of_nodes: dict[int, Objective] = {}  # copies of all nodes but the first
         self._at_first: Objective | None = None  # the source of these copies
-        self._restored: dict[int, Mapping[str, Any]] = {}  # extra states of a resumed run, by node
+        self._before: dict[str, bytes] = {}  # contents of attributes before the first step
+        self._plain_before: dict[str, Any] = {}
         self._after_first_step: dict[str, bytes] | None = None
         self.warned_of_frozen: list[bool] = []  # [True] after a warning about parameters that `forward` freezes
         self.has_warned = False  # whether a warning about attributes that are not saved was given
@@ -102,8 +115,7 @@ class Objective(nn.Module):
         if self._at_first is None or node == 0:
             return self
         if node not in self._of_nodes:
-            own = self._of_nodes[node] = self._at_first.copied()
-            own._set_extra_state(self._restored.get(node, {}))
+            self._of_nodes[node] = self._at_first.copied()
         return self._of_nodes[node]
 
     # Attributes
@@ -156,45 +168,135 @@ class Objective(nn.Module):
         """Whether all nodes share one copy of the Python state."""
         return self._at_first is None
 
+    def begin(self) -> None:
+        """Record the attributes before the first step, with which `attributes` and `unsaved` compare later ones."""
+        self._before, self._plain_before = self.contents, copy.deepcopy(plain_values(self.owners()))
+
     def note(self) -> None:
-        """Record the attributes after the first step; `unsaved` compares them with later values."""
+        """Record the attributes after the first step, for the same purpose."""
         if self._after_first_step is None:
             self._after_first_step = self.contents
 
-    def unsaved(self) -> list[str]:
-        """Return the attributes that have changed since the first step and are not saved by `get_extra_state`."""
-        if self._after_first_step is None:
+    def unsaved(self, movable: bool = True) -> list[str]:
+        """Return the attributes that have changed since the first step, and that a checkpoint does not hold.
+
+        These are attributes that are neither plain nor saved by `get_extra_state`.
+
+        Args:
+            movable: whether plain attributes are left out, which move with the rows.
+        """
+        after = self._after_first_step
+        if after is None:
             return []
         holding = {f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)}
-        found = changed(self._after_first_step, self.contents)
-        return [shown(name) for name in found if name.rpartition(".")[0] not in holding]
+        saved = {*self._hidden(), *(plain_values(self.owners()) if movable else ())}
+        found = [path for path in changed(after, self.contents) if path not in saved]
+        return [shown(path) for path in found if path.rpartition(".")[0] not in holding]
 
-    def check_portable(self) -> None:
-        """Check that a row's state can move to another row.
+    def _hidden(self) -> set[str]:
+        """Return the paths of the tensors of modules that PyTorch does not register."""
+        modules = [(owner.path, tensor_tables(owner.value)) for owner in self.owners() if owner.is_hidden]
+        return {f"{path}.{name}" for path, tables in modules for table in tables for name in table}
+
+    def check_savable(self) -> None:
+        """Check that a checkpoint would hold the tensors that steps change.
 
         Raises:
-            CheckpointError: the model changes plain attributes, which would not move.
+            CheckpointError: tensors of modules that PyTorch does not register have changed, without `get_extra_state`.
         """
-        if unsaved := self.unsaved():
+        hidden = self._hidden()
+        holding = [f"model.{path}".rstrip(".") for path, _ in with_extra_state(self.model)]
+        found = [path for path in changed(self._before, self.contents) if path in hidden] if hidden else []
+        if found := [shown(path) for path in found if not any(path.startswith(f"{own}.") for own in holding)]:
+            raise CheckpointError(
+                f"the model changes {listed(found)} in forward, of modules that PyTorch does not register, so that no "
+                "checkpoint would hold them, and no node would take them along: register the modules (nn.ModuleList, "
+                "or an attribute), or define get_extra_state and set_extra_state"
+            )
+
+    def check_portable(self, movable: bool = True) -> None:
+        """Check that a row's state can move to another row.
+
+        Args:
+            movable: see `unsaved`.
+
+        Raises:
+            CheckpointError: the model changes attributes that would not move.
+        """
+        self.check_savable()
+        if unsaved := self.unsaved(movable):
             raise CheckpointError(
                 f"the model changes {listed(unsaved)} in forward, which cannot be moved when nodes leave and join: "
                 "make it a buffer (register_buffer), or define get_extra_state and set_extra_state"
             )
 
+    # The state of rows
+
     def extra_states(self, rows: Iterable[int]) -> list[dict[str, Any]]:
         """Return, for each row, module path → result of `get_extra_state()`, for modules that define this method."""
         return [{p: m.get_extra_state() for p, m in with_extra_state(self.of_row(row).model)} for row in rows]
 
-    def set_extra_states(self, rows: Sequence[int], states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the output of `extra_states`, in a resumed run or after rows have moved."""
-        self._restored.update(zip(rows, states, strict=True))
-        for row, state in zip(rows, states, strict=True):
-            if row == 0 or row in self._of_nodes:
-                self.of_row(row)._set_extra_state(state)
+    def attributes(self, rows: Iterable[int]) -> list[dict[str, Any]]:
+        """Return, for each row, path → value of the plain attributes that differ from those before the first step.
 
-    def _set_extra_state(self, state: Mapping[str, Any]) -> None:
-        for path, value in state.items():
-            self.model.get_submodule(path).set_extra_state(value)
+        Tensors that the first step alone has set belong to what this step noted in flags, and come along. Where these
+        are buffers, which a resumed run has to make again, the flags of their module are left out.
+        """
+        now, after = self.contents, self._after_first_step or {}
+        made = {path for path in changed(self._before, now) if now[path] == after.get(path)}
+        buffers = [
+            (o.path, name)
+            for o in self.owners()
+            if isinstance(o.value, nn.Module)
+            for name in tensor_tables(o.value)[1]
+        ]
+        again = {path for path, name in buffers if f"{path}.{name}" in made}
+        left_out = {path for path in made if path.rpartition(".")[0] in again}
+        found: dict[int, dict[str, Any]] = {}
+
+        def of(own: Objective) -> dict[str, Any]:
+            if id(own) not in found:
+                plain, values = plain_values(own.owners()), plain_values(own.owners(), tensors=True)
+                paths = [path for path in changed(self._before, own.contents) if path not in left_out]
+                found[id(own)] = {path: values[path] for path in paths if path in plain or path in values.keys() & made}
+            return copy.deepcopy(found[id(own)])
+
+        return [of(self.of_row(row)) for row in rows]
+
+    def set_states(
+        self, rows: Sequence[int], extra: Sequence[Mapping[str, Any]], attributes: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Restore the outputs of `extra_states` and `attributes`, in a resumed run or after rows have moved.
+
+        Args:
+            attributes: None leaves them as they are.
+        """
+        no_attributes: list[Mapping[str, Any] | None] = [None] * len(rows)
+        states = [*zip(rows, extra, attributes or no_attributes, strict=True)]
+        if self.is_shared and len({content_of(state[1:]) for state in states}) > 1:
+            self.separate()
+        if self.is_shared:
+            states = states[:1]
+            now = (self.extra_states([0])[0], self.attributes([0])[0] if attributes is not None else None)
+            if states and content_of(states[0][1:]) == content_of(now):
+                return
+        for row, own_extra, own_attributes in states:
+            own = self if self.is_shared else self.of_row(row)
+            if own_attributes is not None:
+                own._set_attributes(own_attributes, self._before, self._plain_before)
+            for path, module in with_extra_state(own.model):
+                if path in own_extra:  # a fork's model may have other modules
+                    module.set_extra_state(own_extra[path])
+
+    def _set_attributes(
+        self, values: Mapping[str, Any], before: Mapping[str, bytes], plain_before: Mapping[str, Any]
+    ) -> None:
+        """Set plain attributes to these values, and others that have changed to their values before the first step."""
+        found = self.owners()
+        others = {path for path in changed(before, self.contents) if path not in values} & plain_values(found).keys()
+        set_values(
+            found, {**{p: plain_before[p] for p in others & plain_before.keys()}, **values}, others - before.keys()
+        )
 
     # One call
 

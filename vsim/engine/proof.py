@@ -90,6 +90,8 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         OwnStateError: nodes need Python state of their own; the message names it.
         Exception: the model itself raises an error in the loop.
     """
+    if executor.objective.differs:  # after a resume
+        raise OwnStateError(f"the model cannot be vectorised over nodes: its attributes differ by node — {_LOOP}")
     whole = executor.replicas
     finite = torch.linalg.vector_norm(whole.weights, dim=1).isfinite()
     alive = finite.nonzero().flatten().tolist()  # a diverged run may still have rows here
@@ -97,14 +99,14 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
     apart, objective = [], executor.objective.copied()
     with unwatched(), preserved(whole.weights.device), executor.objective.untouched() as outside:
-        why = ""
-        if evaluating:
-            _, why = _in_loop(executor, objective.copied(), outside, rows, batches)
-            objective.eval()
         reference = objective.copied()
         try:
             with Casts() as casts:
                 loop, own = _in_loop(executor, reference, outside, rows, batches)
+                if evaluating:
+                    objective.eval()
+                    reference = objective.copied()
+                    loop, _ = _in_loop(executor, reference, outside, rows, batches)
         except RuntimeError as error:
             if kept := [*dict(reference.attached())]:
                 raise retold(error, f"{error}. {advice_on(kept)}") from error
@@ -117,7 +119,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 apart.append(compared(executor, ours, theirs))
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
             failure = error
-        if why := _kept_in(objective) or why or own:
+        if why := _kept_in(objective) or own:
             raise OwnStateError(f"the model cannot be vectorised over nodes: {why} — {_LOOP}") from failure
         if isinstance(failure, VmapError):
             raise failure

@@ -26,7 +26,7 @@ from vsim.cluster.state import CheckpointError, owners
 from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
-from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
+from vsim.training.resume import check_declared, fill_rows, python_of, rows_of, set_python, undeclared
 from vsim.training.run import Run
 from vsim.training.stack import Stack
 
@@ -139,7 +139,7 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     """
     stack.optimizers.separate()
     states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
-    python = {run: copy.deepcopy(run.objective.extra_states(run.rows)) for run in stack.runs if run not in moving}
+    python = {run: copy.deepcopy(python_of(run)) for run in stack.runs if run not in moving}
     for run in moving:
         run.collectives.attend(_plan(run).segment(step).nodes, _plan(run).machines(step))
     present = [run for run in stack.runs if run.is_running and run.nodes]
@@ -158,7 +158,7 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
         if rows != run.rows or run in moving:
             stack.place(run, rows)
     for run, own in python.items():
-        run.objective.set_extra_states(run.rows, own)
+        set_python(run, own)
     for run, state in states.items():
         if kept := _kept_view(run):
             raise CheckpointError(
@@ -259,7 +259,7 @@ def _end_round(run: Run) -> None:
     assert run.clients is not None
     replicas, strategy = run.cluster.replicas, run.strategy
     if not run.starts:
-        run.objective.check_portable()
+        run.objective.check_portable(movable=False)  # clients take turns in a row
         run.clients.leave(run.cluster)
         pushed = _statistics_bytes(run) + (0 if strategy.has_global_model() else _shared_bytes(run))
         if pushed:

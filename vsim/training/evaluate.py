@@ -108,8 +108,10 @@ class Evaluator:
         if self.num_examples < 2:
             return math.nan
 
+        loss_fn = self.executor.objective.copied().loss_fn  # which may count
+
         def loss_of_one(model: nn.Module) -> Callable[[Any], Tensor]:
-            objective = Objective(model, self.executor.objective.loss_fn)
+            objective = Objective(model, loss_fn)
             return lambda example: objective(tree_map(lambda t: t[None], example))[0].detach()
 
         def at_once(model: nn.Module, batch: Any) -> Tensor:

@@ -163,7 +163,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         for run in reached:
             run.trial_steps -= 1
             with _own(ensemble, run):
-                if run.trial_steps == 1 and run.is_to_be_moved:
+                if run.trial_steps in (0, 1) and run.is_to_be_moved:
                     with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
                         resume.check_declared(run)
                 saved &= resume.save_if_due(run, stops)

@@ -29,6 +29,8 @@ from vsim.records.history import History
 from vsim.training.callbacks import savable
 from vsim.training.run import Run
 
+PYTHON = "extra state", "attributes"  # names of the Python state of models
+
 
 def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run's state as two maps name → value: state with a row for each node, and state equal on all nodes."""
@@ -38,7 +40,7 @@ def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         **{f"buffer {name}": buffer for name, buffer in cluster.replicas.buffers.items()},
         "streams": run.generators[: len(run.rows)],
         "optimizer": strategy.optim,
-        "extra state": [(state,) for state in run.objective.extra_states(run.rows)],
+        **python_of(run),
     }
     shared: dict[str, Any] = {
         "generator": cluster.generator,
@@ -52,6 +54,18 @@ def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, owner, attribute, placement in _declared(run):
         (stacked if placement == "stacked" else shared)[name] = getattr(owner, attribute)
     return stacked, shared
+
+
+def python_of(run: Run) -> dict[str, Any]:
+    """Return the Python state of the model of each row, as two maps of `_state`."""
+    own = (run.objective.extra_states(run.rows), run.objective.attributes(run.rows))
+    return {name: [(state,) for state in states] for name, states in zip(PYTHON, own, strict=True)}
+
+
+def set_python(run: Run, state: Mapping[str, Any]) -> None:
+    """Restore the output of `python_of`."""
+    extra, attributes = ([own for (own,) in state[name]] if name in state else None for name in PYTHON)
+    run.objective.set_states(run.rows, extra or [{}] * len(run.rows), attributes)
 
 
 def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
@@ -71,7 +85,11 @@ def undeclared(run: Run) -> Contents:
 
 
 def check_declared(run: Run) -> None:
-    """Raise a CheckpointError if undeclared attributes have changed, because a checkpoint would not hold them."""
+    """Raise a CheckpointError if undeclared attributes have changed, because a checkpoint would not hold them.
+
+    The tensors of modules that PyTorch does not register are such attributes of the model.
+    """
+    run.objective.check_savable()
     parts, rows = owners(run.strategy), len(run.rows)
     if found := changed(run.undeclared, undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
@@ -240,7 +258,7 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
     for name, owner, attribute, placement in _declared(run):
         if placement == "stacked":
             setattr(owner, attribute, filled[name])
-    run.objective.set_extra_states(run.rows, [own for (own,) in filled["extra state"]])
+    set_python(run, filled)
 
 
 def made_in_setup(run: Run) -> dict[str, Any]:
@@ -353,7 +371,13 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     for name, owner, attribute, _ in _declared(run):
         if attribute in owner.carried and name in checkpoint.shared:
             setattr(owner, attribute, filler.fill(checkpoint.shared[name], getattr(owner, attribute), name))
-    if len(checkpoint.weights) != run.cluster.num_nodes or run.plan is not None:
+    is_alike = len(checkpoint.weights) == run.cluster.num_nodes and run.plan is None
+    own_rows = rows if is_alike else [0] * len(run.rows)  # otherwise all nodes start from the first one's attributes
+    saved = {
+        name: cut(checkpoint.stacked[name], own_rows, checkpoint.held) for name in PYTHON if name in checkpoint.stacked
+    }
+    set_python(run, {name: filler.fill(own, None, name) for name, own in saved.items()})
+    if not is_alike:
         return
     own = slice(replicas.nodes.start, replicas.nodes.stop)
     before, now = (

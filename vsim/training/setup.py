@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from vsim.arguments import encodable, is_factory, naming
+from vsim.checkpoint.files import Checkpoint
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
@@ -36,6 +37,7 @@ from vsim.data.batches import (
 )
 from vsim.data.partition import Partition
 from vsim.engine import Executor, Settings, VmapExecutor, batched, executor_of
+from vsim.engine.attributes import content_of
 from vsim.engine.machine import settle_vector_functions
 from vsim.engine.memory import check_room, fitting_minibatch, total_bytes
 from vsim.engine.objective import Objective
@@ -52,7 +54,7 @@ from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
 from vsim.training.loop import Ensemble
-from vsim.training.resume import begin_fork, made_in_setup, resume
+from vsim.training.resume import PYTHON, begin_fork, made_in_setup, resume
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 from vsim.training.stack import FewRows, Stack
@@ -210,7 +212,19 @@ def _are_alike(first: Run, other: Run) -> bool:
         and first.minibatch_size == other.minibatch_size
         and batch_shapes(first.batches, one, longest) == batch_shapes(other.batches, two, longest)
         and same_model(one.model, two.model)
+        and _same_python(one.start, two.start)
     )
+
+
+def _same_python(one: Checkpoint | None, two: Checkpoint | None) -> bool:
+    """Return whether one Python object can compute the rows of two runs, or each row has its own in both."""
+    if one is None or two is None:
+        return True
+    distinct = []
+    for start in (one, two):
+        states = [start.stacked[name]["nodes"] for name in PYTHON if name in start.stacked]
+        distinct.append({content_of(state) for state in zip(*states, strict=True)})
+    return any(len(own) > 1 for own in distinct) or distinct[0] == distinct[1]
 
 
 def _stacked(
@@ -225,6 +239,7 @@ def _stacked(
     loss_fn, accuracy = copied(spec.loss_fn, "loss_fn"), copied(spec.accuracy, "accuracy")
     objective = Objective(whole.module, loss_fn, accuracy).to(device)
     objective.originals = tuple(run.spec.model for run in runs)
+    objective.begin()
     # A deterministic run on an accelerator computes all nodes at once, because pieces would depend on free memory.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
