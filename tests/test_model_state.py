@@ -503,6 +503,20 @@ class Masked(Scaled):
         return x * self.mask[: len(x)]
 
 
+class Replacing(Scaled):
+    """Replaces a module in its first call, and notes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.last = "none", nn.Sequential(nn.Identity())
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if self.kind == "none":
+            self.kind, self.last[0] = "tanh", nn.Tanh()
+        out: Tensor = self.last(x)
+        return out
+
+
 SAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "count": (Counter, "loop"),
     "counts": (Positive, "loop"),
@@ -511,6 +525,7 @@ SAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "late": (Late, "vmap"),
     "a tensor": (Centred, "loop"),
     "a buffer": (Masked, "vmap"),
+    "a module": (Replacing, "vmap"),
 }
 
 

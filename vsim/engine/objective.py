@@ -86,6 +86,7 @@ class Objective(nn.Module):
         self._at_first: Objective | None = None  # the source of these copies
         self._before: dict[str, bytes] = {}  # contents of attributes before the first step
         self._plain_before: dict[str, Any] = {}
+        self._modules_before: dict[str, type] = {}
         self._after_first_step: dict[str, bytes] | None = None
         self.warned_of_frozen: list[bool] = []  # [True] after a warning about parameters that `forward` freezes
         self.has_warned = False  # whether a warning about attributes that are not saved was given
@@ -171,6 +172,7 @@ class Objective(nn.Module):
     def begin(self) -> None:
         """Record the attributes before the first step, with which `attributes` and `unsaved` compare later ones."""
         self._before, self._plain_before = self.contents, copy.deepcopy(plain_values(self.owners()))
+        self._modules_before = {path: type(module) for path, module in self.model.named_modules()}
 
     def note(self) -> None:
         """Record the attributes after the first step, for the same purpose."""
@@ -240,7 +242,8 @@ class Objective(nn.Module):
         """Return, for each row, path → value of the plain attributes that differ from those before the first step.
 
         Tensors that the first step alone has set belong to what this step noted in flags, and come along. Where these
-        are buffers, which a resumed run has to make again, the flags of their module are left out.
+        are buffers, which a resumed run has to make again, the flags of their module are left out; where forward has
+        replaced modules, all flags.
         """
         now, after = self.contents, self._after_first_step or {}
         made = {path for path in changed(self._before, now) if now[path] == after.get(path)}
@@ -251,7 +254,8 @@ class Objective(nn.Module):
             for name in tensor_tables(o.value)[1]
         ]
         again = {path for path, name in buffers if f"{path}.{name}" in made}
-        left_out = {path for path in made if path.rpartition(".")[0] in again}
+        replaced = {path: type(module) for path, module in self.model.named_modules()} != self._modules_before
+        left_out = {path for path in made if replaced or path.rpartition(".")[0] in again}
         found: dict[int, dict[str, Any]] = {}
 
         def of(own: Objective) -> dict[str, Any]:
