@@ -42,6 +42,7 @@ from vsim import (
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.cluster.plan import Round
+from vsim.engine import VmapExecutor
 from vsim.models import MLP
 from vsim.strategy import (
     AloneStrategy,
@@ -392,6 +393,34 @@ def test_runs_resume_where_nodes_come_and_go(tmp_path: Path) -> None:
         assert_same_comparison(compared(STRATEGIES, resume=True, **own), whole)
     with refused(vsim.CheckpointError, "participation"):
         compared(STRATEGIES, resume=True, **{**own, "participation": Schedule({0: [0, 2, 3], 5: [0, 1]})})
+
+
+def test_a_run_that_resumes_validates_in_the_same_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if fewer nodes are present then: kernels may round a call of other shapes differently."""
+    sizes, vmapped = list[int](), VmapExecutor._vmapped
+
+    def noted(
+        self: VmapExecutor, of_node: Any, lowering: Any, size: int, *parts: Any, batch_of_all: bool = False
+    ) -> Any:
+        sizes.extend([size] if batch_of_all else [])
+        return vmapped(self, of_node, lowering, size, *parts, batch_of_all=batch_of_all)
+
+    monkeypatch.setattr(VmapExecutor, "_vmapped", noted)
+    options: dict[str, Any] = {"num_nodes": 4, "val_interval": 1, "progress": False, "strategy": FedAvgStrategy(H=9)}
+    found = []
+    for plan in (Schedule({0: range(4), 3: [1, 2]}), Schedule({0: [0], 3: range(4), 5: [1, 2]})):
+        options |= {"participation": plan, "save_dir": tmp_path / str(len(found))}
+        trainer = vsim.Trainer(small_mlp(), vectors(), vectors())
+        trainer.fit(**options, max_steps=6)
+        first, sizes[:] = [*sizes], []
+        trainer.fit(**options, max_steps=8, resume=True)
+        found.append((first, [*sizes]))
+        sizes.clear()
+        trainer.fit(**options | {"save_dir": None}, max_steps=8)
+        assert [*found[-1][0], *found[-1][1]] == sizes
+        sizes.clear()
+    # One model before the first step; then the present nodes and the global model, at most four in a call.
+    assert found[0] == ([1, *3 * [4, 1], 3, 3, 3], [3, 3])
 
 
 @pytest.mark.parametrize("plan", [Sample(3, of=5), Schedule({0: [0, 1], 7: [1, 2]})], ids=repr)

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vsim
-from vsim import Compute, Network, Trainer
+from vsim import Compute, Network, Schedule, Trainer
 from vsim.cluster.randomness import NODE, fingerprints, generator
 from vsim.cluster.replicas import Replicas
 from vsim.engine import AutoExecutor, LoopExecutor, Settings, VmapError, VmapExecutor
@@ -115,6 +116,18 @@ def test_a_wrong_rule_is_found(wrong: str) -> None:
     np.testing.assert_array_equal(ours.history.node_losses, by_loop.history.node_losses)
     for name, tensor in ours.model.state_dict().items():
         assert torch.equal(tensor, by_loop.model.state_dict()[name])
+
+
+def test_the_loop_validates_what_it_trains() -> None:
+    """Also if fewer nodes than there are rows were present when the proof failed."""
+    losses = []
+    for executor in ("auto", "loop"):
+        trainer = Trainer(Wrong(_Forward), vectors(), vectors())
+        with warned("continues with 'loop'") if executor == "auto" else nullcontext():
+            plan = Schedule({0: [0, 1]})
+            trainer.fit(strategy=ROWS, **OPTIONS, executor=executor, participation=plan, val_interval=2)
+        losses.append(trainer.history["local_loss"])
+    np.testing.assert_array_equal(losses[0][1:], losses[1][1:])
 
 
 class Bent(_Forward):

@@ -64,7 +64,7 @@ class AutoExecutor(Executor):
         self.decision = known.setdefault(id((*self.objective.originals, self.objective.model)[0]), Decision())
         if self.decision.kind is None:
             self._decide()
-        self.chosen = self._made()
+        self._chosen = self._made()
 
     def _decide(self) -> None:
         fast: type[Executor] = CompiledExecutor if self.settings.compile else VmapExecutor
@@ -78,9 +78,14 @@ class AutoExecutor(Executor):
             self.decision.kind = fast
 
     @property
+    def chosen(self) -> Executor:
+        """The executor of the decision, which all executors for the model share and any of them may change."""
+        if self._chosen.__class__ is not self.decision.kind:
+            self._chosen = self._made()
+        return self._chosen
+
+    @property
     def name(self) -> str:  # type: ignore[override]
-        if self.chosen.__class__ is not self.decision.kind:  # another executor has changed the shared decision
-            self.chosen = self._made()
         return self.chosen.name
 
     @property
@@ -110,8 +115,6 @@ class AutoExecutor(Executor):
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
         """Prove the executor for stacked batches shaped like `batch`, or choose a simpler executor."""
-        if self.chosen.__class__ is not self.decision.kind:
-            self.chosen = self._made()
         if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
             return
         shapes, proofs, step = shapes_of(batch), self.decision.proofs, self.settings.position.step
@@ -154,7 +157,6 @@ class AutoExecutor(Executor):
 
     def _choose(self, kind: type[Executor], why: str) -> None:
         self.decision.kind, self.decision.why = kind, why
-        self.chosen = self._made()
 
     def _made(self) -> Executor:
         assert self.decision.kind is not None

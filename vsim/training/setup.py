@@ -255,9 +255,11 @@ def _stacked(
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
         run.cluster.gradient_at = partial(stack.gradient_at, run)
     stack.compute_first(runs)
+    engine = (
+        stack.executor
+    )  # of all rows, so that validation makes the same calls whoever is present when a run resumes
     if spec.participation is not None:  # all runs of the stack then have a plan, and start at the same step
         arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
-    engine = stack.executor
     _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
     for run in runs:
@@ -272,7 +274,7 @@ def _stacked(
     if spec.max_memory_usage is not None and runs[0].done < steps:
         batch = next(stack.batches)
         stack.batches = itertools.chain([batch], stack.batches)
-        minibatch_size = _fitting_minibatch(spec, runs, engine, batch)
+        minibatch_size = _fitting_minibatch(spec, runs, stack.executor, batch)
     for run in runs:
         run.minibatch_size = minibatch_size
     # Evaluation keeps no activations, so more examples fit at once than in training.
