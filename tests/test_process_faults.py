@@ -499,7 +499,8 @@ def test_hooks_progress_warnings_and_threads(
     def act(run: Any) -> None:
         if run.done == 2:
             rank, threads = dist.get_rank(), torch.get_num_threads()
-            line = f"{rank} {threads} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']}\n"
+            kernels = torch.backends.cpu.get_cpu_capability()
+            line = f"{rank} {threads} {os.environ['OMP_NUM_THREADS']} {os.environ['GLOO_SOCKET_IFNAME']} {kernels}\n"
             os.write(1, line.encode())  # in one go: the nodes share where it goes
             warnings.warn("one warning of all nodes", UserWarning, stacklevel=1)
             atexit.register((tmp_path / f"ended {rank}").touch)
@@ -519,7 +520,8 @@ def test_hooks_progress_warnings_and_threads(
     assert shown == [4, *["step"] * 4, "closed"] and len(issued) == 1
     printed = capfd.readouterr()
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    assert sorted(printed.out.splitlines()) == [f"{rank} 2 2 {loopback}" for rank in range(2)]
+    kernels = torch.backends.cpu.get_cpu_capability()
+    assert sorted(printed.out.splitlines()) == [f"{rank} 2 2 {loopback} {kernels}" for rank in range(2)]
     assert printed.err == "" and len([*tmp_path.glob("ended *")]) == 2  # they have ended by themselves
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,17 @@ def unusual_settings() -> Iterator[None]:
     )
     yield
     apply_torch_settings(before)
+
+
+def write_kernels(file: Path) -> None:
+    file.write_text(f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}")
+
+
+def test_processes_compute_with_the_kernels_of_the_one_that_starts_them(tmp_path: Path) -> None:
+    """Which a user, and `.ci/cpus`, chooses by environment variables."""
+    assert forked.ended(forked.started(write_kernels, tmp_path / "there")) == 0
+    write_kernels(tmp_path / "here")
+    assert (tmp_path / "there").read_text() == (tmp_path / "here").read_text()
 
 
 class Reports(MLP):
