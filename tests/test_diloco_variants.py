@@ -34,6 +34,7 @@ from vsim.strategy import (
     OptimSpec,
     PostLocal,
     Seconds,
+    SimpleReduceStrategy,
     SparseLoCoStrategy,
     Strategy,
     TopK,
@@ -138,7 +139,7 @@ def test_what_travels_are_the_bytes_that_are_billed(monkeypatch: pytest.MonkeyPa
 def test_a_parameter_without_entries_changes_nothing(strategy: Strategy) -> None:
     models, gradients = (Parameters((4, 3), (10,)), Parameters((4, 3), (10,), (3, 0), (0,))), normal(4, 2, 22)
     without, with_it = (driven(strategy, model, gradients) for model in models)
-    assert torch.equal(with_it.cluster.weights, without.cluster.weights)
+    torch.testing.assert_close(with_it.cluster.weights, without.cluster.weights)
     assert [*with_it.ledger] == [*without.ledger]
 
 
@@ -190,7 +191,7 @@ def test_muloco_is_diloco_with_that_optimizer_inside(average: Any) -> None:
             DiLoCoStrategy(H=3, inner_optim=inner, outer_optim=outer, average=average),
         )
     )
-    assert torch.equal(weights(ours), weights(theirs))
+    torch.testing.assert_close(weights(ours), weights(theirs))
 
 
 def test_muloco_s_optimizers() -> None:
@@ -266,7 +267,7 @@ def test_the_sum_is_limited_and_without_gate_and_limit_it_is_diloco_with_its_ave
             DiLoCoStrategy(UNIT, UNIT, H=1, average=edit()),
         )
     )
-    assert torch.equal(free, diloco)
+    torch.testing.assert_close(free, diloco)
     start = nn.utils.parameters_to_vector(net.parameters()).detach()
     assert float((limited - start).norm()) == pytest.approx(0.1, rel=1e-4)
     torch.testing.assert_close((limited - start) / 0.1, (free - start) / (free - start).norm(), rtol=1e-4, atol=1e-5)
@@ -313,6 +314,14 @@ def test_gpa_of_one_node_is_a_plain_loop() -> None:
     assert trainer.strategy is not None
     for held, module in ((common.weights(trainer)[0], y), (trainer.strategy.global_weights(), x)):
         torch.testing.assert_close(held, nn.utils.parameters_to_vector(module.parameters()).detach())
+
+
+def test_gpa_without_an_average_is_allreduce() -> None:
+    gpa, allreduce = (
+        driven(strategy, Parameters((3,), (4, 2)), normal(5, 3, 11)).cluster.weights
+        for strategy in (GPAStrategy(ADAMW, mu_x=0.0, mu_y=0.7), SimpleReduceStrategy(ADAMW))
+    )
+    torch.testing.assert_close(gpa, allreduce)
 
 
 def test_what_gpa_evaluates_is_the_average() -> None:

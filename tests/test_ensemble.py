@@ -472,7 +472,8 @@ def test_rows_of_those_that_left_are_gone() -> None:
     list(run.steps())
     list(own.steps())
     assert [len(stack.executor.replicas.weights) for stack in run.stacks] == [2]
-    assert torch.equal(run.runs[2].cluster.weights, own.runs[0].cluster.weights)
+    # Calls of eight rows and of two; a hundredth of one of Adam's steps.
+    torch.testing.assert_close(run.runs[2].cluster.weights, own.runs[0].cluster.weights, rtol=0, atol=1e-4)
     assert [m.done for m in run.runs] == [3, 3, 6, 3]
 
 

@@ -48,7 +48,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         staleness: the weight w(s): "sqrt" for 1 / √(1 + s), "none" for 1, or a function of s with values of at least 0.
         buffer: arrivals per outer step, at least 1. Default: 1.
         patience: arrivals per outer step, at most K, in place of `buffer`: workers then wait for the outer step. With
-            math.inf, all workers wait for each other: this is DiLoCo, bitwise in a deterministic run.
+            math.inf, all workers wait for each other: this is DiLoCo, up to rounding.
         average: merges the w(s_k) (φ_k − θ_k); see `vsim.strategy.average`. Messages arrive one by one and cannot be
             compressed.
         options: see `Algorithm`.
@@ -113,7 +113,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
         share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
-            # All nodes pulled the same φ: sum in the same order as DiLoCo, for bitwise equal results.
+            # All nodes pulled the same φ: take the mean first, as DiLoCo does, so that both round alike.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)
         else:
             moved = torch.stack([w * (phi - theta) for w, phi, theta in zip(share, taken, weights, strict=True)])
