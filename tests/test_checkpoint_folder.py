@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from errors import refused, warned
 from resumed import assert_same_run, fit, trainer_of
@@ -169,7 +170,8 @@ def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_pat
     with warned("step-00000004.safetensors", "torn", "using step-00000002.safetensors"):
         resumed = compared(save_dir=tmp_path, resume="auto", max_steps=8, callbacks=callback)
     for name, run in straight.items():
-        assert (run.history.node_losses == resumed[name].history.node_losses).all()
+        # Steps 3 and 4 of FedAvg were computed without the others' rows.
+        np.testing.assert_allclose(run.history.node_losses, resumed[name].history.node_losses, rtol=1e-5)
     alone, together = [("FedAvg", 3), ("FedAvg", 4)], [(name, step) for step in range(5, 9) for name in straight]
     assert steps[:2] == alone and sorted(steps[2:]) == sorted(together)
     for path in (tmp_path / "DiLoCo").glob("step-*"):

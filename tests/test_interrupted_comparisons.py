@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from separate import small_mlp, vectors
@@ -186,7 +187,8 @@ def test_any_moment(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resumed = compared(together=together, save_dir=folder, resume=True)
         assert outcomes(resumed) == 4 * ["ended"], (number, found)
         for name, one in straight.items():
-            assert (one.history.node_losses == resumed[name].history.node_losses).all()
+            # Runs that were behind were computed without the others' rows.
+            np.testing.assert_allclose(one.history.node_losses, resumed[name].history.node_losses, rtol=1e-5)
 
 
 def test_a_run_that_is_not_concluded_is_not_saved_as_ended(tmp_path: Path) -> None:

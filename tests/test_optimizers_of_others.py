@@ -20,6 +20,7 @@ from separate import (
     Communication,
     shard_batches,
     small_mlp,
+    stacked_weights,
     train_separately,
     vectors,
 )
@@ -156,8 +157,9 @@ class OuterStep(Communication):
 
     def after_step(self, models: list[nn.Module], step: int) -> None:
         if step % self.H == 0:
-            for p, *own in zip(self.outer.parameters(), *(m.parameters() for m in models), strict=True):
-                p.grad = p - torch.stack(own).mean(0)
+            parameters, mean = [*self.outer.parameters()], stacked_weights(models).mean(0)  # of one message
+            for p, own in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+                p.grad = p - own.view_as(p)
             self.optim.step()
             for model in models:
                 model.load_state_dict(self.outer.state_dict())
