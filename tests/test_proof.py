@@ -125,7 +125,7 @@ def test_the_loop_validates_what_it_trains() -> None:
         trainer = Trainer(Wrong(_Forward), vectors(), vectors())
         with warned("continues with 'loop'") if executor == "auto" else nullcontext():
             plan = Schedule({0: [0, 1]})
-            trainer.fit(strategy=ROWS, **OPTIONS, executor=executor, participation=plan, val_interval=2)
+            trainer.fit(strategy=Strategy(), **OPTIONS, executor=executor, participation=plan, val_interval=2)
         losses.append(trainer.history["local_loss"])
     np.testing.assert_array_equal(losses[0][1:], losses[1][1:])
 
