@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ Floats = NDArray[np.float64]
 COLUMNS = ("strategy", "parameters", "seed", "loss")
 # The probability at which an order is decided; and how many orders, each seen at two sizes, a probability needs.
 CALLED, FEWEST = 0.9, 20
+# p-values: of two strategies at one size, below which seeds tell them apart; and of lack of fit, below which the means
+# of sizes scatter about the line by more than seeds do.
+_TOLD, _LACK_OF_FIT = 0.05, 0.1
 # A target beyond the largest measured size by more than this factor is called extrapolated.
 FAR = 100
 # The rate at which orders are lost, per factor of ten in size: a grid of values, and the rate's exponential prior, with
@@ -36,7 +39,8 @@ class AtSize:
     Attributes:
         parameters: the size. seeds: number of seeds with which both have a loss. difference: the mean. low, high: its
             95 % interval.
-        sureness: 2 P(the first has the higher loss) − 1, from −1 (it is better) to 1; ±1 if one seed allows no test.
+        sureness: 2 P(the first has the higher loss) − 1, from −1 (it is better) to 1; ±1 if one seed allows no test,
+            so that an order of single seeds is called only if it is the same at all sizes.
     """
 
     parameters: float
@@ -49,7 +53,7 @@ class AtSize:
     @property
     def is_decided(self) -> bool:
         """Whether seeds tell the two apart at this size (p ≤ 0.05)."""
-        return abs(self.sureness) >= 0.95
+        return abs(self.sureness) >= 1 - _TOLD
 
     def reversed(self) -> AtSize:
         """Return the difference with the two strategies exchanged."""
@@ -58,13 +62,18 @@ class AtSize:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two strategies: `ahead` has the lower loss at the target by the trend. Differences are of log loss.
+    """Two strategies: `ahead` has the lower loss at the target. Differences are of log loss.
 
     Attributes:
-        sizes: how they differ at each measured size. difference, low, high: the trend at the target, ahead − behind,
-            with its 95 % interval. slope: change of the difference with a tenfold size; slope_low, slope_high: its
-            interval. by_trend: P(ahead has the lower loss at the target), if the trend continues. probability:
-            `by_trend`, shrunk towards 1/2 by how well orders held from size to size; NaN if too few orders were seen.
+        sizes: how they differ at each measured size. difference, low, high: ahead − behind at the target, with its 95 %
+            interval: measured there or, at a size that was not measured, by the trend. slope: change of the difference
+            with a tenfold size; slope_low, slope_high: its interval.
+        by_trend: P(ahead has the lower loss at the target) by the seeds there or, elsewhere, if the trend continues.
+        probability: `by_trend`, shrunk towards 1/2 by how well orders held from size to size; NaN if the measurements
+            give none.
+        measured: whether the target is a size at which both were measured.
+        turn: the size where the trend changes the order, between the target and a measured size next to it; else NaN.
+        why: why the order is not decided; "" if it is.
     """
 
     ahead: str
@@ -78,41 +87,32 @@ class Pair:
     slope_high: float
     by_trend: float
     probability: float
+    measured: bool
+    turn: float
+    why: str
 
     @property
     def decided(self) -> bool:
-        """Whether the order has a probability of at least 90 %."""
-        return self.probability >= CALLED
+        """Whether the order is decided.
+
+        At a measured size, seeds tell the strategies apart (p ≤ 0.05). Elsewhere, the order has a probability of at
+        least 90 %, was seen at the measured sizes next to the target, and does not flip between measured sizes.
+        """
+        return not self.why
 
     @property
     def flips(self) -> list[tuple[float, float]]:
         """Pairs of neighbouring sizes at which seeds tell the strategies apart, but in opposite orders."""
-        decided = [at for at in self.sizes if at.is_decided]
-        return [(a.parameters, b.parameters) for a, b in pairwise(decided) if a.sureness * b.sureness < 0]
-
-    @property
-    def turn(self) -> float:
-        """The size beyond the largest measured one where the trend changes the order; NaN if it does not."""
-        last = self.sizes[-1]
-        if last.difference * self.difference >= 0 or not self.slope:
-            return math.nan
-        return float(last.parameters * 10 ** max(0.0, -self._trend_at(last.parameters) / self.slope))
-
-    def _trend_at(self, parameters: float) -> float:
-        x = np.log10([at.parameters for at in self.sizes])
-        seeds = np.array([at.seeds for at in self.sizes])
-        mean = np.average([at.difference for at in self.sizes], weights=seeds)
-        return float(mean + self.slope * (math.log10(parameters) - np.average(x, weights=seeds)))
+        return _flips(self.sizes)
 
     def __str__(self) -> str:
-        said = [f"{self.ahead} before {self.behind}" if self.decided else f"{self.ahead} or {self.behind}: not decided"]
-        if not math.isnan(self.probability):
-            said.append(f"{_chance(self.probability)} that {self.ahead} is ahead")
-        return "; ".join([*said, *self._notes()])
+        said = f"{self.ahead} before {self.behind}" if self.decided else f"{self.ahead} or {self.behind}"
+        chance = "" if math.isnan(self.probability) else f"{_chance(self.probability)} that {self.ahead} is ahead"
+        return "; ".join(filter(None, [said, chance, self._verdict()]))
 
-    def _notes(self) -> list[str]:
-        said = [f"flips between {in_short(low)} and {in_short(high)}" for low, high in self.flips]
-        return said if math.isnan(self.turn) else [*said, f"the trend turns at about {in_short(self.turn)}"]
+    def _verdict(self) -> str:
+        verdict = f"not decided: {self.why}" if self.why else "measured" if self.measured else "holds"
+        return "; ".join([verdict, *([_said_of(self.flips)] if self.measured and self.flips else [])])
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,7 +125,8 @@ class Order:
         cases: how often two strategies have an order at a size and at a larger one. held: how often both agree.
         kept: the share of the distance of `Pair.by_trend` from 1/2 that `Pair.probability` keeps.
         left_out: name → sizes at which one of the strategy's runs has no loss. The trend leaves these sizes out, and
-            may flatter the strategy.
+            may flatter the strategy. silent: name → sizes at which the strategy never communicated, although it did at
+            others: it trained too few steps for its first sync. The trend leaves these sizes out, too.
     """
 
     to: float
@@ -136,6 +137,7 @@ class Order:
     cases: int
     kept: float
     left_out: Mapping[str, Sequence[float]]
+    silent: Mapping[str, Sequence[float]]
 
     @property
     def factor(self) -> float:
@@ -161,35 +163,35 @@ class Order:
         return found[0]
 
     def probability(self, one: str, other: str) -> float:
-        """Return P(the loss of one is lower than that of the other at the target); NaN if too few orders were seen."""
+        """Return P(the loss of one is lower than that of the other at the target); NaN if there is none."""
         pair = self.pair(one, other)
         return pair.probability if pair.ahead == one else 1 - pair.probability
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per pair: ahead, behind, differences and slope with intervals, probability, decided."""
+        """Return one row per pair: ahead, behind, differences and slope with intervals, probability, decided, why."""
         import pandas
 
         columns = ("ahead", "behind", "difference", "low", "high", "slope", "slope_low", "slope_high", "probability")
-        rows = [{**{c: getattr(pair, c) for c in columns}, "decided": pair.decided} for pair in self.pairs]
-        return pandas.DataFrame(rows, columns=[*columns, "decided"])
+        rows = [{c: getattr(pair, c) for c in (*columns, "decided", "why")} for pair in self.pairs]
+        return pandas.DataFrame(rows, columns=[*columns, "decided", "why"])
 
     def table(self, format: str = "simple") -> str:
         """Return a text table by pair: differences at each size, the trend at the target, and the probability."""
-        header = ["ahead", "behind", *map(in_short, self.sizes), f"trend at {in_short(self.to)}", "P", "order"]
+        header = ["ahead", "behind", *map(in_short, self.sizes), f"at {in_short(self.to)}", "P", "order"]
         rows = []
         for pair in self.pairs:
             by_size = {at.parameters: f"{_relative(at.difference)}{'' if at.is_decided else ' †'}" for at in pair.sizes}
             trend = f"{_relative(pair.difference)} ({_relative(pair.low)} to {_relative(pair.high)})"
-            verdict = "; ".join(["holds" if pair.decided else "not decided", *pair._notes()])
             own = [by_size.get(size, "–") for size in self.sizes]
-            rows.append([pair.ahead, pair.behind, *own, trend, _chance(pair.probability), verdict])
+            rows.append([pair.ahead, pair.behind, *own, trend, _chance(pair.probability), pair._verdict()])
         return with_notes(aligned(rows, header, format), self.notes(), format)
 
     def headline(self) -> str:
         """Return the target, its distance from the measured sizes, and the strategies in their order."""
         first = "extrapolated: " if self.factor > FAR else ""
         far = f"{self.factor:,.0f}" if self.factor >= 10 else f"{self.factor:.2g}"
-        where = f"{far} × the largest measured size" if self.factor > 1 else "not beyond the measured sizes"
+        within = "a measured size" if self.to in self.sizes else "not beyond the measured sizes"
+        where = f"{far} × the largest measured size" if self.factor > 1 else within
         names = [self.names[0]] if self.names else []
         for one, other in pairwise(self.names):
             names += [" < " if self.pair(one, other).decided else " ? ", other]
@@ -202,13 +204,17 @@ class Order:
         if any(not at.is_decided for pair in self.pairs for at in pair.sizes):
             said.append("† not told apart by these seeds (p > 0.05)")
         known = f"of {self.cases} orders of two strategies at one size, {self.held} held at a larger one"
-        if self.factor > 1 and self.cases < FEWEST:
+        if math.isnan(self.kept):
             said.append(f"{known}: too few for a probability, which takes {FEWEST}")
+        elif all(pair.measured for pair in self.pairs):
+            said.append(f"measured at {in_short(self.to)}: decided where seeds tell two strategies apart (p ≤ {_TOLD})")
         else:
             kept = f", which leaves {self.kept:.0%} of the distance from 50 %" if self.factor > 1 else ""
             said.append(f"{known}{kept}; an order holds where P is at least {CALLED:.0%}")
         for name, sizes in self.left_out.items():
             said.append(f"{name}: runs without a loss at {', '.join(map(in_short, sizes))} are left out")
+        for name, sizes in self.silent.items():
+            said.append(f"{name}: never communicated at {', '.join(map(in_short, sizes))}, which is left out")
         return said
 
     def _repr_html_(self) -> str:
@@ -223,17 +229,24 @@ class Order:
 def order(frame: Any, to: float) -> Order:
     """Return the order of strategies at a size, from their losses at other sizes.
 
-    For each pair of strategies, fit a line to the differences of log loss with equal seeds, against log size. Its error
-    at the target is the larger of two estimates: from all residuals (at least the spread over seeds), and from separate
-    lines for each seed. P follows from Student's t of the line at the target; a bootstrap of three seeds would have
-    only ten different draws. P then shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is
-    estimated, with a prior, from orders at measured sizes that did or did not hold at a larger size, weighted by how
-    surely seeds tell the two apart. Orders of k strategies at S sizes share their runs, and count as (k − 1)(S − 1)
-    independent cases.
+    At a measured size, the measurement answers: the t-test over seeds, with the spread of all sizes. For any other
+    size, a line is fitted to the differences of log loss with equal seeds, against log size. Its error at the target is
+    the larger of two estimates: from all residuals (at least the spread over seeds), and from separate lines for each
+    seed. Seeds of one size share what was tuned or rounded there. Where the means of sizes scatter about the line by
+    more than seeds do (F test of lack of fit, p ≤ 0.1), each size therefore counts as one point, whatever its seeds.
+
+    P follows from Student's t of the line at the target; a bootstrap of three seeds would have only ten different
+    draws. P then shrinks towards 1/2 by exp(−rate · log10(to / largest size)). The rate is estimated, with a prior,
+    from orders at measured sizes that did or did not hold at a larger size, weighted by how surely seeds tell the two
+    apart. Orders of k strategies at S sizes share their runs, and count as (k − 1)(S − 1) independent cases.
+
+    A line cannot know where an order changes. So a pair has no probability if its order at the target was not seen at
+    the measured sizes next to the target, or if it flips between two sizes at which seeds tell it.
 
     Args:
         frame: columns "strategy", "parameters", "seed" and "loss", a row per run: a DataFrame, or a dict of lists. NaN
-            is the loss of a run that diverged or failed.
+            is the loss of a run that diverged or failed. With a column "wire_bytes", sizes at which a strategy never
+            communicated are left out, if it did at others.
         to: parameters of the target.
 
     Raises:
@@ -248,7 +261,10 @@ def order(frame: Any, to: float) -> Order:
         name: [size for size, runs in own.items() if not all(map(math.isfinite, runs.values()))]
         for name, own in losses.items()
     }
-    fits = {pair: _fitted(losses[pair[0]], losses[pair[1]], sizes, to) for pair in combinations(losses, 2)}
+    silent = silent_sizes(frame)
+    for name, without in silent.items():
+        losses[name] = {size: runs for size, runs in losses[name].items() if size not in without}
+    fits = {(a, b): _fitted(losses[a], losses[b], sizes, to) for a, b in combinations(losses, 2)}
     cases = [
         (math.log10(t.parameters / s.parameters), s.sureness * t.sureness)
         for fit in fits.values()
@@ -259,7 +275,7 @@ def order(frame: Any, to: float) -> Order:
     kept = _kept(cases, beyond, (len(losses) - 1) * (len(sizes) - 1))
     if beyond and len(cases) < FEWEST:
         kept = math.nan
-    pairs = [_ranked(one, other, fit, kept) for (one, other), fit in fits.items()]
+    pairs = [_ranked(one, other, fit, to, kept, len(cases)) for (one, other), fit in fits.items()]
     score = dict.fromkeys(losses, 0.0)
     for pair in pairs:
         gap = 0.0 if math.isnan(pair.difference) else pair.difference
@@ -269,7 +285,25 @@ def order(frame: Any, to: float) -> Order:
     place = {name: i for i, name in enumerate(names)}
     pairs.sort(key=lambda pair: sorted((place[pair.ahead], place[pair.behind])))
     left_out = {name: own for name, own in lacking.items() if own}
-    return Order(to, sizes, pairs, names, sum(agree > 0 for _, agree in cases), len(cases), kept, left_out)
+    held = sum(agree > 0 for _, agree in cases)
+    return Order(to, sizes, pairs, names, held, len(cases), kept, left_out, silent)
+
+
+def silent_sizes(frame: Any) -> dict[str, list[float]]:
+    """Return name → sizes at which no run of the strategy sent a byte, for strategies that did at other sizes.
+
+    Such runs were too short for the strategy's first sync, and say nothing about it.
+    """
+    if "wire_bytes" not in frame:
+        return {}
+    sent: dict[str, dict[float, float]] = {}
+    for name, size, own in zip(
+        *(list(frame[column]) for column in ("strategy", "parameters", "wire_bytes")), strict=True
+    ):
+        by_size = sent.setdefault(str(name), {})
+        by_size[float(size)] = max(by_size.get(float(size), 0.0), float(own))
+    found = {name: sorted(size for size, own in by_size.items() if not own) for name, by_size in sent.items()}
+    return {name: sizes for name, sizes in found.items() if sizes and len(sizes) < len(sent[name])}
 
 
 def in_short(parameters: float) -> str:
@@ -309,20 +343,54 @@ def _by_strategy(frame: Any) -> dict[str, dict[float, dict[int, float]]]:
     return found
 
 
+def _flips(sizes: Sequence[AtSize]) -> list[tuple[float, float]]:
+    decided = [at for at in sizes if at.is_decided]
+    return [(a.parameters, b.parameters) for a, b in pairwise(decided) if a.sureness * b.sureness < 0]
+
+
+def _said_of(flips: Sequence[tuple[float, float]]) -> str:
+    return ", ".join(f"flips between {in_short(low)} and {in_short(high)}" for low, high in flips)
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """A value, its standard error, and the degrees of freedom of the error."""
+
+    value: float = math.nan
+    error: float = math.nan
+    freedom: int = 0
+
+    @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval."""
+        from scipy.special import stdtrit
+
+        return self.error * float(stdtrit(self.freedom, 0.975)) if self.freedom else math.nan
+
+    @property
+    def sureness(self) -> float:
+        """2 P(the true value is above 0) − 1; ±1 where nothing tells the error, or there is none."""
+        from scipy.special import stdtr  # of Student's t; scipy.stats takes long to load, and for single numbers
+
+        if not self.error > 1e-12 * abs(self.value):
+            return float(np.sign(self.value))
+        return float(2 * stdtr(self.freedom, self.value / self.error) - 1)
+
+
 @dataclass(frozen=True)
 class _Fit:
-    """The differences of a pair at each size, and the line through them: its value at the target, and its slope."""
+    """How a pair differs at each size; the difference at the target; and the slope of the line through the sizes."""
 
     sizes: list[AtSize]
-    at_target: tuple[float, float]  # the mean, and its standard error
-    slope: tuple[float, float]
-    freedom: int
+    at_target: _Estimate
+    slope: _Estimate
+    measured: bool  # whether the target is a size whose seeds give the difference there
 
 
 def _fitted(
     one: Mapping[float, Mapping[int, float]], other: Mapping[float, Mapping[int, float]], sizes: list[float], to: float
 ) -> _Fit:
-    from scipy.stats import t
+    from scipy.special import fdtrc  # of Fisher's F
 
     apart: dict[float, dict[int, float]] = {}
     for size in sizes:
@@ -332,57 +400,85 @@ def _fitted(
             apart[size] = found
     means = {size: float(np.mean([*own.values()])) for size, own in apart.items()}
     spread = [value - means[size] for size, own in apart.items() for value in own.values()]
-    inside = len(spread) - len(apart)  # degrees of freedom
-    noise = math.sqrt(float(np.square(spread).sum()) / inside) if inside else math.nan
-    at_sizes = []
-    for size, own in apart.items():
-        error, mean = noise / math.sqrt(len(own)), means[size]
-        sure = float(np.sign(mean)) if not error > 1e-12 * abs(mean) else float(2 * t.cdf(mean / error, inside) - 1)
-        half = error * float(t.ppf(0.975, inside)) if inside else math.nan
-        at_sizes.append(AtSize(size, len(own), mean, mean - half, mean + half, sure))
-    nothing = math.nan, math.nan
-    if len(apart) < 2:
-        return _Fit(at_sizes, nothing, nothing, 0)
-    x, d, seeds = np.array([(math.log10(s), v, k) for s, own in apart.items() for k, v in own.items()]).T
-    middle = x.mean()
+    inside, within = len(spread) - len(apart), float(np.square(spread).sum())  # degrees of freedom, sum of squares
+    noise = within / inside if inside else math.nan
+    measured = {size: _Estimate(means[size], math.sqrt(noise / len(own)), inside) for size, own in apart.items()}
+    at_sizes = [
+        AtSize(size, len(apart[size]), at.value, at.value - at.half, at.value + at.half, at.sureness)
+        for size, at in measured.items()
+    ]
+    target, slope = _Estimate(), _Estimate()
+    if len(apart) > 1:
+        x, d, seeds = np.array([(math.log10(s / to), v, k) for s, own in apart.items() for k, v in own.items()]).T
+        target, slope, squares = _line(x, d, noise if inside else 0.0)
+        off, freedom = squares - within, len(apart) - 2  # of the means of sizes, about the line
+        ratio = (off / freedom / noise if noise else math.inf) if inside and freedom and off > 0 else 0.0
+        if ratio and fdtrc(freedom, inside, ratio) <= _LACK_OF_FIT:
+            target, slope, _ = _line(np.unique(x), np.array([*means.values()]), 0.0)
+        whole = [seeds == seed for seed in np.unique(seeds) if (seeds == seed).sum() == len(apart)]
+        if len(whole) > 1:  # a line for each seed that has all sizes
+            lines = np.array([[own.value for own in _line(x[at], d[at], 0.0)[:2]] for at in whole])
+            errors = lines.std(axis=0, ddof=1) / math.sqrt(len(lines))
+            target, slope = (
+                replace(own, error=max(own.error, float(error)))
+                for own, error in zip((target, slope), errors, strict=True)
+            )
+    if inside and to in measured:
+        target = measured[to]
+    return _Fit(at_sizes, target, slope, bool(inside) and to in measured)
+
+
+def _line(x: Floats, d: Floats, least: float) -> tuple[_Estimate, _Estimate, float]:
+    """Return the value at 0 of the line through points, its slope, and the sum of squares about it.
+
+    Args:
+        least: the variance of a point, at least.
+    """
+    middle, freedom = x.mean(), len(x) - 2
     spread_of_x = float(np.square(x - middle).sum())
     slope = float(((x - middle) * d).sum() / spread_of_x)
-    away, freedom = math.log10(to) - middle, len(d) - 2
-    mean = float(d.mean() + slope * away)
-    if not freedom:
-        return _Fit(at_sizes, (mean, math.nan), (slope, math.nan), 0)
-    residuals = d - d.mean() - slope * (x - middle)
-    variance = max(float(np.square(residuals).sum()) / freedom, 0.0 if math.isnan(noise) else noise**2)
-    error, slope_error = math.sqrt(variance * (1 / len(d) + away**2 / spread_of_x)), math.sqrt(variance / spread_of_x)
-    lines = []  # one for each seed that has all sizes
-    for seed in np.unique(seeds):
-        own_x, own_d = x[seeds == seed], d[seeds == seed]
-        if len(own_x) == len(apart):
-            lines.append(np.polyfit(own_x - math.log10(to), own_d, 1)[::-1])
-    if len(lines) > 1:
-        by_seed = np.std(lines, axis=0, ddof=1) / math.sqrt(len(lines))
-        error, slope_error = max(error, float(by_seed[0])), max(slope_error, float(by_seed[1]))
-    return _Fit(at_sizes, (mean, error), (slope, slope_error), freedom)
+    value = float(d.mean() - slope * middle)
+    squares = float(np.square(d - value - slope * x).sum())
+    variance = max(squares / freedom, least) if freedom else math.nan
+    errors = math.sqrt(variance * (1 / len(x) + middle**2 / spread_of_x)), math.sqrt(variance / spread_of_x)
+    return _Estimate(value, errors[0], freedom), _Estimate(slope, errors[1], freedom), squares
 
 
-def _ranked(one: str, other: str, fit: _Fit, kept: float) -> Pair:
-    from scipy.stats import t
-
-    (mean, error), (slope, slope_error) = fit.at_target, fit.slope
-    sign = -1.0 if mean > 0 else 1.0
-    ahead, behind = (other, one) if mean > 0 else (one, other)
-    wide = float(t.ppf(0.975, fit.freedom)) if fit.freedom else math.nan
-    if not fit.freedom:
-        by_trend = math.nan
-    elif error > 1e-12 * abs(mean):
-        by_trend = float(t.cdf(abs(mean) / error, fit.freedom))
-    else:
-        by_trend = 1.0 if mean else 0.5
-    difference, change = -abs(mean), sign * slope
+def _ranked(one: str, other: str, fit: _Fit, to: float, kept: float, cases: int) -> Pair:
+    target, slope = fit.at_target, fit.slope
+    sign = -1.0 if target.value > 0 else 1.0
+    ahead, behind = (other, one) if target.value > 0 else (one, other)
+    difference, change = -abs(target.value), sign * slope.value
     sizes = fit.sizes if sign > 0 else [at.reversed() for at in fit.sizes]
-    ends = difference - wide * error, difference + wide * error
-    slopes = change, change - wide * slope_error, change + wide * slope_error
-    return Pair(ahead, behind, sizes, difference, *ends, *slopes, by_trend, 0.5 + kept * (by_trend - 0.5))
+    by_trend = 0.5 + abs(target.sureness) / 2 if target.freedom else math.nan
+    near = [*[at for at in sizes if at.parameters <= to][-1:], *[at for at in sizes if at.parameters >= to][:1]]
+    against = [at.parameters for at in near if at.difference * difference < 0]
+    turn = math.nan
+    if against and not fit.measured:
+        zero = -difference / change if change else math.inf  # of the line, in factors of ten from the target
+        low, high = sorted((against[0], to))
+        turn = to * 10**zero if math.log10(low / to) < zero < math.log10(high / to) else against[0]
+    probability = 0.5 + kept * (by_trend - 0.5)
+    flips = _flips(sizes)
+    if not near:
+        why = "no size at which both have a loss with the same seed"
+    elif fit.measured:
+        why = "" if abs(target.sureness) >= 1 - _TOLD else f"seeds do not tell them apart there (p > {_TOLD})"
+    elif not target.freedom:
+        why = "too few sizes and seeds for the error of a trend"
+    elif flips:
+        why = _said_of(flips)
+    elif against:
+        why = f"the trend turns at about {in_short(turn)}"
+    elif math.isnan(kept):
+        why = f"{cases} orders are too few for a probability"
+    else:
+        why = "" if probability >= CALLED else f"P is below {CALLED:.0%}"
+    if not fit.measured and (flips or against):
+        probability = math.nan
+    ends = (difference - target.half, difference + target.half)
+    slopes = (change, change - slope.half, change + slope.half)
+    return Pair(ahead, behind, sizes, difference, *ends, *slopes, by_trend, probability, fit.measured, turn, why)
 
 
 def _kept(cases: Sequence[tuple[float, float]], beyond: float, independent: int) -> float:
