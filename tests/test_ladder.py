@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -19,11 +20,22 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Compute, Ladder
+from vsim.ladder import _Remaining
 from vsim.models import GPT, MLP
-from vsim.records.decision import Decision, decided
+from vsim.network.timeline import duration, seconds_on
+from vsim.records.decision import Decision, _advice, _fits_on_map, _with_size, decided
 from vsim.records.size_order import in_short, order
-from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
+from vsim.records.winners import BANDWIDTHS, LATENCIES
+from vsim.strategy import (
+    AloneStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    SimpleReduceStrategy,
+    SPARTAStrategy,
+    StreamingDiLoCoStrategy,
+)
 
+vsim_ladder = importlib.import_module("vsim.ladder")  # vsim.ladder is the function
 SIZES, SEEDS = [2, 4, 8, 16], [1, 2]
 STRATEGIES = {
     "AllReduce": SimpleReduceStrategy(lr=1e-2),
@@ -92,7 +104,7 @@ def test_every_seed_has_its_weights_and_the_global_generator_is_left_alone() -> 
         return own
 
     state = torch.random.get_rng_state()
-    climbed(model, sizes=[2, 3], max_steps=1)
+    climbed(model, sizes=[2, 3], max_steps=2)
     assert torch.equal(state, torch.random.get_rng_state())
     widths = [own for own in drawn if len(own) == 3]
     assert any(not torch.equal(widths[0], own) for own in widths) and any(own.equal(widths[0]) for own in widths[1:])
@@ -145,6 +157,53 @@ def test_an_interrupt_keeps_the_sizes_that_have_ended(tmp_path: Path) -> None:
     assert list(found.comparisons) == [2]
     with pytest.raises(KeyboardInterrupt):
         climbed(lambda width: model(4) if calls.count(4) < 9 else mlp(width), sizes=[2, 4], max_steps=3)
+
+
+@pytest.mark.filterwarnings("ignore:too few steps")
+def test_sizes_at_which_a_strategy_never_communicated_are_named_and_left_out(tmp_path: Path) -> None:
+    """41 and 77 parameters take 3 and 5 steps, 149 take 10; a strategy that never does communicate stays."""
+    strategies = {**STRATEGIES, "FedAvg": FedAvgStrategy(H=8, lr=1e-2), "Alone": AloneStrategy(lr=1e-2)}
+    with pytest.warns(UserWarning, match="never communicated") as warned:
+        found = climbed(strategies=strategies, tokens_per_parameter=0.5, save_dir=tmp_path)
+    said = [str(one.message) for one in warned if "never communicated" in str(one.message)]
+    sent = found.to_pandas().query("strategy == 'FedAvg'").groupby("size")["wire_bytes"].max()
+    assert list(sent[sent == 0].index) == [2, 4] and found.silent == {"FedAvg": [2, 4]}
+    assert len(said) == 1 and said[0].startswith("FedAvg never communicated at size 2 (41 parameters, ")
+    assert "size 4 (77 parameters, " in said[0]
+    for own in (found, vsim.load_ladder(tmp_path)):
+        table = own.table().splitlines()
+        (line,) = (line for line in table if line.startswith("FedAvg"))
+        assert line.count("‡") == 2 and sum("‡" in other for other in table) == 2  # the note is the second
+        order = own.order(1e3)
+        assert order.silent == {"FedAvg": [41, 77]} and len(order.pair("Alone", "AllReduce").sizes) == 4
+        assert len(order.pair("FedAvg", "AllReduce").sizes) == 2
+        assert "FedAvg: left out at 41, 77, where it never communicated" in repr(order)
+    assert "‡ never communicated" in found.report().html
+    with pytest.warns(UserWarning, match="FedAvg never communicated at size 2 .*, size 3 "):  # at any size
+        climbed(sizes=[2, 3], strategies=strategies, max_steps=2)
+
+
+def test_the_time_left_follows_the_sizes_that_have_ended() -> None:
+    left = _Remaining({2: 100, 4: 1000, 8: 10_000}, {2: 10, 4: 20, 8: 40})
+    assert left.text([2, 4, 8]) == ""
+    left.seconds[2] = 30.0  # 3 s a step: at most 30 s a step of the second size, 300 s of the third
+    assert left.text([4, 8]) == f", about {duration(20 * 30 + 40 * 300)} left"
+    left.seconds[4] = 120.0  # 6 s a step, twice as much
+    assert left.text([8]) == f", about {duration(40 * 12)} left"
+
+
+def test_each_size_says_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+
+    def compared(*args: Any, title: str, **options: Any) -> Any:
+        titles.append(title)
+        return compare(*args, title=title, **options)
+
+    compare = vsim_ladder._compare
+    monkeypatch.setattr(vsim_ladder, "_compare", compared)
+    climbed(sizes=[2, 3], max_steps=2)
+    assert titles[0] == "size 1 of 2, 41 parameters: "
+    assert re.fullmatch(r"size 2 of 2, 59 parameters, about .* left: ", titles[1])
 
 
 def test_table_figure_and_file(ladder: Ladder, tmp_path: Path) -> None:
@@ -220,6 +279,38 @@ def test_the_map_is_that_of_each_network(ladder: Ladder) -> None:
     assert ax.get_title(loc="left") == "ahead within 4 s (time)"
 
 
+@pytest.mark.parametrize("limit", [2.0, 2.01, 2.5, 4.0, 20.0, 1e9])
+def test_every_cell_of_the_map_is_priced_also_close_to_the_limit(limit: float) -> None:
+    """Of 20 steps of 0.1 s; where communication overlaps computation, the time has a kink between any two networks."""
+    overlapped = StreamingDiLoCoStrategy(H=5, delay=2)
+    compute = Compute(0.1)
+    grid = np.tile(BANDWIDTHS, len(LATENCIES)), np.repeat(LATENCIES, len(BANDWIDTHS)), "ring"
+    for strategy in (STRATEGIES["AllReduce"], overlapped):
+        ledger = vsim.price(strategy, parameters=1e6, num_nodes=4, max_steps=20, network="1 Gbit/s", compute=0.1).ledger
+        seconds = seconds_on(ledger, *grid, compute, [20]).reshape(len(LATENCIES), len(BANDWIDTHS))
+        fits = _fits_on_map(ledger, vsim.Network("1 Gbit/s"), compute, limit)
+        np.testing.assert_array_equal(fits, seconds <= limit)
+
+
+def test_a_bar_shows_which_strategy_is_priced(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    class Bar(list[str]):
+        def __init__(self, names: Any, **options: Any) -> None:
+            super().__init__(names)
+            shown.append((len(self), options["disable"]))
+
+        def set_postfix_str(self, name: str) -> None:
+            shown.append(name)
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    options: dict[str, Any] = {**TARGET, "compute": 0.1, "within": {"time": "4 s"}}
+    ladder.decide(**options)
+    assert shown == [(4, None), *STRATEGIES]  # None: on terminals
+    ladder.decide(**options, progress=False)
+    assert shown[5] == (4, True)
+
+
 def test_the_page_has_all_sizes_and_the_decision(ladder: Ladder, tmp_path: Path) -> None:
     decision = ladder.decide(**TARGET, compute=0.1, within={"time": "8 s"})
     page = ladder.report(tmp_path / "ladder.html", decision=decision).read_text(encoding="utf-8")
@@ -277,6 +368,49 @@ def test_what_is_sure_is_decided_and_what_to_train_next_decides(ladder: Ladder) 
     noisy = synthetic(ladder, 0.02, noise=0.03)
     assert not noisy.decided and f"that {noisy.first} is ahead" in repr(noisy)
     assert noisy.advice.startswith(("to tell ", "no single size below 2k"))
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.01, 0.03])
+def test_the_advice_is_the_cheapest_that_decides_and_is_found_in_few_orders(
+    ladder: Ladder, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = ladder.to_pandas()
+    stream, place = np.random.default_rng(3), {name: i for i, name in enumerate(STRATEGIES)}
+    frame["loss"] = [
+        2 * size**-0.1 * math.exp(0.02 * place[name] + noise * stream.standard_normal())
+        for name, size in zip(frame["strategy"], frame["parameters"], strict=True)
+    ]
+    target = 3e5
+    found = order(frame, target)
+    first, *others = found.names
+    undecided = {name: found.probability(first, name) for name in others if not found.pair(first, name).decided}
+    rival = min(undecided, key=lambda name: (not math.isnan(undecided[name]), undecided[name]))
+    sizes = [293 * 10 ** (i / 2) for i in range(1, 40) if 293 * 10 ** (i / 2) < target]
+    deciding = [
+        (size * seeds, in_short(size), seeds)
+        for size in sizes
+        for seeds in (2, 4, 8)
+        if order(_with_size(found, frame, size, seeds), target).pair(first, rival).decided
+    ]
+    orders: list[int] = []
+    monkeypatch.setattr("vsim.records.decision.order", lambda *args: [orders.append(0), order(*args)][1])
+    said = _advice(found, frame, first, undecided, list(STRATEGIES))
+    if deciding:
+        _, size, seeds = min(deciding)
+        assert f"to tell {first} from {rival}, train a size of about {size} with {seeds} seeds" in said
+    else:
+        assert said.startswith("no single size below 300k would tell")
+    assert len(orders) <= (3 * (1 + math.ceil(math.log2(len(sizes)))) if deciding else 3)
+
+
+def test_what_seeds_leave_open_at_a_measured_size_takes_more_seeds(ladder: Ladder) -> None:
+    frame = ladder.to_pandas()
+    frame["loss"] = 2 + np.random.default_rng(0).random(len(frame))
+    found = order(frame, 293)
+    first, *others = found.names
+    undecided = {name: found.probability(first, name) for name in others if not found.pair(first, name).decided}
+    said = _advice(found, frame, first, undecided, list(STRATEGIES))
+    assert undecided and said.endswith("train more seeds at 293")
 
 
 def test_a_strategy_without_a_price_is_named(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ def test_sizes_at_which_a_strategy_never_communicated_are_left_out_and_named() -
     assert found.silent == {"strategy 1": [3e4, 1e5]} and not found.left_out  # strategy 3 never does
     assert [at.parameters for at in found.pair("strategy 1", "strategy 0").sizes] == [3e5, 1e6]
     assert len(found.pair("strategy 0", "strategy 3").sizes) == 4 and not order(frame, 1e7).silent
-    assert "strategy 1: never communicated at 30k, 100k, which is left out" in repr(found)
+    assert "strategy 1: left out at 30k, 100k, where it never communicated" in repr(found)
 
 
 def test_why_an_order_is_not_decided() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from vsim.arguments import a_function, a_list, a_path, given, real_number, whole
 from vsim.cluster.randomness import isolated
 from vsim.compare import call_text, compare
 from vsim.data.batches import Batches, Data, resolve, sizes_of
+from vsim.network.timeline import duration
 from vsim.records.by_size import Ladder
 from vsim.records.comparison import Comparison
 from vsim.records.size_order import in_short
@@ -92,15 +94,19 @@ def ladder(
     counted = _Counted(train_dataset, num_nodes, first, options)
     folder = None if save_dir is None else a_path("save_dir", save_dir)
     ended: dict[int, Comparison] = {}
+    steps = {size: counted.steps(tokens_per_parameter * parameters[size]) for size in ascending if tokens_per_parameter}
+    remaining = _Remaining(parameters, steps)
     for place, size in enumerate(ascending, 1):
         own: dict[str, Any] = {"max_steps": max_steps, "budget": budget, **options}
         if tokens_per_parameter is not None:
-            own["max_steps"] = counted.steps(tokens_per_parameter * parameters[size])
+            own["max_steps"] = steps[size]
         if folder is not None:
             own["save_dir"] = folder / str(size)
             if own.get("resume"):
                 own["resume"] = "auto"
-        title = f"size {place} of {len(ascending)}, {in_short(parameters[size])} parameters: "
+        left = remaining.text(ascending[place - 1 :])
+        title = f"size {place} of {len(ascending)}, {in_short(parameters[size])} parameters{left}: "
+        began = time.perf_counter()
         try:
             comparison: Comparison = _compare(
                 lambda seed, size=size: _made(model, size, seed),
@@ -125,9 +131,57 @@ def ladder(
         about |= {"tokens_per_parameter": tokens_per_parameter, "budget": budget, **options}
         comparison.calls = [call_text("vsim.ladder", **about)]
         ended[size] = comparison
+        remaining.seconds[size] = time.perf_counter() - began
         if folder is not None:
             Ladder(ended, parameters, tokens_per_parameter, counted.tokens).save(folder / "ladder.json")
-    return Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
+    found = Ladder(ended, parameters, tokens_per_parameter, counted.tokens)
+    _warn_of_silence(found)
+    return found
+
+
+def _warn_of_silence(found: Ladder) -> None:
+    """Warn of strategies that communicate, and that trained too few steps for a first sync at some sizes."""
+    silent = dict(found.silent)
+    for name in found.names:
+        runs = {size: own[name] for size, own in found.comparisons.items() if name in own}
+        strategy = next(iter(runs.values())).strategy
+        can = getattr(strategy, "communication_modules", ()) or getattr(strategy, "is_asynchronous", False)
+        if can and not any(run.history.last("wire_bytes") for run in runs.values()):
+            silent[name] = list(runs) if runs[next(iter(runs))].history.num_nodes > 1 else []
+        at = ", ".join(
+            f"size {size} ({in_short(found.parameters[size])} parameters, {runs[size].history.last('step'):,.0f} steps)"
+            for size in silent.get(name, ())
+        )
+        if at:
+            warnings.warn(
+                f"{name} never communicated at {at}: such a size says nothing about it; take more steps or a smaller H",
+                stacklevel=4,
+            )
+
+
+class _Remaining:
+    """Estimates the time that the remaining sizes take, from the seconds of the sizes that have ended.
+
+    A step's seconds are taken to grow as a power of the parameters: the one through the two largest sizes that ended,
+    and at most linearly.
+    """
+
+    def __init__(self, parameters: Mapping[int, int], steps: Mapping[int, int]) -> None:
+        self.parameters, self.steps = parameters, steps
+        self.seconds: dict[int, float] = {}
+
+    def text(self, sizes: Sequence[int]) -> str:
+        """Return text such as ", about 5 min left" for these sizes; "" before the first size has ended."""
+        a_step = {size: own / self.steps.get(size, 1) for size, own in self.seconds.items()}
+        if not a_step:
+            return ""
+        power, last = 1.0, [*a_step][-1]
+        if len(a_step) > 1:
+            before = [*a_step][-2]
+            power = math.log(a_step[last] / a_step[before]) / math.log(self.parameters[last] / self.parameters[before])
+        growth = {size: (self.parameters[size] / self.parameters[last]) ** min(1.0, max(0.0, power)) for size in sizes}
+        left = sum(a_step[last] * own * self.steps.get(size, 1) for size, own in growth.items())
+        return f", about {duration(left)} left"
 
 
 _compare = inspect.unwrap(compare)  # without the check of argument names, which rejects `title`

@@ -16,7 +16,7 @@ from vsim.records.decision import Decision, decided
 from vsim.records.history import holding_a_record, read_json, write_json
 from vsim.records.losses import by_seed, compare_finals
 from vsim.records.plots import Looks, add_legend, looks_of
-from vsim.records.size_order import Order, in_short, order
+from vsim.records.size_order import Order, in_short, order, silent_sizes
 from vsim.records.tables import UNDECIDED, aligned, with_notes
 
 if TYPE_CHECKING:
@@ -111,6 +111,12 @@ class Ladder:
         ]
         return pandas.DataFrame(rows)
 
+    @property
+    def silent(self) -> dict[str, list[int]]:
+        """Name → sizes at which the strategy never communicated, although it did at others; see `Order.silent`."""
+        size_of = {float(parameters): size for size, parameters in self.parameters.items()}
+        return {name: [size_of[own] for own in sizes] for name, sizes in silent_sizes(self.to_pandas()).items()}
+
     def order(self, to: float) -> Order:
         """Return the order of the strategies at a size, pair by pair, with the probability that it holds.
 
@@ -136,6 +142,7 @@ class Ladder:
         tokens_per_step: float | None = None,
         bytes_per_parameter: int | None = None,
         strategies: Mapping[str, Any] | None = None,
+        progress: bool = True,
     ) -> Decision:
         """Return the strategy to train a large model with: the cost of each strategy at that size, and their order.
 
@@ -151,6 +158,7 @@ class Ladder:
             tokens_per_step: tokens of all nodes in a step (examples, if they hold no token ids); default: 2²⁰.
             bytes_per_parameter: see `vsim.price`.
             strategies: name → strategy, for strategies of your own in a ladder that was read from a file.
+            progress: whether to show a bar of the strategies that are priced, with the time left.
 
         Raises:
             TypeError, ValueError: an argument is out of range, or has no effect; a strategy has no price.
@@ -175,6 +183,7 @@ class Ladder:
             bytes_per_parameter,
             strategies or {},
             self._looks(),
+            true_or_false("progress", progress),
         )
 
     def _steps_at(self, to: float, max_steps: int | None, per_step: float | None) -> tuple[dict[str, int], str]:
@@ -198,15 +207,17 @@ class Ladder:
         return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
 
     def table(self, format: str = "simple") -> str:
-        """Return a text table of each strategy's loss and rank at each size; a † marks losses that do not differ
-        significantly from the best.
+        """Return a text table of each strategy's loss and rank at each size.
+
+        A † marks losses that do not differ significantly from the best, a ‡ sizes at which a strategy never
+        communicated, see `silent`.
 
         Args:
             format: one of tabulate's: "simple", "github", "html", …
         """
         header = ["strategy", *(f"{in_short(self.parameters[size])}" for size in self.comparisons)]
-        columns, tied = [], False
-        for comparison in self.comparisons.values():
+        columns, tied, silent = [], False, self.silent
+        for size, comparison in self.comparisons.items():
             means = {name: statistics.fmean(own.values()) for name, own in _losses(comparison).items()}
             ranks = {
                 name: i + 1 for i, name in enumerate(sorted(means, key=lambda n: (math.isnan(means[n]), means[n])))
@@ -216,15 +227,16 @@ class Ladder:
             column = {}
             for name, own in _losses(comparison).items():
                 spread = f" ± {statistics.stdev(own.values()):.4f}" if len(own) > 1 else ""
-                mark = " †" if name in undecided else ""
+                mark = (" †" if name in undecided else "") + (" ‡" if size in silent.get(name, ()) else "")
                 known = math.isfinite(means[name])
                 column[name] = f"{ranks[name]}. {means[name]:.4f}{spread}{mark}" if known else "diverged or failed"
             columns.append(column)
         names = sorted(self.names, key=lambda name: columns[-1][name])
         cells = [[name, *(column.get(name, "–") for column in columns)] for name in names]
-        return with_notes(
-            aligned(cells, header, format), [*([f"† {UNDECIDED}"] if tied else []), self.describe()], format
-        )
+        notes = [f"† {UNDECIDED}"] if tied else []
+        if silent:
+            notes.append("‡ never communicated, with too few steps for a first sync: orders leave these sizes out")
+        return with_notes(aligned(cells, header, format), [*notes, self.describe()], format)
 
     def describe(self) -> str:
         """Return a sentence on sizes, tokens, seeds, nodes and tuning."""

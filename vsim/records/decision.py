@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 # Kinds of budgets.
 BUDGETS = ("time", "cost", "wire")
-# Bandwidths in bit/s, and latencies in seconds, at which a run is priced; the map interpolates between these networks.
-_BITS, _DELAYS = np.logspace(6, 11, 31), np.logspace(-4, 0, 9)
+# Bandwidths that a search for the slowest network within the budget prices at once, at each latency of the map.
+_AT_ONCE = 7
 # Runs considered as advice: sizes grow by this factor, seeds by one of these; the advice is the cheapest that decides.
 _STEPS, _MORE_SEEDS = np.sqrt(10.0), (1, 2, 4)
 
@@ -130,10 +131,13 @@ class Decision:
                 f"{math.floor(100 * least)} %"
             )
         others = ", ".join(
-            name if math.isnan(chance) else f"{name} ({chance:.0%} that {self.first} is ahead)"
+            f"{name} ({self._why(name) if math.isnan(chance) else f'{chance:.0%} that {self.first} is ahead'})"
             for name, chance in self.undecided.items()
         )
         return f"{begin}not decided {whom} {where}: {self.first}, or {others}"
+
+    def _why(self, name: str) -> str:
+        return self.order.pair(self.first, name).why
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per strategy, in the order of the table: the numbers of `Priced`, `fits` and `ahead`.
@@ -227,6 +231,7 @@ def decided(
     bytes_per_parameter: int | None,
     strategies: Mapping[str, Any],
     looks: Looks,
+    progress: bool = False,
 ) -> Decision:
     """Return the strategy to train a large model with; see `Ladder.decide`.
 
@@ -234,7 +239,10 @@ def decided(
         largest: the comparison whose strategies are priced. losses: a row per run, see `order`. to: target parameters.
         steps: name → steps at the target. training: text about the steps. is_tuned: whether settings were tuned.
         strategies: name → strategy to price instead of the run's. looks: the looks of the strategies on the map.
+        progress: whether to show a bar.
     """
+    from tqdm.auto import tqdm
+
     if not isinstance(within, Mapping) or not within:
         raise TypeError(f"within must be a dict such as {{'time': '10 h'}}, got {given(within)}")
     budgets = {of: amount(of, value, "within", BUDGETS) for of, value in within.items()}
@@ -246,8 +254,11 @@ def decided(
     found = order(losses, to)
     bare = without_values(to, compute.layers if compute.layers > 1 else None, None, bytes_per_parameter)
     costs: dict[str, Priced] = {}
-    seconds: dict[str, Floats] = {}
-    for name in largest:
+    fits: dict[str, NDArray[np.bool_]] = {}
+    most = _seconds_allowed(budgets, compute, num_nodes)
+    bar = tqdm(largest, desc="pricing", unit="strategy", dynamic_ncols=True, disable=None if progress else True)
+    for name in bar:
+        bar.set_postfix_str(name)
         strategy, seed = strategies.get(name, largest[name].strategy), largest[name].seed
         if not hasattr(strategy, "dry_run"):
             raise TypeError(
@@ -263,15 +274,14 @@ def decided(
             continue
         costs[name] = _priced(ledger, network, compute, budgets)
         if budgets.get("wire", math.inf) >= costs[name].wire_bytes:
-            seconds[name] = _on_map(ledger, network, compute)
+            fits[name] = _fits_on_map(ledger, network, compute, most)
     fitting = [name for name in found.names if costs[name].fits]
     first = fitting[0] if fitting else ""
     undecided = {name: found.probability(first, name) for name in fitting[1:] if not found.pair(first, name).decided}
     limits = " and ".join(
         f"{value if isinstance(value, str) else f'{value:,.10g}'} ({of})" for of, value in within.items()
     )
-    most = _seconds_allowed(budgets, compute, num_nodes)
-    cells = _cells(found, {name: own <= most for name, own in seconds.items()})
+    cells = _cells(found, fits)
     chart = BudgetMap(math.nan, BANDWIDTHS, LATENCIES, {}, {}, looks, f"ahead within {limits}", cells=cells)
     sizes = f"{len(found.sizes)} sizes from {in_short(found.sizes[0])} to {in_short(found.sizes[-1])}"
     small = largest[next(iter(largest))].history.num_nodes
@@ -296,12 +306,20 @@ def _priced(ledger: Ledger, network: Network, compute: Compute, budgets: Mapping
     return Priced(ledger.steps, taken, line.dollars, sent, line.utilization, share)
 
 
-def _on_map(ledger: Ledger, network: Network, compute: Compute) -> Floats:
-    """Return the seconds (L, B) of a run on every network of the map, interpolated in logarithms."""
-    grid = np.tile(_BITS, len(_DELAYS)), np.repeat(_DELAYS, len(_BITS)), network.options
-    logs = np.log(seconds_on(ledger, *grid, compute, [ledger.steps])).reshape(len(_DELAYS), len(_BITS))
-    rows = np.array([np.interp(np.log(BANDWIDTHS), np.log(_BITS), row) for row in logs])
-    return np.exp([np.interp(np.log(LATENCIES), np.log(_DELAYS), column) for column in rows.T]).T
+def _fits_on_map(ledger: Ledger, network: Network, compute: Compute, most: float) -> NDArray[np.bool_]:
+    """Return on which networks (L, B) of the map a run takes at most so many seconds.
+
+    A run is not slower where the bandwidth is higher. So search, at each latency, for the lowest that suffices.
+    """
+    low, high = np.zeros(len(LATENCIES), dtype=int), np.full(len(LATENCIES), len(BANDWIDTHS))
+    while (low < high).any():
+        tried = low + (np.arange(1, _AT_ONCE + 1)[:, None] * (high - low)) // (_AT_ONCE + 1)
+        bits, delays = BANDWIDTHS[np.minimum(tried, len(BANDWIDTHS) - 1)], np.broadcast_to(LATENCIES, tried.shape)
+        seconds = seconds_on(ledger, bits.ravel(), delays.ravel(), network.options, compute, [ledger.steps])
+        suffices = (seconds.reshape(tried.shape) <= most) | (tried >= high)
+        low = np.maximum(low, np.where(suffices, 0, tried + 1).max(0))
+        high = np.minimum(high, np.where(suffices, tried, len(BANDWIDTHS)).min(0))
+    return np.arange(len(BANDWIDTHS)) >= low[:, None]
 
 
 def _seconds_allowed(budgets: Mapping[str, float], compute: Compute, num_nodes: int) -> float:
@@ -335,25 +353,36 @@ def _advice(
     if not undecided:
         return "nothing, it is decided"
     rival = min(undecided, key=lambda name: (not math.isnan(undecided[name]), undecided[name]))
-    seeds = max(at.seeds for at in found.pair(first, rival).sizes)
-    options = [
-        (size * factor * seeds, size, factor * seeds)
-        for factor in _MORE_SEEDS
-        for size in found.sizes[-1] * _STEPS ** np.arange(1, 40)
-        if size < found.to
-    ]
-    for _, size, number in sorted(options):
-        if order(_with_size(losses, size, number), found.to).pair(first, rival).decided:
-            return (
-                f"to tell {first} from {rival}, train a size of about {in_short(size)} with {number} seeds: P reaches "
-                f"{CALLED:.0%} if the trend goes on there"
-            )
-    return f"no single size below {in_short(found.to)} would tell {first} from {rival}, even if the trend goes on"
+    pair = found.pair(first, rival)
+    if pair.measured:
+        return f"to tell {first} from {rival}, train more seeds at {in_short(found.to)}"
+    seeds = max((at.seeds for at in pair.sizes), default=1)
+    sizes = [size for size in (found.sizes[-1] * _STEPS ** np.arange(1, 40)).tolist() if size < found.to]
+    options: list[tuple[float, float, int]] = []  # runs, size, seeds
+    for number in (factor * seeds for factor in _MORE_SEEDS):
+
+        def decides(size: float, number: int = number) -> bool:
+            return order(_with_size(found, losses, size, number), found.to).pair(first, rival).decided
+
+        # What a size decides, larger ones do: ask the largest that is cheaper than what was found, and then search.
+        cheaper = [size for size in sizes if all(size * number < cost for cost, _, _ in options)]
+        if cheaper and decides(cheaper[-1]):
+            size = cheaper[bisect_left(cheaper[:-1], True, key=decides)]
+            options.append((size * number, size, number))
+    if not options:
+        return f"no single size below {in_short(found.to)} would tell {first} from {rival}, even if the trend goes on"
+    _, size, number = min(options)
+    return (
+        f"to tell {first} from {rival}, train a size of about {in_short(size)} with {number} seeds: P reaches "
+        f"{CALLED:.0%} if the trend goes on there"
+    )
 
 
-def _with_size(losses: pd.DataFrame, size: float, seeds: int) -> dict[str, list[Any]]:
+def _with_size(found: Order, losses: pd.DataFrame, size: float, seeds: int) -> dict[str, list[Any]]:
     """Return losses with a further size, where every strategy follows its trend and seeds differ as measured."""
     frame = losses[["strategy", "parameters", "seed", "loss"]].dropna()
+    without = [(name, size) for own in (found.left_out, found.silent) for name in own for size in own[name]]
+    frame = frame[[at not in without for at in zip(frame["strategy"], frame["parameters"], strict=True)]]
     rows = [list(own) for own in zip(*(frame[column] for column in frame), strict=True)]
     for name, own in frame.groupby("strategy"):
         x, logs = np.log(own["parameters"].to_numpy(float)), np.log(own["loss"].to_numpy(float))

@@ -214,7 +214,7 @@ class Order:
         for name, sizes in self.left_out.items():
             said.append(f"{name}: runs without a loss at {', '.join(map(in_short, sizes))} are left out")
         for name, sizes in self.silent.items():
-            said.append(f"{name}: never communicated at {', '.join(map(in_short, sizes))}, which is left out")
+            said.append(f"{name}: left out at {', '.join(map(in_short, sizes))}, where it never communicated")
         return said
 
     def _repr_html_(self) -> str:
