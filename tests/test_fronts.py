@@ -88,8 +88,32 @@ def test_best_says_how_sure_it_is() -> None:
     assert repr(best).startswith("a: loss 1.1500; runner-up b: 1.6500 (the difference is certain")
     assert made(a=seeds(*better), b=seeds(3.0, 2.0, 1.0, 0.0)).best().certain is False
     assert repr(made(a=seeds(1.0)).best()) == "a: loss 1.0000"
+    one = made(a=seeds(1.0), b=seeds(1.1)).best()
+    assert one.certain is None and not one.undecided and "fewer than two common seeds" in repr(one)
+    alike = made(a=seeds(*better), b=seeds(*better), c=seeds(*worse)).best()
+    assert alike.undecided == {"b": 1.0} and alike.certain is False
     half = 3.182446 * np.std(better, ddof=1) / 2  # t of 3 degrees of freedom
     assert runs.pareto().frame.loc[0, ["low", "high"]].tolist() == pytest.approx([1.15 - half, 1.15 + half], abs=1e-6)
+
+
+def test_the_best_is_certain_only_if_told_from_every_other() -> None:
+    """ "wide" comes third and differs from seed to seed; the runner-up is told, and a table marks "wide" by a †."""
+    runs = made(
+        a=seeds(1.0, 1.01, 0.99, 1.0, 1.005),
+        b=seeds(1.1, 1.11, 1.09, 1.1, 1.107),
+        wide=seeds(0.2, 2.9, 0.6, 1.9, 0.9),
+        bad=seeds(4.0, 4.01, 4.0, 4.03, 4.0),
+    )
+    best = runs.best()
+    assert best == "a" and best.runner_up == "b" and best.p < 0.001
+    assert list(best.undecided) == ["wide"] and best.undecided["wide"] > 0.05 and best.certain is False
+    assert "seeds do not tell a from wide (p = " in repr(best) and "certain" not in repr(best)
+    marked = {line.split()[0] for line in runs.table(columns=["validation loss"]).splitlines() if line.endswith("†")}
+    assert marked == set(best.undecided)
+    unpaired = made(a=seeds(1.0, 1.1, 1.05), b=seeds(2.0, 2.1, 2.05))
+    unpaired.add("other", of([9.0, 1.5], seed=7))
+    assert list(unpaired.best().undecided) == ["other"] and unpaired.best().certain is False
+    assert repr(unpaired.best()).endswith("(seeds do not tell a from other)")
 
 
 def test_a_budget_that_runs_left_unused_decides_nothing() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from vsim.records.compared import ComparedRun, Runs
+from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.losses import by_seed, candidates, note, rank, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
-from vsim.records.statistics import contenders, pairwise_p
+from vsim.records.statistics import contenders, pairwise_p, ranking
 
+_ENDED = "not decided, as runs ended before the budget"
 # Run → a pair for each budget: the cost (T,) up to every row of the run's history, and the budget.
 Costs = Mapping[ComparedRun, list[tuple[Floats, float]]]
 
@@ -25,6 +26,8 @@ class Best(str):
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
         p: p-value of the paired t-test of the best against the runner-up, adjusted by Holm over all pairs of
             strategies, because the data chose these two; NaN with fewer than two common seeds.
+        undecided: name → p-value of every strategy that seeds do not tell from the best (p > 0.05), as a † marks in a
+            table; it may be another than the runner-up, if its runs differ more. Empty if nothing could be tested.
         uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without a
             budget.
     """
@@ -34,17 +37,19 @@ class Best(str):
     runner_up: str
     runner_up_loss: float
     p: float
+    undecided: Mapping[str, float]
     uses: Mapping[str, Use]
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell the best from the runner-up (p ≤ 0.05).
+        """Whether seeds tell the best from every other strategy (p ≤ 0.05).
 
-        None with fewer than two common seeds, or if another strategy's runs ended before the budget was used up: with
-        more steps, that strategy might be the best.
+        None if no strategy has two seeds in common with the best, or if another strategy's runs ended before the
+        budget was used up: with more steps, that strategy might be the best.
         """
         ended = any(own.ended for name, own in self.uses.items() if name != self)
-        return None if math.isnan(self.p) or ended else self.p <= 0.05
+        tested = bool(self.undecided) or not math.isnan(self.p)
+        return None if ended or not tested else not self.undecided
 
     def __repr__(self) -> str:
         text = f"{self}: loss {self.loss:.4f}{f' within {self.within}' if self.within else ''}"
@@ -55,12 +60,13 @@ class Best(str):
 
     @property
     def _sure(self) -> str:
-        if math.isnan(self.p):
-            return "fewer than two common seeds, which cannot tell whether they differ"
+        if self.certain:
+            return f"the difference is certain, p = {self.p:.2g}"
         if self.certain is None:
-            return "not decided, as runs ended before the budget"
-        verdict = "the difference is certain" if self.certain else "seeds do not tell them apart"
-        return f"{verdict}, p = {self.p:.2g}"
+            few = math.isnan(self.p) and not self.undecided
+            return "fewer than two common seeds, which cannot tell whether they differ" if few else _ENDED
+        names = (f"{name}{'' if math.isnan(p) else f' (p = {p:.2g})'}" for name, p in self.undecided.items())
+        return f"seeds do not tell {self} from {brief_list([*names])}"
 
 
 def best(
@@ -71,9 +77,9 @@ def best(
 ) -> Best:
     """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-    The name is displayed as a sentence that names the runner-up, and says whether seeds tell the best from it. A
-    strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for runs that
-    are missing.
+    The name is displayed as a sentence that names the runner-up, and the strategies that seeds do not tell from the
+    best. A strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for
+    runs that are missing.
 
     Args:
         within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. A run is compared by the last
@@ -105,7 +111,8 @@ def best(
         return float(losses[kept][-1]) if kept.any() else math.nan
 
     values = by_seed(comparison, loss_within if within else None)
-    means = contenders(values if within else {name: values[name] for name in candidates(comparison)})
+    among = None if within else candidates(comparison)
+    means = contenders(values if among is None else {name: values[name] for name in among})
     said = " and ".join(f"{value} ({of})" for of, value in (within or {}).items())
     if not means and within:
         raise ValueError(f"no strategy has a loss within {said} with all its seeds")
@@ -115,11 +122,12 @@ def best(
     first, *others = means
     best = Best(first)
     best.loss, best.within, best.uses = means[first], said, uses(comparison, costs) if within else {}
-    best.runner_up, best.runner_up_loss, best.p = "", math.nan, math.nan
-    if others:
-        best.runner_up, best.runner_up_loss = others[0], means[others[0]]
-        names = list(values)
-        best.p = float(pairwise_p(values)[names.index(first), names.index(others[0])])
+    p = dict(zip(values, pairwise_p(values)[list(values).index(first)].tolist(), strict=True))
+    found = ranking(values, among)
+    open_ = {*found.best, *found.undecided} - {first} if found.tested else set()
+    best.undecided = {name: p[name] for name in values if name in open_}
+    best.runner_up = others[0] if others else ""
+    best.runner_up_loss, best.p = means.get(best.runner_up, math.nan), p.get(best.runner_up, math.nan)
     return best
 
 
