@@ -176,8 +176,7 @@ class Trainer:
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
         ensemble = self.prepare(**{"progress": False, **options, **unheard})
         run, stack = ensemble.only
-        batch = next(stack.batches)
-        stack.batches = itertools.chain([batch], stack.batches)
+        batch = stack.coming_batch()
         first = itertools.islice(ensemble.steps(), 12)
         return explain(stack.executor, first, evened(batch), run.strategy.optim, stack.minibatch_size)
 

@@ -62,7 +62,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             if run.clients is not None:
                 _begin_round(run, step)
         if is_new or any(run.clients is not None and not run.starts for run in beginning):
-            feed(stack, step - 1)
+            feed(stack)
     for run in runs:
         if run.begins_segment(step):
             if not run.starts and run.clients is None:
@@ -186,11 +186,13 @@ def _kept_view(run: Run) -> str:
     return ""
 
 
-def feed(stack: Stack, done: int) -> None:
-    """Give a stack the batches of its present rows after `done` steps."""
+def feed(stack: Stack) -> None:
+    """Give a stack the batches of its present rows, from the next step of its running runs on."""
+    # Not the step that other stacks are at: after a resume, a stack may wait for another one. Ended runs are behind.
+    done = max(run.done for run in stack.runs)
     fetching: dict[Hashable, DataStates | None] = {}
     sources = [_source(run, done, fetching) for run in stack.taking]
-    stack.batches = joint_batches(sources, done) if sources else iter(())
+    stack.batches = enumerate(joint_batches(sources, done), done + 1) if sources else iter(())
 
 
 def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
@@ -202,7 +204,9 @@ def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) ->
     spec, batches, when = run.spec, run.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None
     if run.plan is not None:
-        segment, missed = run.plan.segment(done + 1), run.plan.missed(done + 1)
+        # The rows of an ended run, whose losses nobody reads, keep the nodes of its last step.
+        at = done + 1 if run.is_running else max(1, run.cluster.step)
+        segment, missed = run.plan.segment(at), run.plan.missed(at)
         own = slice(run.nodes.start, run.nodes.stop)
         when, batches = (segment, *missed), batches.attended(segment.nodes[own], missed[own])
     key: Hashable = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)

@@ -411,9 +411,9 @@ class Entries:
         if self.keep is None or step not in self.rungs:
             return []
         scores: dict[str, list[float]] = {}
-        for run, entry in zip(ensemble.runs, running, strict=True):
-            if not run.stopped:
-                scores.setdefault(entry.name, []).append(_score(entry, step) if run.trains else float("inf"))
+        for entry in self.entries:  # also those that ended before a resume: the decision must not depend on it
+            if entry.stopped_at is None or entry.stopped_at >= step:
+                scores.setdefault(entry.name, []).append(_score(entry, step))
         kept = self.processes.agreed(self.keep(step, {name: statistics.fmean(own) for name, own in scores.items()}))
         pairs = zip(ensemble.runs, running, strict=True)
         return [run for run, entry in pairs if run in ensemble.unfinished and entry.name not in kept]
@@ -543,7 +543,12 @@ def matrix_bytes(spec: RunSpec) -> float:
 
 
 def _score(entry: Entry, step: int) -> float:
-    """Return the last validation loss up to a step, or else the mean training loss of the last tenth of steps."""
+    """Return the last validation loss up to a step, or else the mean training loss of the last tenth of steps.
+
+    Infinite if the run had failed by then.
+    """
+    if entry.error is not None and (entry.diverged_at or int(entry.history["step"][-1])) <= step:
+        return math.inf
     known = entry.history["step"] <= step
     validated = entry.history["global_loss"][known]
     if len(validated := validated[~np.isnan(validated)]):

@@ -147,7 +147,8 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     _notify_ends(ensemble, ensemble.training)
     if ensemble.watch is not None:
         ensemble.watch(ensemble)
-    for step in range(first + 1, ensemble.max_steps + 1):
+    while ensemble.unfinished:
+        step = min(run.done for run in ensemble.unfinished) + 1
         if step > first + 1:
             attend(ensemble.stacks, ensemble.training, step)
         taking = {run for run in ensemble.unfinished if run.done == step - 1}  # other runs resumed from a later step
@@ -176,8 +177,6 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
             for run in ensemble.stopping(ensemble):
                 run.stopped = True
         yield step
-        if not ensemble.unfinished:
-            return
 
 
 def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
@@ -185,6 +184,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
     runs = [run for run in stack.runs if run.is_running]
     started = time.perf_counter()
     device = runs[0].cluster.replicas.weights.device
+    steps = {run.done + 1 for run in runs}
     for run in runs:
         run.ledger.position.begin(step)
         run.lr = run.strategy.lr
@@ -198,12 +198,14 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         run.seconds += time.perf_counter() - started
         return False
     try:
-        batch = next(stack.batches) if stack.taking else []
+        of_step, batch = next(stack.batches) if stack.taking else (step, [])
         if any(t.device != device for t in tensors_of(batch)):
             batch = moved(batch, device)
     except Exception as error:
         _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
         return False
+    if {of_step, *steps} != {step}:  # would train on wrong examples without a sign of it
+        raise RuntimeError(f"step {step} got the batch of step {of_step} for runs whose next steps are {steps}")
     before = ensemble.states_for_trial(runs[0])
     with using_threads(1) if stack.is_small else nullcontext():
         try:

@@ -269,12 +269,10 @@ def _stacked(
             run.spec = replace(run.spec, start=None)  # free the checkpoint's memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
-    feed(stack, runs[0].done)
+    feed(stack)
     minibatch_size = spec.minibatch_size
     if spec.max_memory_usage is not None and runs[0].done < steps:
-        batch = next(stack.batches)
-        stack.batches = itertools.chain([batch], stack.batches)
-        minibatch_size = _fitting_minibatch(spec, runs, stack.executor, batch)
+        minibatch_size = _fitting_minibatch(spec, runs, stack.executor, stack.coming_batch())
     for run in runs:
         run.minibatch_size = minibatch_size
     # Evaluation keeps no activations, so more examples fit at once than in training.

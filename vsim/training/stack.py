@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ class Stack:
         taking: the runs with present rows, in the order of their rows.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
-        batches: stacked batches (R, B, …) for the present rows, on any device. batch: the batch computed last.
+        batches: (step, stacked batch (R, B, …) for the present rows, on any device), from the next step on.
+        batch: the batch computed last.
         optimizers: the runs' inner optimizers; optimizers with equal settings share a call.
         take_own_step: takes a step of the stack's only run, if the run is asynchronous.
         is_small: whether one thread computes the present rows.
@@ -134,7 +136,7 @@ class Stack:
     few: FewRows = field(init=False)
     optimizers: Optimizers = field(init=False)
     taking: list[Run] = field(default_factory=list)
-    batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    batches: Iterator[tuple[int, Any]] = field(default_factory=lambda: iter(()))
     batch: Any = None
     take_own_step: Callable[[], None] | None = None
     is_small: bool = False
@@ -161,6 +163,12 @@ class Stack:
         self.executor.generators[:] = streams
         self.few.engine = self.executor
         self.optimizers = Optimizers([run.strategy for run in self.taking])
+
+    def coming_batch(self) -> Any:
+        """Return the batch of the next step, which `batches` will yield again."""
+        first = next(self.batches)
+        self.batches = chain([first], self.batches)
+        return first[1]
 
     def losses_and_grads(self, batch: Any) -> Tensor:
         """Return the losses (R,) of a stacked batch (R, B, …) or an Uneven; write gradients to the runs' rows."""
