@@ -6,6 +6,7 @@ import bisect
 import copy
 import itertools
 import math
+import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -124,12 +125,14 @@ class Batches:
     def _loaded(self, order: Iterator[Tensor | Uneven], nodes: Sequence[int]) -> Iterator[Any]:
         """Load any dataset by one DataLoader, whose batches hold the samples of all nodes in the nodes' order."""
         # A worker_init_fn may access the user's own dataset: load from it, one example at a time.
-        one_by_one = len(self._datasets) == 1 and self._options.get("worker_init_fn") is not None
+        begin = self._options.get("worker_init_fn")
+        one_by_one = len(self._datasets) == 1 and begin is not None
+        own = {"collate_fn": _Collate(self._options.get("collate_fn"), len(nodes), not one_by_one)}
         yield from DataLoader(
             self._datasets[0] if one_by_one else _OfNodes(self._datasets, nodes),
             batch_sampler=map(_one_by_one if one_by_one else _by_node, order),
             generator=generator(self._seed, LOADER),
-            **{**self._options, "collate_fn": _Collate(self._options.get("collate_fn"), len(nodes), not one_by_one)},
+            **{**self._options, **own, "worker_init_fn": _Beginning(begin)},
         )
 
 
@@ -225,6 +228,18 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
         elif name in ("num_workers", "prefetch_factor") and value is not None:
             options[name] = whole_number(where, value, at_least=0)
     return options, options.pop("drop_last", False)
+
+
+class _Beginning:
+    """Begins a worker process. A Ctrl-C in a terminal reaches workers, too, and the current step still needs them."""
+
+    def __init__(self, begin: Callable[[int], Any] | None) -> None:
+        self.begin = begin
+
+    def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.begin is not None:
+            self.begin(number)
 
 
 class _Collate:

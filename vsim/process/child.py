@@ -164,7 +164,8 @@ def main(
         atexit._run_exitfuncs()  # multiprocessing would skip the user's exit handlers
     except BaseException as error:
         with suppress(OSError):  # the parent is gone
-            _say(parent, "lost" if _follows_from_a_loss(error) else "failed", (_pickled(error), _traceback(error)))
+            content = _pickled(error), _traceback(error), interrupt.requested
+            _say(parent, "lost" if _follows_from_a_loss(error) else "failed", content)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

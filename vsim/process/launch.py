@@ -340,13 +340,16 @@ class _Run:
             self._warn(*content)
         elif kind == "interrupted":
             child.done = child.ended = True
+            self.interrupt.request()
         elif kind == "done":
             child.done = child.ended = True
             if content is not None:  # only the first process sends outcomes
                 self.outcomes = content
         else:
-            pickled, text = content
+            pickled, text, requested = content
             child.failure = _Failure(pickled, text, lost=kind == "lost")
+            if requested:  # by a callback there
+                self.interrupt.request()
 
     def _warn(self, message: str, category: str, filename: str, lineno: int) -> None:
         """Issue a process's warning, unless another process has sent the same warning."""
@@ -355,18 +358,24 @@ class _Run:
             warnings.warn_explicit(message, getattr(builtins, category), filename, lineno)
 
     def _raise(self) -> NoReturn:
-        """Raise the first failure that no other failure caused; if there is none, the first failure."""
+        """Raise the first failure that no other failure caused; if there is none, the first failure.
+
+        After a request to stop, in any process, raise Interrupted instead.
+        """
         causes = [child for child in self.failures if child.failure is None or not child.failure.lost]
         child = (causes or self.failures)[0]
         where, rank = f"after step {self.last_step} of the run", child.rank
         name, process = self._names(rank)
         if child.failure is None:
-            raise NodeFailure(f"{process} {_how_it_ended(child.process)}, {where}", rank)
-        failure = NodeFailure(f"{name} failed {where}:\n\n{child.failure.text}", rank)
+            failure = NodeFailure(f"{process} {_how_it_ended(child.process)}, {where}", rank)
+        else:
+            failure = NodeFailure(f"{name} failed {where}:\n\n{child.failure.text}", rank)
         error = None
-        if child.failure.pickled is not None:
+        if child.failure is not None and child.failure.pickled is not None:
             with suppress(Exception):
                 error = cloudpickle.loads(child.failure.pickled)
+        if self.interrupt.explains(error if isinstance(error, Exception) else failure):
+            raise Interrupted(self.last_step, self.spec.saving) from failure
         if not isinstance(error, Exception):  # a child's SystemExit or KeyboardInterrupt must not be raised here
             raise failure
         late = [one.rank for one in self.children if not one.ended and not one.failed]

@@ -267,6 +267,8 @@ class Entries:
             try:
                 launch(replace(self, entries=entries), receive)
             except Exception as error:
+                if self.interrupt.explains(error):
+                    raise Interrupted(max(len(e.history) for e in self.entries) - 1, entries[0].spec.saving) from error
                 little = isinstance(error, CheckpointError) and all(len(e.history) <= 2 for e in self.entries)
                 if not losses or little:  # an error of the first step
                     raise

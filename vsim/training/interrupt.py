@@ -46,6 +46,22 @@ class Interrupt:
         """Ask the run to stop. May be called from any thread."""
         self.requested = True
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed again and whoever was interrupted has swallowed that.
+
+        What was computed since may be incomplete: it must neither be recorded nor saved.
+        """
+        if self.insisted:
+            raise KeyboardInterrupt
+
+    def explains(self, error: Exception) -> bool:
+        """Return whether an error may come of the request, so that it must not become the outcome of a run.
+
+        Torch, for instance, may turn a KeyboardInterrupt into a RuntimeError. Non-finite numbers do not come of a
+        request alone.
+        """
+        return self.insisted or (self.requested and not isinstance(error, FloatingPointError))
+
     @contextmanager
     def requested_inside(self) -> Iterator[None]:
         """Treat a KeyboardInterrupt raised by a user's hook as the first Ctrl-C."""

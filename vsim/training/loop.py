@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class Ensemble:
 
         Raises:
             Interrupted: a process of the run was asked to stop; raised after the current step.
+            KeyboardInterrupt: Ctrl-C was pressed again, or an error ended a step in which a stop was requested.
         """
         try:
             with self.interrupt:
@@ -74,6 +76,10 @@ class Ensemble:
                     pass
                 if self.is_alone and self.interrupt.requested:
                     raise Interrupted(self.max_steps, self.runs[0].spec.saving)
+        except Exception as error:
+            if self.interrupt.explains(error):
+                raise KeyboardInterrupt(f"interrupted in a step that was not completed: {error}") from error
+            raise
         finally:
             self.end()
 
@@ -157,7 +163,9 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
             if taking.intersection(stack.runs):
                 stops |= _take_step(ensemble, stack, step)
         reached = [run for run in ensemble.training if run in taking and run.done == step]
+        ensemble.interrupt.check()
         _report(ensemble, reached, step)
+        ensemble.interrupt.check()
         stops |= ensemble.is_alone and ensemble.interrupt.requested
         reached = [run for run in reached if run.trains]
         saved = True
@@ -307,7 +315,20 @@ class _own(AbstractContextManager[None]):
 
 
 def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run so that the others continue; raise the error if they cannot, or if this loses no progress."""
+    """Remove a failed run so that the others continue; raise the error if they cannot, or if this loses no progress.
+
+    After a request to stop, a run that fails has no outcome: the others complete the step, and all can be resumed.
+    """
+    if ensemble.interrupt.explains(error):
+        if ensemble.interrupt.insisted or not (ensemble.tolerant and ensemble.is_alone):
+            raise error
+        warnings.warn(
+            f"{run.spec.label}: interrupted in step {run.cluster.step}, which was not completed: {error!r}",
+            UserWarning,
+            stacklevel=2,
+        )
+        run.cut = True
+        return
     nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
     if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
         raise error  # with several processes, the other processes may not have this error

@@ -70,6 +70,7 @@ class Run:
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the other runs continue.
         stopped: whether this run was stopped before the other runs.
+        cut: whether an error ended this run after a request to stop; it has no outcome, and its last checkpoint counts.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
         trial_steps: the number of coming steps in which draws from the global random generators are detected.
         rungs: steps after which the run is validated, besides the requested steps.
@@ -110,6 +111,7 @@ class Run:
     undeclared: Contents = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
+    cut: bool = False
     concluded: bool = False
     trial_steps: int = 2
     rungs: Collection[int] = ()
@@ -150,7 +152,7 @@ class Run:
     @property
     def trains(self) -> bool:
         """Whether the run has neither failed nor been stopped."""
-        return self.error is None and not self.stopped
+        return self.error is None and not (self.stopped or self.cut)
 
     @property
     def is_running(self) -> bool:
