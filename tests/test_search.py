@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -291,6 +292,77 @@ def test_an_interrupt_leaves_the_batch_to_the_next_call(tmp_path: Path) -> None:
     assert_equally_told(tune(storage=storage, save_dir=tmp_path).study, tune().study)
 
 
+def test_an_interrupt_in_the_first_batch_can_be_resumed(tmp_path: Path) -> None:
+    def interrupt(run: Any) -> None:
+        if run.done == 3:
+            raise KeyboardInterrupt
+
+    whole = tune().study
+    for options in ({"save_dir": tmp_path}, {"storage": optuna.storages.InMemoryStorage()}):
+        with pytest.warns(UserWarning, match="interrupted"):
+            begun = tune(**options, callbacks=[interrupt]).study
+        assert [one.state for one in begun.trials] == [RUNNING] * 3
+        search = tune(**options)
+        assert len(search) == 7 and all(run.ended and run.model is not None for run in search.all_runs)
+        assert_equally_told(search.study, whole)
+
+
+def test_a_search_that_is_called_again_has_records_without_models(tmp_path: Path) -> None:
+    first = tune(save_dir=tmp_path, trials=4)
+    again = tune(save_dir=tmp_path, trials=5)
+    assert [run.model is None for run in first.all_runs] == [False] * 4
+    assert [run.model is None for run in again.all_runs] == [True] * 4 + [False]
+    for name in first:  # the checkpoints have them
+        (folder,) = tmp_path.glob(f"trial * to trial */{name.replace(' ', '_')}")
+        saved, trained = vsim.load_checkpoint(folder).model(Quadratic()), first[name].model
+        assert trained is not None
+        torch.testing.assert_close(saved.weight, trained.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*records were not saved:UserWarning")
+def test_a_refused_call_leaves_no_trials() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    options: dict[str, Any] = {"storage": storage, "study_name": "mine"}
+    told_at_first = told(tune(**options, trials=2, seeds=[1, 2]).study)
+    study = optuna.load_study(study_name="mine", storage=storage)
+    for changed, words in (
+        ({"seeds": [1, 3]}, r"'mine' train with the seeds \[1, 2\].*with \[1, 3\]"),
+        ({"seeds": None}, r"with \[42\]"),
+        ({"seeds": None, "seed": 1}, r"with \[1\]"),
+        ({"seeds": [1, 2], "batch_size": 4}, "batch_size is 8 and 4"),
+        ({"seeds": [1, 2], "max_steps": 7}, "max_steps is 6 and 7"),
+        ({"seeds": [1, 2], "budget": {"wire": 1e9}}, "budget"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tune(**options, trials=9, **changed, callbacks=[never])
+        assert told(study) == told_at_first
+    tune(**options, trials=3, seeds=[1, 2])
+    assert len(study.trials) == 3
+
+
+def test_only_one_call_searches_a_folder_at_a_time(tmp_path: Path) -> None:
+    def inner(run: Any) -> None:
+        tune(save_dir=tmp_path)
+
+    with pytest.raises(vsim.CheckpointError, match="in use: another run, in this process"):
+        tune(save_dir=tmp_path, callbacks=[inner])
+    assert len(tune(save_dir=tmp_path)) == 7
+
+
+def test_a_damaged_file_of_a_search_is_named(tmp_path: Path) -> None:
+    tune(save_dir=tmp_path, trials=3)
+    path = tmp_path / "comparison.json"
+    text = path.read_text()
+    found = re.search(r'"train_loss": \[null, (\d+\.\d+)', text)
+    assert found is not None
+    path.write_text(text.replace(found[1], f"{float(found[1]) + 1}"))
+    for read in (read_comparison, lambda _: tune(save_dir=tmp_path)):
+        with pytest.raises(ValueError, match=r"comparison\.json .*is damaged"):
+            read(tmp_path)
+    path.write_text(text)
+    assert len(read_comparison(tmp_path)) == 3
+
+
 def test_a_study_that_another_process_searches_is_left_alone(tmp_path: Path) -> None:
     storage = optuna.storages.InMemoryStorage()
     study = optuna.create_study(storage=storage, study_name="vsim")
@@ -301,6 +373,17 @@ def test_a_study_that_another_process_searches_is_left_alone(tmp_path: Path) -> 
             tune(storage=storage)
         other.communicate(b"\n")
     assert len(tune(storage=storage)) == 7
+
+
+def test_two_calls_that_ask_in_turn_get_an_error() -> None:
+    storage = optuna.storages.InMemoryStorage()
+
+    def asking_twice(trial: Any) -> Strategy:
+        optuna.load_study(study_name="vsim", storage=storage).ask()
+        return space(trial)
+
+    with pytest.raises(ValueError, match="two calls at a time: this one requested trial 1, and got trial 2"):
+        tune(storage=storage, space=asking_twice)
 
 
 def test_the_study_of_another_problem_is_refused_before_training(tmp_path: Path) -> None:

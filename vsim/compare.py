@@ -328,8 +328,7 @@ def train_entries(
             raise TypeError("budget and max_steps by name both decide the steps of each strategy; give one of them")
         lengths, within = _of_each("max_steps", max_steps, entries), BY_NAME
     elif budget is not None:
-        more: dict[str, Any] = {"at": at, "max_steps": max_steps}
-        within = {**budget, **{key: value for key, value in more.items() if value is not None}}
+        within = _within(budget, at, max_steps)
     if halving is not None and within is not None:
         raise ValueError("halving compares runs of one length: give max_steps as a number, and no budget")
     participation: Participation | None = options.get("participation")
@@ -541,6 +540,31 @@ def _config(
         data = trainer.train_dataset, trainer.val_dataset
         problems[trainer] = describe_problem(trainer.model, *data, trainer.loss_fn)
     return trainer.config(options, started, problems[trainer])
+
+
+def config_of(
+    model: nn.Module | Callable[[int], nn.Module],
+    train_dataset: Data,
+    val_dataset: Data | None,
+    *,
+    seed: int,
+    loss_fn: LossFunction | None = None,
+    together: bool = True,
+    budget: Mapping[str, Any] | None = None,
+    at: float | None = None,
+    max_steps: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the configuration that a run of `train_entries` would have, but for its strategy; train nothing."""
+    model = model if isinstance(model, nn.Module) else _made(model, seed)
+    trainer = Trainer(model, train_dataset, val_dataset, loss_fn=loss_fn)
+    within = {"budget": _within(budget, at, max_steps)} if budget is not None and _amounts(budget, at) else {}
+    return trainer.config({"strategy": Algorithm(), **options, **within, "seed": seed, "max_steps": max_steps})
+
+
+def _within(budget: Mapping[str, Any], at: float | None, max_steps: int | None) -> dict[str, Any]:
+    """Return all that limits the steps of a run with a budget, as its configuration holds it."""
+    return {**budget, **{key: value for key, value in (("at", at), ("max_steps", max_steps)) if value is not None}}
 
 
 def _conditions_of(comparison: Comparison) -> Conditions:

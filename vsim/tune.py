@@ -15,15 +15,16 @@ import psutil
 from torch import nn
 
 from vsim.arguments import a_function, a_list, a_path, a_text, given, naming, one_of, whole_number
-from vsim.compare import call_text, checked_seeds, compare, train_entries
+from vsim.checkpoint.folder import locked
+from vsim.compare import call_text, checked_seeds, compare, config_of, train_entries
 from vsim.data.batches import Data
 from vsim.extras import extra
 from vsim.network import Compute, Network
 from vsim.process import under_torchrun
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
+from vsim.records.describe import Conditions
 from vsim.records.fronts import COSTS
-from vsim.records.history import History
 from vsim.records.search import Search
 from vsim.strategy.base import Algorithm
 from vsim.training.interrupt import Interrupt
@@ -75,7 +76,7 @@ def tune(
             trial after every `val_interval` steps. Pruned trials end.
         storage: optuna's storage, such as "sqlite:///study.db": an equal call continues the stored study. Trials that
             were running when a call was killed are trained first, under their numbers. Only one call at a time may
-            search a study.
+            search a study, and all calls must train with the same seeds, data and options.
         study_name: name of the study in the storage; default "vsim".
         seeds: train every trial once with each seed; default: once with `seed`.
         save_dir: a folder for the records and checkpoints of all trials and, without `storage`, for the study
@@ -84,14 +85,16 @@ def tune(
         options: every other argument of `compare`, the same for all trials. `max_steps` is a number.
 
     Returns:
-        A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. A trial with a diverged
-        run is reported as pruned, so that the sampler avoids such values; a trial with another error is reported as
-        failed; in both cases, the trial's user attribute "failure" holds the reason. After an interrupt, the storage
-        keeps the trials of the batch in the state "running".
+        A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. Trials of earlier calls
+        have records but no models; with `save_dir`, `load_checkpoint` reads these from the trials' folders. A trial
+        with a diverged run is reported as pruned, so that the sampler avoids such values; a trial with another error is
+        reported as failed; in both cases, the trial's user attribute "failure" holds the reason. After an interrupt,
+        the storage keeps the trials of the batch in the state "running".
 
     Raises:
         ImportError: optuna is not installed; it is in the extra `tune`.
-        TypeError, ValueError: see `compare`; or the study in the storage is of another problem.
+        TypeError, ValueError: see `compare`; or the study in the storage is of another problem or other seeds.
+        CheckpointError: a ValueError: another call searches in `save_dir`.
     """
     optuna = extra("optuna", "vsim.tune", "optuna", "tune")
     a_function("space", space, "trial")
@@ -111,7 +114,7 @@ def tune(
         )
     if val_dataset is None:
         raise ValueError("tune() chooses by validation loss and needs a validation dataset")
-    seed = checked_seeds(seeds, dict(options))[0]
+    used = checked_seeds(seeds, dict(options))
     for argument, value, kind in (
         ("sampler", sampler, optuna.samplers.BaseSampler),
         ("pruner", pruner, optuna.pruners.BasePruner),
@@ -121,42 +124,36 @@ def tune(
             raise TypeError(f"{argument} must be one of optuna's, such as a {kind.__name__}, got {given(value)}")
     rungs = [] if pruner is None else _rungs(objectives, options)
     folder = None if options.get("save_dir") is None else a_path("save_dir", options.pop("save_dir"))
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = f"sqlite:///{folder / 'study.db'}" if storage is None else storage
-    if storage is None and study_name is not None:
+    if storage is None and folder is None and study_name is not None:
         raise ValueError(f"study_name={study_name!r} has no effect without storage= or save_dir=")
-    try:
-        storage = None if storage is None else optuna.storages.get_storage(storage)
-    except Exception as error:  # from SQLAlchemy or a database
-        raise ValueError(f"storage={storage!r} cannot be opened: {error}") from error
-    study = optuna.create_study(
-        storage=storage,
-        sampler=sampler,
-        pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
-        study_name=a_text("study_name", "vsim" if study_name is None else study_name) if storage is not None else None,
-        directions=["minimize"] * len(objectives),
-        load_if_exists=True,
-    )
-    asking = _Asking(optuna, study, space, trials, together, seed if sampler is None else None)
-    found = _Found(study, objectives, folder)
-    while batch := asking.batch():
-        # A call that was killed before it reported to optuna leaves trials whose runs are known.
-        new = {name: one for name, one in batch.items() if name not in found.runs}
-        interrupt = Interrupt()
-        if new:
-            own: dict[str, Any] = {**options, "seeds": seeds, "interrupt": interrupt, "extend": found.known}
-            if folder is not None:
-                own |= {"save_dir": folder / f"{next(iter(new))} to {next(reversed(new))}", "resume": "auto"}
-            if rungs:
-                own["pruning"] = rungs, _Pruning(new)
-            entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, (_, strategy) in new.items()}
-            trained = train_entries(entries, model, train_dataset, val_dataset, **own)
-            found.add(trained, {name: dict(trial.params) for name, (trial, _) in new.items()}, interrupt.requested)
-        if interrupt.requested:
-            break
-        for name, (trial, _) in batch.items():
-            asking.tell(trial, found.runs[name], found.values.get(name))
+    if storage is not None or folder is not None:
+        study_name = a_text("study_name", "vsim" if study_name is None else study_name)
+    problem = model, train_dataset, val_dataset
+    with locked(folder):
+        if folder is not None and storage is None:
+            storage = f"sqlite:///{folder / 'study.db'}"
+        study = _study(optuna, storage, study_name, sampler, pruner, len(objectives))
+        found = _Found(study, objectives, folder, used)
+        if found.problem is not None:  # before a trial is requested
+            found.check(config_of(*problem, **{**options, "seed": used[0], "num_nodes": num_nodes}))
+        asking = _Asking(optuna, study, space, trials, together, used[0] if sampler is None else None)
+        while batch := asking.batch():
+            # A call that was killed before it reported to optuna leaves trials whose runs are known.
+            new = {name: one for name, one in batch.items() if name not in found.runs}
+            interrupt = Interrupt()
+            if new:
+                own: dict[str, Any] = {**options, "seeds": seeds, "interrupt": interrupt}
+                if folder is not None:
+                    own |= {"save_dir": folder / f"{next(iter(new))} to {next(reversed(new))}", "resume": "auto"}
+                if rungs:
+                    own["pruning"] = rungs, _Pruning(new)
+                entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, (_, strategy) in new.items()}
+                trained = train_entries(entries, *problem, **own)
+                found.add(trained, {name: dict(trial.params) for name, (trial, _) in new.items()}, interrupt.requested)
+            if interrupt.requested:
+                break
+            for name, (trial, _) in batch.items():
+                asking.tell(trial, found.runs[name], found.values.get(name))
     search = found.search()
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     if unsaved := [one.number for one in complete if f"trial {one.number}" not in search]:
@@ -171,6 +168,30 @@ def tune(
         call_text("vsim.tune", **about, sampler=sampler, pruner=pruner, num_nodes=num_nodes, seeds=seeds, **options)
     ]
     return search
+
+
+def _study(optuna: Any, storage: Any, name: str | None, sampler: Any, pruner: Any, objectives: int) -> Any:
+    """Create the study, or load it from the storage.
+
+    Raises:
+        ValueError: the storage cannot be opened.
+    """
+    try:
+        storage = None if storage is None else optuna.storages.get_storage(storage)
+        return optuna.create_study(
+            storage=storage,
+            sampler=sampler,
+            pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
+            study_name=name,
+            directions=["minimize"] * objectives,
+            load_if_exists=True,
+        )
+    except Exception as error:  # from SQLAlchemy or a database
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"storage={storage!r} cannot be opened: {reason}. If another call has just begun to search there, wait "
+            "until it ends: only one call at a time may search a study"
+        ) from error
 
 
 def _rungs(objectives: Sequence[str], options: Mapping[str, Any]) -> list[int]:
@@ -231,6 +252,11 @@ class _Asking:
         self._seed(place)
         trial = self.study.ask()
         trial.set_user_attr(_PROCESS, self.process)
+        if trial.number != place:
+            raise ValueError(
+                f"the study {self.study.study_name!r} is searched by two calls at a time: this one requested trial "
+                f"{place}, and got trial {trial.number}. Wait until no other call runs; this call then continues"
+            )
         return trial
 
     def _continue(self, left: Any) -> Any:
@@ -337,50 +363,52 @@ class _Pruning:
 class _Found:
     """Keeps the runs of all trials so far, and saves them if there is a folder.
 
+    Args:
+        seeds: the seeds of every trial.
+
     Attributes:
         runs: name → runs. values: name → values of the objectives, for complete trials.
-        known: a comparison of the study's problem, which new trials must fit; None before the first batch.
+        problem: what all trials of the study share; None before the first batch.
     """
 
-    def __init__(self, study: Any, objectives: Sequence[str], folder: Path | None) -> None:
-        self.study, self.objectives = study, objectives
+    def __init__(self, study: Any, objectives: Sequence[str], folder: Path | None, seeds: Sequence[int]) -> None:
+        self.study, self.objectives, self.seeds = study, objectives, seeds
         self.path = None if folder is None else folder / _FILE
         self.runs: dict[str, list[ComparedRun]] = {}
         self.params: dict[str, dict[str, Any]] = {}
         self.values: dict[str, list[float]] = {}
         self.priced: Comparison | None = None
-        self.known: Comparison | None = None
-        directions, problem = [one.name.lower() for one in study.directions], study.user_attrs.get(_PROBLEM)
-        theirs = directions if problem is None else problem["objectives"]
-        if directions != ["minimize"] * len(objectives) or (problem and theirs != list(objectives)):
+        directions, self.problem = [one.name.lower() for one in study.directions], study.user_attrs.get(_PROBLEM)
+        theirs = directions if self.problem is None else self.problem["objectives"]
+        if directions != ["minimize"] * len(objectives) or (self.problem and theirs != list(objectives)):
             raise ValueError(
                 f"the study {study.study_name!r} is of {', '.join(theirs)}, and objectives={list(objectives)} are "
                 "to be minimized: give another study_name"
             )
-        if problem is None:
-            return
-        history = History()
-        history.config = problem["config"]
-        self.known = Comparison(0)
-        self.known.add(problem["name"], ComparedRun(history, seed=problem["seed"]))
-        if self.path is not None and self.path.exists():
+        if self.problem is not None and self.path is not None and self.path.exists():
             saved = Search.from_json(self.path)
             runs = {name: saved.runs(name) for name in saved}
             self._keep(saved, runs, {name: saved.settings[name] for name in saved})
 
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless runs of this configuration, with these seeds, fit the study's trials."""
+        assert self.problem is not None
+        name = f"the study {self.study.study_name!r}"
+        if self.problem["seeds"] != list(self.seeds):
+            raise ValueError(
+                f"the trials of {name} train with the seeds {self.problem['seeds']}, and this call with "
+                f"{list(self.seeds)}, which are not comparable: give the same, or another study_name"
+            )
+        conditions = Conditions()
+        conditions.check(name, self.seeds[0], self.problem["config"])
+        conditions.check("this call", self.seeds[0], config)
+
     def add(self, trained: Comparison, params: Mapping[str, Mapping[str, Any]], interrupted: bool) -> None:
         """Add the runs of a batch, and save all unless the batch was interrupted."""
-        if self.known is None:
-            name = next(iter(trained))
-            run = trained[name]
-            problem = {
-                "name": name,
-                "seed": run.seed,
-                "config": run.history.config,
-                "objectives": list(self.objectives),
-            }
-            self.study.set_user_attr(_PROBLEM, problem)
-            self.known = trained
+        if self.problem is None:
+            config = {**trained.all_histories[0].config, "strategy": {}}
+            self.problem = {"seeds": list(self.seeds), "config": config, "objectives": list(self.objectives)}
+            self.study.set_user_attr(_PROBLEM, self.problem)
         self._keep(trained, {name: trained.runs(name) for name in trained}, params)
         if self.path is not None and not interrupted:
             self.search().to_json(self.path)

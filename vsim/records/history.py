@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -434,6 +435,12 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write a dict as JSON that every reader takes: no NaN, no infinity."""
     with replacing(a_path("path", path)) as part, open(part, "w", encoding="utf-8") as file:
         json.dump(content, file, allow_nan=False)
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a dict, the same before it is written as JSON and after it is read."""
+    as_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(path: str | Path, what: str, keys: Iterable[str]) -> dict[str, Any]:

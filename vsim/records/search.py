@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
 
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
+from vsim.records.history import checksum, write_json
 from vsim.records.swept import Point, Sweep
 
 if TYPE_CHECKING:
@@ -69,6 +73,18 @@ class Search(Sweep):
         return Comparison._pictures(self)  # sampled values rarely repeat, so that a map would be empty
 
     _keys = (*Sweep._keys, "objectives")
+
+    def to_json(self, path: str | Path) -> None:
+        """Write everything but the models and the study, for `from_json`, with a checksum."""
+        content = self._as_plain()
+        write_json(path, {**content, "sha256": checksum(content)})
+
+    @classmethod
+    def _from_plain(cls, content: Mapping[str, Any]) -> Self:
+        own = {key: value for key, value in content.items() if key != "sha256"}
+        if content.get("sha256", written := checksum(own)) != written:  # files of 0.2.0 have no checksum
+            raise ValueError("the file is damaged: its contents do not have their checksum")
+        return super()._from_plain(own)
 
     def _as_plain(self) -> dict[str, Any]:
         return {**super()._as_plain(), "objectives": self.objectives}

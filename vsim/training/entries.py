@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import re
@@ -31,7 +30,7 @@ from vsim.cluster.state import CheckpointError
 from vsim.engine.memory import available_bytes
 from vsim.network.timeline import duration
 from vsim.reading import read_text
-from vsim.records.history import History, write_json
+from vsim.records.history import History, checksum, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
 from vsim.training.callbacks import Relay, notify, savable
 from vsim.training.interrupt import Interrupt, Interrupted
@@ -596,7 +595,7 @@ def _length(entry: Entry) -> list[int | None]:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write a file with a checksum atomically, so that a killed process leaves no partial file."""
-    write_json(path, {**content, "sha256": _checksum(content)})
+    write_json(path, {**content, "sha256": checksum(content)})
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -610,14 +609,9 @@ def read_whole(path: Path) -> dict[str, Any]:
         known = content.pop("sha256")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a file of a comparison, or is torn: {error!r}") from error
-    if known != _checksum(content):
+    if known != checksum(content):
         raise CheckpointError(f"{path} is damaged: its contents do not have their checksum")
     return content
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(content))
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def read_end(entry: Entry) -> dict[str, Any] | None:
