@@ -29,7 +29,9 @@ from vsim.records.cache import Cache
 from vsim.records.loggers import CSVLogger
 from vsim.records.report.page import data_of, report
 from vsim.saved import read_comparison, read_comparisons, read_log, select
-from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from vsim.strategy import DiLoCoStrategy, GossipStrategy, SimpleReduceStrategy
+from vsim.strategy.remade import remade
+from vsim.training.entries import write_whole
 from vsim.watch import Watch
 from vsim_cli import main
 
@@ -209,6 +211,50 @@ def _replace(content: object, rng: random.Random) -> None:
             content[key] = rng.choice(odd)  # type: ignore[index]
             return
         content = below
+
+
+def test_a_record_keeps_edges_and_opens_no_file(tmp_path: Path) -> None:
+    networkx, path, out = pytest.importorskip("networkx"), tmp_path / "edges.csv", tmp_path / "comparison.json"
+    path.write_text("0,1\n1,2\n2,3\n")
+    graphs: dict[str, Any] = {"file": path, "text": str(path), "graph": networkx.path_graph(4)}
+    strategies = {name: GossipStrategy(topology=graph, lr=1e-3) for name, graph in graphs.items()}
+    assert {repr(one) for one in strategies.values()} == {"GossipStrategy(topology=[[0, 1], [1, 2], [2, 3]], lr=0.001)"}
+    trained = compared({**strategies}, max_steps=2, num_nodes=4)
+    path.unlink()
+    trained.to_json(out)
+    text = out.read_text()
+    assert str(path) not in text and all(run.strategy is not None for run in read_comparison(out).all_runs)
+    path.write_text("0,1\n1,2\n2,3\n")
+    forged = text.replace("topology=[[0, 1], [1, 2], [2, 3]]", f"topology={str(path)!r}")
+    assert forged != text
+    out.write_text(forged)
+    assert all(run.strategy is None for run in read_comparison(out).all_runs)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "SimpleReduceStrategy(average=geometric_median(rounds=1000000000))",
+        "SimpleReduceStrategy(average=centered_clip(radius=1.0, rounds=1000000000))",
+        f"GossipStrategy(topology=[{', '.join(['[0, 1]'] * 2000)}])",
+        f"SimpleReduceStrategy(lr={'-' * 9000}1)",
+    ],
+)
+def test_a_saved_call_of_endless_work_is_not_made(call: str) -> None:
+    assert remade("SimpleReduceStrategy(average=geometric_median(rounds=100))") is not None
+    assert remade(call) is None
+
+
+def test_a_folder_without_its_description_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategies": {"a": SimpleReduceStrategy(lr=1e-3)}, "max_steps": 2, "save_dir": tmp_path}
+    compared(**options)
+    write_whole(tmp_path / "race.json", {"configs": []})
+    with refused(vsim.CheckpointError, "race.json does not describe a comparison: it lacks runs and rungs"):
+        compared(**options, resume=True)
+    (tmp_path / "race.json").unlink()
+    for resume in (True, "auto", False):
+        with refused(vsim.CheckpointError, "race.json, which describes", "is missing: restore the file"):
+            compared(**options, resume=resume)
 
 
 def test_a_record_that_was_copied_from_another_run_is_recognized(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,18 @@ from vsim.arguments import countable
 
 # Kinds of paths other than regular files; reading such a path may never end.
 _OTHERS = {stat.S_ISDIR: "folder", stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISCHR: "device"}
+_may_open = ContextVar("may_open", default=True)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@contextmanager
+def opening_nothing() -> Iterator[None]:
+    """Make `regular` and `read_text` raise a ValueError in this context, in which code runs that a file asks for."""
+    token = _may_open.set(False)
+    try:
+        yield
+    finally:
+        _may_open.reset(token)
 
 
 def regular(path: Path) -> Path:
@@ -20,8 +34,10 @@ def regular(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no such file. OSError: the path is a folder, a pipe or a device. ValueError: the
-            file is too large.
+            file is too large, or nothing may be opened.
     """
+    if not _may_open.get():
+        raise ValueError(f"{path} is not opened, because only a record names it")
     try:
         found = path.stat()
     except ValueError as error:  # a path with a NUL or a lone surrogate

@@ -9,6 +9,8 @@ from functools import wraps
 from inspect import Parameter
 from typing import Any, ClassVar
 
+import numpy as np
+
 from vsim.arguments import reject_unknown, renaming
 from vsim.cluster.state import Stateful
 
@@ -36,6 +38,10 @@ class Configured(Stateful):
         cls.derived = tuple(dict.fromkeys(name for base in cls.__mro__ for name in vars(base).get("derived", ())))
         if "__init__" in vars(cls):
             cls.__init__ = _checked(cls.__init__, cls.common)  # type: ignore[method-assign]
+
+    def recorded(self, name: str, value: Any) -> Any:
+        """Return the value of an argument as repr and records hold it: a plain value, and never the path of a file."""
+        return value.item() if isinstance(value, np.generic) else value
 
     def check(self) -> None:
         """Raise an error if arguments contradict each other; called after `__init__`."""
@@ -108,9 +114,10 @@ def _checked(init: Callable[..., None], common: tuple[Parameter, ...]) -> Callab
         with renaming(spelled):
             init(self, *args, **kwargs)
         if type(self).__init__ is made:
-            self._given = {}
+            found: dict[str, Any] = {}
             for name, value in list(bound.items())[1:]:
-                self._given |= value if signature.parameters[name].kind is Parameter.VAR_KEYWORD else {name: value}
+                found |= value if signature.parameters[name].kind is Parameter.VAR_KEYWORD else {name: value}
+            self._given = {name: self.recorded(name, value) for name, value in found.items()}
             self.check()
 
     made.__signature__ = signature  # type: ignore[attr-defined]

@@ -266,6 +266,9 @@ class GossipCommunicator(CommunicationModule):
         if self.tracking and H != 1:
             raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={H!r}")
 
+    def recorded(self, name: str, value: Any) -> Any:
+        return self.topology if name == "topology" else super().recorded(name, value)
+
     def setup(self, cluster: Cluster) -> None:
         n, self.graph = cluster.population, self.topology
         if isinstance(self.topology, RandomGraph):
@@ -322,6 +325,10 @@ class GossipStrategy(Algorithm, of=GossipCommunicator):
     """
 
     family = "local steps"
+
+    def recorded(self, name: str, value: Any) -> Any:
+        (gossip,) = self.communication_modules
+        return gossip.recorded(name, value)  # edges, in place of a file or graph
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
         """Return W (K, K) of mixing number `number`, counted from 0; "one_peer_exponential" depends on the number."""

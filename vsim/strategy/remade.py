@@ -9,6 +9,7 @@ from typing import Any
 
 from vsim import strategy
 from vsim.cluster.optim import OPTIMIZERS
+from vsim.reading import opening_nothing
 from vsim.strategy.base import Algorithm
 
 # The names that a call may use: vsim's own classes, and the functions of averages.
@@ -19,7 +20,7 @@ _LONGEST = 10_000  # the most characters of a call that is parsed
 def remade(call: str) -> Algorithm | None:
     """Return the strategy that a call makes; None if the call uses anything but vsim's classes and plain values.
 
-    The text is parsed, not evaluated.
+    The text is parsed, not evaluated, and no file that the text names is opened.
 
     >>> remade("DiLoCoStrategy(inner_optim=OptimSpec(AdamW, weight_decay=0.1), H=10, average=mean(by='examples'))")
     DiLoCoStrategy(inner_optim=OptimSpec(AdamW, weight_decay=0.1), H=10, average=mean(by='examples'))
@@ -29,7 +30,7 @@ def remade(call: str) -> Algorithm | None:
     if len(call) > _LONGEST:
         return None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), opening_nothing():
             warnings.simplefilter("ignore")
             made = _value(ast.parse(call, mode="eval").body)
     except Exception:  # a file may hold any text

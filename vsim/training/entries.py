@@ -450,24 +450,35 @@ class Entries:
         path = self.folder / "race.json"
         self.resume = path.exists() if self.resume == "auto" else self.resume
         if not self.resume:
-            if path.exists() or any(checkpoints_in(folder) for folder in self._folders()):
+            if path.exists():
                 raise CheckpointError(
                     f"save_dir {str(self.folder)!r} holds the checkpoints of a comparison; give resume=True to "
                     "resume it, or another save_dir"
                 )
+            self._check_orphans(path)
             self._make_folders()
             write_whole(path, {**about, "configs": self.configs})
             return
         if not path.exists():
+            self._check_orphans(path)
             raise CheckpointError(f"there is no comparison to resume in the folder {str(self.folder)!r}")
         saved = read_whole(path)
+        if lacking := [what for what in about if what not in saved]:
+            raise CheckpointError(f"{path} does not describe a comparison: it lacks {' and '.join(lacking)}")
         for what, now in about.items():
-            if saved.get(what) != now:
+            if saved[what] != now:
                 raise CheckpointError(
-                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved.get(what)} and are "
-                    f"{now}"
+                    f"the comparison in {str(self.folder)!r} is another: its {what} were {saved[what]} and are {now}"
                 )
         write_whole(path, {**about, "configs": self.configs})
+
+    def _check_orphans(self, path: Path) -> None:
+        """Raise a CheckpointError if the folder holds checkpoints without the file that describes them."""
+        if any(checkpoints_in(folder) for folder in self._folders()):
+            raise CheckpointError(
+                f"save_dir {str(self.folder)!r} holds checkpoints, and {path.name}, which describes their comparison, "
+                "is missing: restore the file, or give another save_dir"
+            )
 
     def _make_folders(self) -> None:
         """Make the folders of all runs, so that a name that cannot be a folder fails before training."""

@@ -16,6 +16,7 @@ from vsim.strategy.average.base import Rule, finite_rows, norms_of, positive, sc
 from vsim.strategy.selectors import round_up
 
 _NEAREST = 1e-6  # the least distance in Weiszfeld's iterations, in units of the vectors' spread
+_MOST_ROUNDS = 10_000  # far more than are needed: every round is a pass over the rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +91,7 @@ class GeometricMedian(Rule):
     left out first.
 
     Args:
-        rounds: the number of iterations, at least 1. With honest vectors that differ in 100 directions or more, 8 end
+        rounds: the number of iterations, 1 to 10,000. With honest vectors that differ in 100 directions or more, 8 end
             within 1 % of their spread from the limit if up to 40 % of at least 4 vectors are faulty, at any distance;
             20 do if just less than half are. In fewer directions more are needed: 100 in ten, 200 in two.
 
@@ -101,7 +102,7 @@ class GeometricMedian(Rule):
     rounds: int = 8
 
     def __post_init__(self) -> None:
-        whole_number("rounds", self.rounds)
+        object.__setattr__(self, "rounds", whole_number("rounds", self.rounds, at_most=_MOST_ROUNDS))
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         flat = finite_rows(rows).reshape(-1, rows[0].numel())
@@ -124,7 +125,7 @@ class CenteredClip(Stateful, Rule):
     v starts at 0. Vectors that are not finite are left out.
 
     Args:
-        radius: the largest distance that is not clipped, above 0. rounds: iterations in one average, at least 1.
+        radius: the largest distance that is not clipped, above 0. rounds: iterations in one average, 1 to 10,000.
 
     Source: Karimireddy et al. 2021 [arXiv:2012.10333], where nodes send momentum.
     """
@@ -133,7 +134,8 @@ class CenteredClip(Stateful, Rule):
     center: Tensor  # v, shared (P,)
 
     def __init__(self, radius: float, rounds: int = 1) -> None:
-        self.radius, self.rounds = real_number("radius", radius, above=0), whole_number("rounds", rounds)
+        self.radius = real_number("radius", radius, above=0)
+        self.rounds = whole_number("rounds", rounds, at_most=_MOST_ROUNDS)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_shared(center=torch.zeros_like(cluster.weights[0]))
