@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ def test_random_graphs_are_regular_and_connected(num_nodes: int, degree: int, se
 def test_rounds_are_as_many_as_the_largest_degree(num_nodes: int, data: st.DataObject) -> None:
     pairs = [*itertools.combinations(range(num_nodes), 2)]
     edges = tuple(data.draw(st.lists(st.sampled_from(pairs), unique=True)))
-    rounds = mixing(edges, tuple(range(num_nodes))).rounds
+    rounds = [[*map(tuple, pairs.tolist())] for pairs in mixing(edges, tuple(range(num_nodes))).rounds]
     assert len(rounds) == max(Counter(itertools.chain(*edges)).values(), default=0)
     assert sorted(itertools.chain(*rounds)) == sorted([*edges, *((j, i) for i, j in edges)])
     for one in rounds:
@@ -108,7 +109,46 @@ def test_gaps_of_rings_in_closed_form() -> None:
     assert spectral_gap("torus", tuple(range(8))) == pytest.approx(1 - singular[1])
     assert spectral_gap("complete", tuple(range(6))) == pytest.approx(1)
     assert spectral_gap("one_peer_exponential", tuple(range(8))) == pytest.approx(1)
-    assert math.isnan(spectral_gap("ring", tuple(range(2000))))
+    assert math.isnan(spectral_gap("torus", tuple(range(2000))))
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(TOPOLOGIES), st.integers(1, 40))
+def test_closed_forms_are_those_of_the_edges(topology: str, num_nodes: int) -> None:
+    """The mixing and the gap of a named graph against the same graph as a list of edges, and against NumPy's SVD."""
+    active = tuple(range(num_nodes))
+    if topology != "one_peer_exponential":
+        own, listed = mixing(topology, active), mixing(edges_of(topology, active), active)
+        assert torch.equal(own.matrix(), listed.matrix())
+        for pairs, others in zip(own.rounds, listed.rounds, strict=True):
+            np.testing.assert_array_equal(pairs, others)
+    cycle = max(1, (num_nodes - 1).bit_length()) if topology == "one_peer_exponential" else 1
+    product = np.eye(num_nodes)
+    for number in range(cycle):
+        product = mixing(topology, active, number).matrix().numpy() @ product
+    largest = np.linalg.svd(product - 1 / num_nodes, compute_uv=False)[0]
+    assert abs(1 - spectral_gap(topology, active) - largest ** (1 / cycle)) < 1e-6
+
+
+def test_many_nodes_take_no_time_or_an_error_says_how_many_are_allowed() -> None:
+    begun = time.process_time()
+    assert len(mixing("complete", range(1000)).rounds) == 999
+    # 3 nodes and more differ by 2/3 (1 − cos(2π/n)): for many nodes 4/3 π²/n².
+    assert spectral_gap("ring", range(10_000)) == pytest.approx(4 / 3 * (math.pi / 10_000) ** 2, rel=1e-5)
+    assert len(RandomGraph(3).edges(4000)) == 6000
+    line = vsim.price(
+        GossipStrategy(), parameters=1e6, num_nodes=20_000, max_steps=100, network="1 Gbit/s", compute=1.0
+    )
+    alone = vsim.price(GossipStrategy(), parameters=1e6, num_nodes=5, max_steps=100, network="1 Gbit/s", compute=1.0)
+    assert line.seconds.tolist() == pytest.approx(alone.seconds.tolist()) and len(line.ledger) == len(alone.ledger)
+    assert time.process_time() - begun < 30  # 10 minutes, if every pair of every step were looked at
+    for topology, nodes in (("complete", 2000), ("exponential", 100_000), (RandomGraph(4), 10**6), ("complete", 10**6)):
+        with pytest.raises(ValueError, match=r"topology=.*sends [\d,]+ messages, and at most 2,000,000 are simulated"):
+            vsim.price(
+                GossipStrategy(topology=topology), parameters=10, num_nodes=nodes, max_steps=1, network=1e9, compute=1.0
+            )
+    with pytest.raises(ValueError, match="num_nodes must be a whole number from 1 to 1024"):
+        GossipStrategy().mixing_matrix(10**12)
 
 
 # Graphs of a user -----------------------------------------------------------------------------------------------------

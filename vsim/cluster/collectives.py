@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -27,7 +29,7 @@ from vsim.cluster.reductions import check_reduction, groups_of, is_whole, pairs_
 
 Nodes = Sequence[int] | Tensor | None  # numbers of nodes; None: all nodes
 Among = Nodes | Sequence[Sequence[int] | Tensor]
-Pairs = Sequence[tuple[int, int]] | Tensor
+Pairs = Sequence[tuple[int, int]] | Tensor | NDArray[np.int64]
 Bytes = float | None  # None: the bytes of a row
 Finish = Callable[[], Tensor]  # waits for the issued messages, and returns the result
 Merge = Callable[[Tensor, Tensor | None], Tensor]  # f(rows (n, …), weights (n,) that sum to 1 or None) → (…)

@@ -92,15 +92,21 @@ class Event(NamedTuple):
         )
 
     def _wire(self) -> tuple[float, float, float]:
-        return _wire_bytes(self.collective, tuple(map(len, self.groups)), self.payload_bytes, self.server)
+        return _wire_bytes(self.collective, _sizes(self.groups), self.payload_bytes, self.server)
+
+
+@lru_cache(maxsize=64)
+def _sizes(groups: Groups) -> tuple[tuple[int, int], ...]:
+    """Return (size, number of groups of this size) for all sizes."""
+    return tuple(Counter(map(len, groups)).items())
 
 
 @lru_cache(maxsize=4096)
 def _wire_bytes(
-    collective: str, sizes: tuple[int, ...], payload_bytes: float, through_server: bool
+    collective: str, sizes: tuple[tuple[int, int], ...], payload_bytes: float, through_server: bool
 ) -> tuple[float, float, float]:
     """Return the bytes that the busiest node, all nodes and the server transmit in groups of these sizes."""
-    groups = [(traffic(collective, n, through_server), count) for n, count in Counter(sizes).items()]
+    groups = [(traffic(collective, n, through_server), count) for n, count in sizes]
     payload = Fraction(payload_bytes)
     busiest = max((of_each.busiest for of_each, _ in groups), default=Fraction(0))
     total = sum(of_each.total * count for of_each, count in groups)
@@ -110,6 +116,29 @@ def _wire_bytes(
 
 # Properties of `Event` that are columns of `Ledger.to_pandas`.
 _DERIVED = ("wire_bytes", "total_wire_bytes", "server_wire_bytes")
+
+
+class _Kept(tuple[Sequence[int], ...]):
+    """Groups that a ledger keeps, whose hash is computed once."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        if "_hash" not in vars(self):
+            self._hash = super().__hash__()
+        return self._hash
+
+
+@lru_cache(maxsize=64)
+def _own_shares(collective: str, groups: Groups, num_nodes: int, through_server: bool) -> NDArray[np.float64]:
+    """Return (2, K): the payloads that each node hands in, and that it transmits, in a collective of these groups."""
+    own = np.zeros((2, num_nodes))
+    for n in set(map(len, groups)):
+        nodes = np.array([g for g in groups if len(g) == n])  # (groups, n)
+        share = traffic(collective, n, through_server)
+        each = [np.tile(payloads.astype(np.float64), len(nodes)) for payloads in (share.handed, share.sent)]
+        own += [np.bincount(nodes.flatten(), shares, num_nodes) for shares in each]
+    return own
 
 
 class Ledger(Sequence[Event]):
@@ -138,7 +167,7 @@ class Ledger(Sequence[Event]):
         self.of_clients = self.server = of_clients
         self.position = Position()
         self.attendance: list[Segment] = []
-        self.everyone: Groups = (range(num_nodes),)
+        self.everyone: Groups = _Kept([range(num_nodes)])
         # Equal groups are one object, stored and priced once.
         self._groups: dict[Groups, Groups] = {self.everyone: self.everyone}
         self.steps = 0
@@ -155,19 +184,17 @@ class Ledger(Sequence[Event]):
 
     def record(self, event: Event) -> None:
         """Append an event. Called by the collectives alone, once per call, so that the count is complete."""
-        event = event._replace(groups=self._groups.setdefault(event.groups, event.groups))
+        if (groups := self._groups.get(event.groups)) is None:
+            groups = _Kept(event.groups)
+            self._groups[groups] = groups
+        event = event._replace(groups=groups)
         payload, (wire, total, server) = event.payload_bytes, event._wire()
         of_all = traffic(event.collective, self.num_nodes, event.server)
         if event.groups is self.everyone and of_all.is_even:
             self._alike = [self._alike[0] + payload * float(of_all.handed[0]), self._alike[1] + wire]
         else:
-            own = np.zeros((2, self.num_nodes))
-            for n in set(map(len, event.groups)):
-                alike = [np.arange(n)] if event.groups is self.everyone else [g for g in event.groups if len(g) == n]
-                nodes, share = np.array(alike), traffic(event.collective, n, event.server)  # (groups, n)
-                each = [np.tile(payload * payloads, len(nodes)) for payloads in (share.handed, share.sent)]
-                own += [np.bincount(nodes.flatten(), bytes_each, self.num_nodes) for bytes_each in each]
-            self._own = self._own + own
+            shares = _own_shares(event.collective, event.groups, self.num_nodes, event.server)
+            self._own = self._own + payload * shares
             self._most = self._own.max(1).tolist()
         self.total_wire_bytes += total
         self.server_wire_bytes += server

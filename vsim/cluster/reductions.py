@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,12 +90,22 @@ def pairs_of(pairs: Any, active: Sequence[int]) -> list[tuple[int, int]]:
     Raises:
         ValueError: an entry is not a pair of participating nodes; or a node is twice a source, or twice a destination.
     """
+    if _are_numbers_below(pairs, len(active)) and isinstance(active, range):  # a hundred thousand pairs take no time
+        return list(map(tuple, pairs.tolist()))
     listed = [tuple(pair.tolist() if hasattr(pair, "tolist") else pair) for pair in pairs]
     if any(len(pair) != 2 for pair in listed):
         raise ValueError(f"pairs must be (source, destination), …; got {pairs}")
     listed = [tuple(node.tolist() if hasattr(node, "tolist") else node for node in pair) for pair in listed]
     ends = [(groups_of(nodes, active) or [[]])[0] for nodes in zip(*listed, strict=True)]
     return list(zip(*ends, strict=True))
+
+
+def _are_numbers_below(pairs: Any, end: int) -> bool:
+    """Return whether `pairs` is an array (m, 2) of numbers from 0 to end − 1, without a number twice in a column."""
+    if not (isinstance(pairs, np.ndarray) and pairs.dtype == np.int64 and pairs.ndim == 2 and pairs.shape[1] == 2):
+        return False
+    within = len(pairs) == 0 or (pairs.min() >= 0 and pairs.max() < end)
+    return bool(within) and all(len(np.unique(column)) == len(pairs) for column in pairs.T)
 
 
 def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> Tensor | None:

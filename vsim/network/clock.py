@@ -90,6 +90,8 @@ class _Groups:
         which = [places.setdefault(network.kind(group), len(places)) for group in sending]
         self.kinds, self.which = list(places), np.array(which, dtype=np.int64)  # the kinds, and each group's kind
         self.whole = len(sending) == 1 and len(sending[0]) == num_nodes  # one group of all nodes
+        # Whether every node sends to one node and receives from one, over equal links.
+        self.even = collective == "send" and len(sending) == num_nodes and len(places) == 1 and self.apart
 
     @cached_property
     def nodes(self) -> NDArray[np.int64]:
@@ -268,8 +270,15 @@ class Clock:
     def _send(self, planned: _Planned) -> Floats:
         """Put an event on the lines; return the time (N, groups) when each group of the event is done."""
         event, groups, parts, prices = planned
-        price = np.stack(prices, 1)[:, groups.which]
         ready = self._ready(parts)
+        if groups.even and self.now.shape == ready.shape == self.busy.shape[1:] == (len(self.now), 1):
+            first = np.maximum(ready, self.busy.max(0))  # all nodes are alike, and stay so
+            price = prices[0][:, None]
+            ends: Floats = np.maximum(first + parts * price, self.now + price)
+            self.busy = np.stack([ends, ends])
+            self._show("send", event.step, first, ends, label=event.label)
+            return ends
+        price = np.stack(prices, 1)[:, groups.which]
         if event.collective in ("push", "pull"):
             return self._through_server(event, groups, ready, price, parts)
         if groups.whole and event.collective != "send":
@@ -339,7 +348,7 @@ class Clock:
     def _wait(self, step: int, groups: _Groups, ends: Floats) -> None:
         """Make the nodes of groups wait until `ends`; their next messages start no earlier."""
         before = self.now
-        if groups.whole:
+        if groups.whole or (groups.even and ends.shape[1] == 1):
             self.now = np.maximum(self.now, ends)
         else:
             self._spread()

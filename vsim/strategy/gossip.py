@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import math
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vsim.arguments import a_list, one_of, true_or_false, whole_number
@@ -24,7 +25,8 @@ from vsim.strategy.when import When, sync_interval
 
 Pair = tuple[int, int]
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
-_MOST_NODES = 1024  # the most nodes for which the spectral gap is computed
+_MOST_NODES = 1024  # the most nodes for which the spectral gap is computed from a matrix
+_MOST_MESSAGES = 2_000_000  # of one mixing; the ledger names both ends of each
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class RandomGraph:
                 (a, b), (c, d) = edges[one], edges[two][:: draws.choice([1, -1])]
                 new = _undirected([(a, d), (c, b)])
                 if len({a, b, c, d}) == 4 and not known & {*new}:
-                    known = known - {edges[one], edges[two]} | {*new}
+                    known -= {edges[one], edges[two]}
+                    known |= {*new}
                     edges[one], edges[two] = new
             if _connected(edges, num_nodes):
                 return _undirected(edges)
@@ -71,12 +74,12 @@ class Mixing:
     """One multiplication by W, in rounds of messages; in a round, a node sends at most once and receives at most once.
 
     Attributes:
-        rounds: for each round, pairs (source, destination) of places in `active`. received: (rounds, n), the weight of
-            the message that a node receives in a round.
+        rounds: for each round, the pairs (m, 2) of source and destination, as places in `active`.
+        received: (rounds, n), the weight of the message that a node receives in a round.
         own: (n,), the weight of a node's own row.
     """
 
-    rounds: list[list[Pair]]
+    rounds: list[NDArray[np.int64]]
     received: Tensor
     own: Tensor
 
@@ -84,43 +87,79 @@ class Mixing:
         """Return W (n, n)."""
         W = torch.diag(self.own)
         for pairs, counts in zip(self.rounds, self.received, strict=True):
-            for source, destination in pairs:
-                W[destination, source] = counts[destination]
+            source, destination = torch.from_numpy(pairs.T)
+            W[destination, source] = counts[destination]
         return W
 
 
 @lru_cache(maxsize=64)
-def mixing(topology: Topology, active: tuple[int, ...], number: int = 0) -> Mixing:
+def mixing(topology: Topology, active: Sequence[int], number: int = 0) -> Mixing:
     """Return mixing number `number`, counted from 0, of the participating nodes `active`."""
-    n = len(active)
-    if topology == "one_peer_exponential":
-        hop = 2 ** (number % _cycle(topology, n))
-        arcs = {(i, (i + hop) % n): 0.5 for i in range(n) if n > 1}
-    else:
-        edges = edges_of(topology, active)
-        degrees = Counter(itertools.chain(*edges))
-        arcs = {(i, j): 1 / (1 + max(degrees[i], degrees[j])) for edge in edges for i, j in (edge, edge[::-1])}
-    rounds = _matchings(sorted(arcs, key=lambda arc: ((arc[1] - arc[0]) % n, arc)))
+    n, hops = len(active), _hops(topology, len(active), number)
+    if hops is not None:  # a round for every hop
+        sources = np.arange(n)
+        rounds = [np.stack([sources, (sources + hop) % n], 1) for hop in hops]
+        received = torch.full((len(hops), n), 1 / (1 + len(hops)), dtype=torch.float64)
+        return Mixing(rounds, received, 1 - received.sum(0))
+    edges = np.array(edges_of(topology, active), dtype=np.int64).reshape(-1, 2)
+    degrees = np.bincount(edges.reshape(-1), minlength=n)
+    arcs = np.concatenate([edges, edges[:, ::-1]])
+    arcs = arcs[np.lexsort((arcs[:, 1], arcs[:, 0], (arcs[:, 1] - arcs[:, 0]) % n))]
+    rounds = [np.array(pairs, dtype=np.int64) for pairs in _matchings(arcs.tolist())]
     received = torch.zeros(len(rounds), n, dtype=torch.float64)
     for counts, pairs in zip(received, rounds, strict=True):
-        for arc in pairs:
-            counts[arc[1]] = arcs[arc]
+        counts[torch.from_numpy(pairs[:, 1])] = torch.from_numpy(1 / (1 + degrees[pairs].max(1)))
     return Mixing(rounds, received, 1 - received.sum(0))
 
 
 @lru_cache(maxsize=64)
-def spectral_gap(topology: Topology, active: tuple[int, ...]) -> float:
+def spectral_gap(topology: Topology, active: Sequence[int]) -> float:
     """Return 1 − |λ₂(W)|; if the graph repeats after t > 1 mixings, 1 − the mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
 
-    NaN for more than 1024 nodes.
+    NaN for more than 1024 nodes on a graph that does not look alike from all nodes.
     """
     n, cycle = len(active), _cycle(topology, len(active))
+    if _hops(topology, n) is not None:  # the Fourier transform has the eigenvalues of a circulant matrix
+        product = np.ones(n, dtype=complex)
+        for number in range(cycle):
+            hops = _hops(topology, n, number) or []
+            row = np.zeros(n)
+            row[[0, *hops]] = 1 / (1 + len(hops))
+            product *= np.fft.fft(row)
+        return 1 - float(np.abs(product[1:]).max(initial=0)) ** (1 / cycle)
     if n > _MOST_NODES:
         return math.nan
-    product = torch.eye(n, dtype=torch.float64)
-    for number in range(cycle):
-        product = mixing(topology, active, number).matrix() @ product
-    return 1 - float(torch.linalg.matrix_norm(product - 1 / n, 2)) ** (1 / cycle)
+    return 1 - float(torch.linalg.matrix_norm(mixing(topology, active).matrix() - 1 / n, 2))
+
+
+def _hops(topology: Topology, n: int, number: int = 0) -> list[int] | None:
+    """Return how many places ahead each node sends in each round, on a graph that looks alike from all n nodes.
+
+    None for other graphs.
+    """
+    if topology == "one_peer_exponential":
+        return [2 ** (number % _cycle(topology, n))] if n > 1 else []
+    if not isinstance(topology, str) or topology == "torus":
+        return None
+    ahead = {"ring": [1], "exponential": [2**m for m in range((n - 1).bit_length())]}.get(topology, range(1, n))
+    return sorted({hop % n for one in ahead for hop in (one, -one)} - {0})
+
+
+def check_messages(topology: Topology, n: int) -> None:
+    """Raise a ValueError if a mixing of n nodes sends too many messages to simulate."""
+    if isinstance(topology, RandomGraph):
+        messages = topology.degree * n
+    elif isinstance(topology, tuple):
+        messages = 2 * len(topology)
+    else:  # the hops of a complete graph need not be listed
+        messages = n * (
+            n - 1 if topology == "complete" else 4 if topology == "torus" else len(_hops(topology, n) or [])
+        )
+    if messages > _MOST_MESSAGES:
+        raise ValueError(
+            f"topology={topology!r:.100}: a mixing of {n:,} nodes sends {messages:,} messages, and at most "
+            f"{_MOST_MESSAGES:,} are simulated; give fewer nodes, or a graph of fewer edges, such as 'ring'"
+        )
 
 
 def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
@@ -135,8 +174,7 @@ def edges_of(topology: Topology, active: Sequence[int]) -> tuple[Pair, ...]:
         right = [(row * width + column, row * width + (column + 1) % width) for row, column in cells]
         return _undirected([*right, *((i, (i + width) % n) for i in range(n))])
     if isinstance(topology, str):
-        hops = {"ring": [1], "exponential": [2**m for m in range(_cycle("one_peer_exponential", n))]}
-        return _circulant(n, hops.get(topology, range(1, n)))
+        return _circulant(n, _hops(topology, n) or [])
     assert not isinstance(topology, RandomGraph)
     places = {node: place for place, node in enumerate(active)}
     return tuple((places[i], places[j]) for i, j in topology if i in places and j in places)
@@ -175,8 +213,15 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
     """
     out: dict[int, dict[int, int]] = defaultdict(dict)  # source → round → destination
     into: dict[int, dict[int, int]] = defaultdict(dict)  # destination → round → source
+    least: tuple[dict[int, int], ...] = defaultdict(int), defaultdict(int)  # no round below is free at a node
+
+    def first_free(own: dict[int, int], known: dict[int, int], node: int) -> int:
+        while known[node] in own:
+            known[node] += 1
+        return known[node]
+
     for source, destination in arcs:
-        a, b = (next(c for c in itertools.count() if c not in own) for own in (out[source], into[destination]))
+        a, b = first_free(out[source], least[0], source), first_free(into[destination], least[1], destination)
         path, end, now, sides = [], destination, a, (into, out)
         while a != b and now in sides[0][end]:  # follow arcs of rounds a, b, a, …, to exchange a and b
             other = sides[0][end][now]
@@ -184,6 +229,7 @@ def _matchings(arcs: Iterable[Pair]) -> list[list[Pair]]:
             end, now, sides = other, a + b - now, sides[::-1]
         for i, j, c in path:
             del out[i][c], into[j][c]
+            least[0][i], least[1][j] = min(least[0][i], a, b), min(least[1][j], a, b)
         for i, j, c in [*((i, j, a + b - c) for i, j, c in path), (source, destination, a)]:
             out[i][c], into[j][c] = j, i
     rounds: dict[int, list[Pair]] = defaultdict(list)
@@ -271,6 +317,7 @@ class GossipCommunicator(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         n, self.graph = cluster.population, self.topology
+        check_messages(self.topology, n)
         if isinstance(self.topology, RandomGraph):
             self.graph = self.topology.edges(n)
         elif isinstance(self.topology, tuple):
@@ -303,14 +350,16 @@ class GossipCommunicator(CommunicationModule):
 
     def _mixed(self, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
         """Return W times stacked `rows` (R, p), added up entry by entry, in the order of the rounds."""
-        active, nodes = cluster.active, cluster.collectives.nodes
+        active: Sequence[int] = cluster.active
+        nodes = cluster.collectives.nodes
         now = mixing(self.graph, active, self.mixings % _cycle(self.graph, len(active)))
         self.mixings += 1
         held = list(nodes) or [0]  # without participating nodes, a process keeps one row that is never sent
         own, *received = torch.cat([now.own[None], now.received])[:, held].to(rows).unbind()
         mixed = rows * own[:, None]
+        numbers = np.asarray(active)
         for pairs, counts in zip(now.rounds, received, strict=True):
-            named = [(active[i], active[j]) for i, j in pairs]
+            named = pairs if isinstance(active, range) else numbers[pairs]  # a range: all nodes
             arriving = cluster.collectives.send(rows, named, label=label)
             mixed.add_(arriving.mul_(counts[:, None]))
         return mixed
@@ -330,10 +379,21 @@ class GossipStrategy(Algorithm, of=GossipCommunicator):
         (gossip,) = self.communication_modules
         return gossip.recorded(name, value)  # edges, in place of a file or graph
 
-    def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
-        """Return W (K, K) of mixing number `number`, counted from 0; "one_peer_exponential" depends on the number."""
+    @property
+    def _repeats(self) -> bool:
         (gossip,) = self.communication_modules
         assert isinstance(gossip, GossipCommunicator)
-        n, graph = whole_number("num_nodes", num_nodes), gossip.topology
+        same_graph = gossip.topology != "one_peer_exponential"
+        return type(self) is GossipStrategy and same_graph and (gossip.tracking or gossip.when.period == 1)
+
+    def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
+        """Return W (K, K) of mixing number `number`, counted from 0; "one_peer_exponential" depends on the number.
+
+        Args:
+            num_nodes: K, up to 1024.
+        """
+        (gossip,) = self.communication_modules
+        assert isinstance(gossip, GossipCommunicator)
+        n, graph = whole_number("num_nodes", num_nodes, at_most=_MOST_NODES), gossip.topology
         graph = graph.edges(n) if isinstance(graph, RandomGraph) else graph
         return mixing(graph, tuple(range(n)), whole_number("number", number, at_least=0)).matrix()
