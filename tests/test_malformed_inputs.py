@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import signal
 import sys
@@ -18,6 +19,8 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from made import comparison as made
+from made import run
 from separate import small_mlp, vectors
 from torch import nn
 
@@ -25,6 +28,7 @@ import vsim
 import vsim.data
 import vsim.models
 import vsim.network
+import vsim.scaling
 import vsim.strategy
 from vsim.logger import CSVLogger
 from vsim.strategy import DiLoCoStrategy, RandomIndexSelector, SimpleReduceStrategy, Strategy, TopK
@@ -58,11 +62,60 @@ NONSENSE: dict[str, Callable[[], Any]] = {
     "'25MB'": lambda: "25MB",
 }
 SECONDS, BYTES = 60, 2**32  # that a call may take, in time and address space
-MODULES = (vsim, vsim.strategy, vsim.data, vsim.network, vsim.models)
+# Classes whose methods users call on what runs return. Other classes are given to vsim, which calls their methods.
+OF_RESULTS = (
+    *(vsim.Checkpoint, vsim.Comparison, vsim.History, vsim.Ladder, vsim.Sweep, vsim.Timeline),
+    *(vsim.data.Partition, vsim.scaling.Law),
+)
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Name → every public function and class, and every method with arguments of `OF_RESULTS`.
+
+    Public are the names in `__all__` of vsim and of the modules in it that users import from, and all functions of
+    modules that are in `vsim.__all__` themselves.
+    """
+    modules = [
+        vsim,
+        *(getattr(vsim, one.name) for one in pkgutil.iter_modules(vsim.__path__) if hasattr(vsim, one.name)),
+    ]
+    found: dict[str, Callable[..., Any]] = {}
+    for module in filter(inspect.ismodule, modules):
+        names = getattr(module, "__all__", None)
+        if module.__name__.rpartition(".")[2] in vsim.__all__:
+            names = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+        elif module.__name__.rpartition(".")[2] in INSIDE.split():
+            continue
+        for name in names or ():
+            if name[0] != "_" and callable(one := getattr(module, name)):
+                found.setdefault(name, one)
+    known = set()
+    for cls in OF_RESULTS:
+        for name in dir(cls):
+            static = inspect.getattr_static(cls, name)
+            function = getattr(static, "__func__", static)
+            if name[0] != "_" and getattr(function, "__module__", "").startswith("vsim") and function not in known:
+                known.add(function)
+                kinds = [p.kind for p in inspect.signature(getattr(cls, name)).parameters.values()]
+                if [
+                    kind
+                    for kind in kinds[not hasattr(static, "__func__") :]
+                    if kind is not inspect.Parameter.VAR_KEYWORD
+                ]:
+                    found[f"{cls.__name__}.{name}"] = function
+    return found
+
+
+# Packages whose names other packages of vsim use; users get their classes from vsim.
+INSIDE = "cluster compat compare engine figures ladder process training verify"
 
 # What is taken knowingly: why, the values, and the "function.parameter: annotation" that take them.
 ACCEPTED = [
-    ("left out", "None", r"None|Optim|Personal|Fragments|AnyNetwork|AnyCompute|StrategyOptions"),
+    (
+        "left out",
+        "None",
+        r"None|diloco_2503_09799\.form|Optim|Personal|Fragments|AnyNetwork|AnyCompute|StrategyOptions",
+    ),
     (
         "left out",
         "None",
@@ -79,7 +132,7 @@ ACCEPTED = [
     ("what a run looks up when it starts", "'{' '%s' '25MB'", r"\.(monitor|only|personal):"),
     ("a title", "'{' '%s' '25MB'", r"\.title:"),
     ("no title, no pattern, and EXO Gym's default device", "''", r"figure\.title|\.(only|personal|device):"),
-    ("none", "[]", r"\.(logger|callbacks|columns|file|hidden|communication_modules):"),
+    ("none", "[]", r"select\.only|\.(logger|callbacks|columns|file|hidden|communication_modules):"),
     ("the default device", "[None]", r"\.devices:"),
     ("one node in a region", "dict", r"regions\.regions:"),
 ]
@@ -98,9 +151,16 @@ NOT_THE_VALUE = (
 # Public, and not called here: made by runs and functions, or of options that have been checked; torch optimizers, built
 # from an OptimSpec; without arguments, or with those of a parent; and no functions.
 NOT_CALLED = """
-    Batches Checkpoint ComparedRun Comparison Difference Event GroupAverage History Ladder Ledger Order Partition Search
-    Sweep TextDataset Timeline VerifyReport Vocabulary epoch_indices FedAdagrad FedAdam FedYogi Callback CheckpointError
-    LocalTrainer __version__ COMPARED PRESETS RULES STRATEGIES saved scaling
+    Batches Checkpoint ComparedRun Comparison Difference Event GroupAverage History Law Ledger Log Order Partition
+    Prediction SavedRun Search Sweep TextDataset Timeline VerifyReport Vocabulary epoch_indices FedAdagrad FedAdam
+    FedYogi Callback CheckpointError LocalTrainer Logger files_at
+"""
+# Methods of results that vsim calls, with values that it has checked or read from a file.
+CALLED_BY_VSIM = """
+    Checkpoint.check_layout Checkpoint.fill Comparison.add Comparison.has Comparison.holding Comparison.labels
+    Comparison.looks Comparison.pricing Comparison.pricing_of Comparison.spent History.amend History.append
+    History.continue_from History.from_plain History.with_ledger History.measured History.bytes_per_node
+    History.at_step History.crossing Sweep.labels Sweep.looks Sweep.of_points Sweep.sends_most
 """
 
 
@@ -149,7 +209,8 @@ def calls(folder: Path) -> list[Call]:
     model, data, train = small_mlp(), vectors(64), {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False}
     problem = {"model": model, "train_dataset": data, "val_dataset": data}
     trainer = vsim.Trainer(**problem)
-    trainer.fit(**train, strategy=SimpleReduceStrategy(), save_dir=folder / "saved")
+    options = {"participation": vsim.Schedule({1: [0]}), "save_dir": folder / "saved"}
+    trainer.fit(**train, strategy=SimpleReduceStrategy(), **options)
     history, checkpoint = trainer.history, vsim.load_checkpoint(folder / "saved")
     strategies = {"a": SimpleReduceStrategy(lr=0.1), "b": DiLoCoStrategy(H=1, lr=0.1)}
     compared = vsim.compare(**problem, **train, strategies=strategies, seeds=[1, 2])
@@ -160,6 +221,7 @@ def calls(folder: Path) -> list[Call]:
     rungs["loss_fn"], target = F.cross_entropy, {"num_nodes": 2, "within": {"wire": "1 GB"}}
     climbed = vsim.ladder(**rungs, max_steps=2)
     climbed.save(folder / "ladder.json")
+    frame = {"N": [1e6, 2e6, 4e6, 8e6], "loss": [4.0, 3.5, 3.0, 2.7]}
     dealt, loss = vsim.data.partition(data, 2, "iid"), compared.runs("a")[0].history.last("global_loss") + 1
     times, of_nodes = {"network": 1e6, "compute": 1.0}, {"strategy": SimpleReduceStrategy(), "num_nodes": 4}
     for name, result in (("compared", compared), ("history", history)):
@@ -208,13 +270,19 @@ def calls(folder: Path) -> list[Call]:
     ]
     # Where a name is found that begins with that of its class: the result of a run, or what is public.
     places = {"Checkpoint": checkpoint, "Comparison": compared, "GPT": vsim.models.GPT(16), "History": history}
-    places |= {"Ladder": climbed, "Partition": dealt, "Sweep": swept, "Timeline": history.time(1e6, 1.0)}
-    public = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+    places |= {
+        "Law": vsim.scaling.fit(frame, bootstrap=0),
+        "Ladder": climbed,
+        "Partition": dealt,
+        "Sweep": swept,
+        "Timeline": history.time(1e6, 1.0),
+    }
+    own = public()
     # What takes other arguments than none, and those that it takes.
     paths = """
         Checkpoint.save=own.vsim Comparison.from_json=compared.json Comparison.report=report.html
         Comparison.to_csv=own.csv Comparison.to_json=own.json History.from_json=history.json History.to_csv=own.csv
-        History.to_json=own.json
+        History.to_json=own.json Ladder.load=ladder.json read_comparison=compared.json
         Ladder.save=own.json load_checkpoint=saved load_ladder=ladder.json text_file=text.txt
     """
     needed: dict[str, dict[str, Any]] = {
@@ -222,6 +290,12 @@ def calls(folder: Path) -> list[Call]:
         **dict.fromkeys(["Comparison.rows", "Comparison.table", "History.time"], times),
         **{name: {"folder": folder / "mnist"} for name in ("fashion_mnist", "mnist")},
         "AsynchronousStrategy": {"H": 1},
+        "Ladder": {"comparisons": climbed.comparisons, "parameters": climbed.parameters},
+        "fit": {"frame": frame, "bootstrap": 1},
+        "penalty": {"comparison": made(a=[run([3.0, 2.0])], b=[run([3.0, 2.0])]), "to": "a", "loss": 2.5},
+        "read_log": {"folder": folder / "log"},
+        "read_comparisons": {"paths": [folder / "compared.json"]},
+        "select": {"comparisons": {"compared": compared}, "only": ["a"]},
         "Attack": {"kind": "min_max", "share": 0.2},
         "Availability": {"p": [0.5, 1.0]},
         "AveragingCommunicator": {"island_size": 2},
@@ -288,12 +362,11 @@ def calls(folder: Path) -> list[Call]:
         "timeline": {"run": history, **times},
         "verify": {**problem, **train, "strategy": SimpleReduceStrategy()},
     }
-    methods = "Checkpoint.fork Comparison.differences Comparison.figure Comparison.pareto Comparison.plot Ladder.plot"
-    methods += " Comparison.without Ladder.table Ladder.without Partition.plot Sweep.plot Timeline.plot"
-    known = {call.name for call in found} | set(NOT_CALLED.split())
-    for name in [*methods.split(), *sorted(public.keys() - known | needed.keys())]:
+    known = {call.name for call in found} | {*NOT_CALLED.split(), *CALLED_BY_VSIM.split()}
+    assert not {*NOT_CALLED.split(), *CALLED_BY_VSIM.split()} - own.keys()
+    for name in sorted(own.keys() - known | needed.keys()):
         place, _, method = name.partition(",")[0].partition(".")
-        one = getattr(places.get(place, public.get(place)), method) if method else public[place]
+        one = getattr(places.get(place, own.get(place)), method) if method else own[place]
         found.append(Call(name, one, needed.get(name, {"p": 0.5} if name.endswith("IndexSelector") else {})))
     for name in StrategyOptions.__annotations__:
         schedule = {"lr_scheduler": "cosine"} if name in ("warmup_steps", "cosine_anneal", "max_steps") else {}

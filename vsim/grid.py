@@ -120,7 +120,7 @@ def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(key: str, value: Any) -> list[Any]:
     """Return the values of a setting as a list; a setting that is not a list has one value."""
-    if not isinstance(value, list | tuple | range | np.ndarray):
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
         return [value]
     value = a_list(key, value)
     for i, one in enumerate(value):

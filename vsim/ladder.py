@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, a_list, a_path, given, real_number, whole_number
+from vsim.arguments import a_function, a_list, a_path, countable, given, naming, real_number, retold, whole_number
+from vsim.cluster.ledger import BYTES_OF_A_STEP
+from vsim.cluster.plan import BYTES_OF_A_CLIENT
 from vsim.cluster.randomness import isolated
-from vsim.compare import call_text, compare
+from vsim.compare import call_text, checked_seeds, compare
 from vsim.data.batches import Batches, Data, resolve, sizes_of
 from vsim.network.timeline import duration
 from vsim.records.by_size import Ladder
@@ -75,11 +78,10 @@ def ladder(
     chosen = [whole_number("every one of sizes", size) for size in a_list("sizes", sizes)]
     if len(set(chosen)) < max(2, len(chosen)):
         raise ValueError(f"sizes must be at least two different numbers, got {chosen}")
-    seeds = [options.get("seed", 42)] if options.get("seeds") is None else a_list("seeds", options["seeds"])
-    first = whole_number("seeds", seeds[0], at_least=0)
-    num_nodes = whole_number("num_nodes", num_nodes)
+    first = checked_seeds(options.get("seeds"), dict(options))[0]
+    num_nodes = countable("num_nodes", num_nodes, "nodes", BYTES_OF_A_CLIENT)
     if tokens_per_parameter is not None:
-        real_number("tokens_per_parameter", tokens_per_parameter, above=0)
+        tokens_per_parameter = real_number("tokens_per_parameter", tokens_per_parameter, above=0)
     parameters = {size: _parameters(_made(model, size, first)) for size in chosen}
     if len(set(parameters.values())) < len(chosen):
         raise ValueError(f"models of different sizes must differ in parameters, got {parameters}")
@@ -213,8 +215,7 @@ class _Counted:
             defaults = option_defaults()
             names = ("batch_size", "shuffle", "dataloader_kwargs")
             batch_size, shuffle, kwargs = (options.get(name, defaults[name]) for name in names)
-            whole_number("batch_size", batch_size)
-            batches = Batches(datasets, num_nodes, batch_size, shuffle, seed, kwargs)
+            batches = Batches(datasets, num_nodes, whole_number("batch_size", batch_size), shuffle, seed, kwargs)
             examples, tokens = sizes_of(next(batches.from_step()))
         self.tokens, self._order = tokens // examples, batches.order
 
@@ -222,14 +223,21 @@ class _Counted:
         """Return the smallest number of steps in which all nodes together see `tokens` tokens."""
         examples = tokens / max(1, self.tokens)
         most = 16
-        while (seen := self._order.examples(np.arange(most + 1)))[-1] < examples:
-            most = math.ceil(1.5 * most * examples / seen[-1]) + 1
-        return max(1, int(np.searchsorted(seen, examples)))
+        while self._seen(most) < examples:
+            with naming("tokens_per_parameter"):
+                most = countable("max_steps", 2 * most, "steps", BYTES_OF_A_STEP)
+        return max(1, bisect_left(range(most), examples, key=self._seen))
+
+    def _seen(self, steps: int) -> int:
+        return int(self._order.examples(np.array([steps]))[0])
 
 
 def _made(model: Callable[[int], nn.Module], size: int, seed: int) -> nn.Module:
     with isolated(seed, _CPU):
-        made = model(size)
+        try:
+            made = model(size)
+        except Exception as error:  # of the user's function, which may take other sizes
+            raise retold(error, f"sizes: model({size}) is not possible: {error}") from error
     if not isinstance(made, nn.Module):
         raise TypeError(f"model({size}) must return a torch.nn.Module, got {type(made).__name__}")
     return made

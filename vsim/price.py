@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from vsim.arguments import a_list, known_keywords, real_number, whole_number
-from vsim.cluster.ledger import Ledger
+from vsim.arguments import a_list, countable, known_keywords, real_number, whole_number
+from vsim.cluster.ledger import BYTES_OF_A_STEP, Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
 from vsim.network.timeline import duration
@@ -114,7 +114,8 @@ def required_bandwidth(
 
 
 Floats = NDArray[np.float64]
-_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps to price first; the most steps without max_steps
+_FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps to price first; the most steps that are priced
+_FAR = 10  # a pace that leads this many times beyond is beyond
 # Kind of budget → function that writes an amount as text.
 _TEXTS: dict[str, Callable[[float], str]] = {
     "time": duration,
@@ -171,8 +172,11 @@ def steps_within(
             steps = int(min(first, beyond - 1))
         else:  # a shorter run mostly costs the same until then, but a schedule may depend on its length
             steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
-        if most is None and steps > _MOST_STEPS:
-            raise ValueError(f"the budget is enough for more than {_MOST_STEPS:,} steps: limit them by max_steps=")
+        if steps > _MOST_STEPS:
+            raise ValueError(
+                f"the budget is enough for more than {_MOST_STEPS:,} steps, the most that are priced: limit them by "
+                "max_steps="
+            )
         found = costs(steps)
         fits = min(int((own <= budget[of] * (1 + 1e-12)).sum()) - 1 for of, own in found.items())
         if not fits:
@@ -184,8 +188,10 @@ def steps_within(
         else:
             within = steps
             share = max(float(own[-1]) / budget[of] if budget[of] else 0.0 for of, own in found.items())
-            pace = min(1 / share, 8) if share else 8
-            first, tries = 1 + int(within * (pace if tries < 3 else max(pace, 2))), tries + 1
+            pace = 1 / share if share else 8.0
+            if within * pace < _FAR * _MOST_STEPS:  # else even a run that costs far more later is too long to price
+                pace = min(pace, 8)
+            first, tries = 1 + int(min(within * (pace if tries < 3 else max(pace, 2)), 2.0**62)), tries + 1
     return within
 
 
@@ -208,6 +214,7 @@ def _dry_run(
 ) -> Ledger:
     if not isinstance(strategy, Algorithm):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
+    countable("max_steps", max_steps, "steps", BYTES_OF_A_STEP)
     with naming_layers(model):
         seconds = None if compute is None else compute.totals(num_nodes)
         return strategy.dry_run(model, num_nodes, max_steps, seed, seconds)

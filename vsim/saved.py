@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vsim.arguments import a_path, countable, whole_number
+from vsim.arguments import a_path, a_text, countable, given, whole_number
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.ledger import BYTES_OF_A_STEP
@@ -75,7 +75,10 @@ def read_comparison(path: str | Path, cache: Cache | None = None) -> Comparison:
         FileNotFoundError: there is no such file, or the folder holds no runs.
         ValueError: the content is not a comparison.
     """
-    path, cache = a_path("path", path), Cache() if cache is None else cache
+    path = a_path("path", path)
+    if not isinstance(cache, Cache | None):
+        raise TypeError(f"cache must be a Cache, got {given(cache)}")
+    cache = Cache() if cache is None else cache
     found = [path / name for name in NAMES if (path / name).is_file()] if path.is_dir() else [path]
     if len(found) == 1:
         comparison: Comparison = cache.get(_stamp(found[0]), _read_file, found[0])
@@ -97,9 +100,11 @@ def read_comparisons(paths: Sequence[str | Path], cache: Cache | None = None) ->
         ValueError: no path is given, a path is given twice, or a content is not a comparison. FileNotFoundError: a path
             does not exist.
     """
+    if not isinstance(paths, Sequence) or isinstance(paths, str | bytes):
+        raise TypeError(f"paths must be a list of paths, got {given(paths)}")
     if not paths:
-        raise ValueError("name a comparison that was saved, such as vsim-out/comparison.json")
-    places = [a_path("path", path).resolve() for path in paths]
+        raise ValueError("paths is empty: name a comparison that was saved, such as vsim-out/comparison.json")
+    places = [a_path("one of paths", path).resolve() for path in paths]
     if len(set(places)) < len(places):
         raise ValueError(f"a file is named more than once: {', '.join(map(str, paths))}")
     stems = [place.parent if place.name in NAMES else place.parent / place.stem for place in places]
@@ -139,9 +144,14 @@ def select(comparisons: Mapping[str, Comparison], only: Sequence[str]) -> dict[s
     Raises:
         ValueError: no run matches.
     """
+    if not isinstance(comparisons, Mapping) or not all(isinstance(one, Comparison) for one in comparisons.values()):
+        raise TypeError(f"comparisons must be a dict of name → vsim.Comparison, got {given(comparisons)}")
+    if not isinstance(only, Sequence) or isinstance(only, str | bytes):
+        raise TypeError(f"only must be a list of texts, got {given(only)}")
     if not only:
         return dict(comparisons)
     for text in only:
+        a_text("one of only", text)
         if not any(_has_words(name, text) for one in comparisons.values() for name in one):
             names = ", ".join(dict.fromkeys(repr(name) for one in comparisons.values() for name in one))
             raise ValueError(f"no run has the words {text!r} in its name; there are {names}")

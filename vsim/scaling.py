@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import one_of, real_number, whole_number
+from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
+from vsim.figures.paper import axes_of
 from vsim.figures.style import STYLE, styled
+from vsim.records.compared import Runs
 from vsim.records.size_order import FAR
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ VARIABLES = ("N", "M", "H")
 # by more than two per cent, so that only outliers count less.
 _HUBER = 0.02
 _STARTS = 32
+_MOST_DRAWS = 100_000  # of the bootstrap
 
 # Losses of the published table, by size: data-parallel training, then DiLoCo with 1, 2, 4 and 8 replicas.
 _PUBLISHED: dict[float, tuple[float, ...]] = {
@@ -154,7 +157,7 @@ class Law:
 
         others = [name for name in ("M", "H") if name in self.data]
         values = np.array([*self.parameters.values()])
-        ax = plt.subplots(figsize=(4.5, 3.2), layout="constrained")[1] if ax is None else ax
+        ax = plt.subplots(figsize=(4.5, 3.2), layout="constrained")[1] if ax is None else axes_of(ax, 4.5, 3.2)
         empty = np.zeros((len(self.data["loss"]), 0))
         rows = np.stack([self.data[name] for name in others], 1) if others else empty
         for number, own in enumerate(np.unique(rows, axis=0)):
@@ -181,16 +184,17 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
         frame: columns "loss" and "N", and "M" or "H" if they vary: a DataFrame, or a dict of lists.
         form: "power", "floor" or "interaction"; default: the form that predicts the largest size best when fitted to
             the other sizes. The law is then fitted to all sizes.
-        bootstrap: number of fits to resampled residuals, for intervals.
+        bootstrap: number of fits to resampled residuals, for intervals, 0 to 100,000.
         seed: seed of the resampling and of the starts.
         delta: δ of Huber's loss.
 
     Raises:
+        TypeError: frame is not a table of numbers.
         ValueError: a column is missing, a value is not above 0, or there are too few rows for the form.
     """
     data = _columns(frame)
-    whole_number("bootstrap", bootstrap, at_least=0)
-    real_number("delta", delta, above=0)
+    bootstrap = whole_number("bootstrap", bootstrap, at_least=0, at_most=_MOST_DRAWS)
+    delta = real_number("delta", delta, above=0)
     forms = [one for one in FORMS if one != "interaction" or "M" in data] if form is None else [_form(form, data)]
     stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
     largest = data["N"] == data["N"].max()
@@ -228,6 +232,7 @@ def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
     Args:
         form: see `fit`. held_out: fit also to the sizes of 4 and 10 billion, which the paper holds out.
     """
+    held_out = true_or_false("held_out", held_out)
     rows = [
         (size, replicas, loss)
         for size, (_, *losses) in _PUBLISHED.items()
@@ -263,8 +268,10 @@ def penalty(
 
     from vsim.records.statistics import confidence_interval
 
+    if not isinstance(comparison, Runs):
+        raise TypeError(f"comparison must be a vsim.Comparison, got {given(comparison)}")
     one_of("to", to, comparison)
-    real_number("level", level, above=0, below=1)
+    level = real_number("level", level, above=0, below=1)
     if loss is None:
         loss = max(run.history.last("global_loss") for run in comparison.runs(to))
     reached = comparison.steps_to(real_number("loss", loss), of="examples")
@@ -289,13 +296,25 @@ def penalty(
 
 def _columns(frame: Any) -> dict[str, Floats]:
     """Return N, the loss, and the columns M and H if they vary, as arrays."""
+    if not (isinstance(frame, Mapping) or (hasattr(frame, "columns") and hasattr(frame, "__getitem__"))):
+        raise TypeError(f"frame must be a DataFrame or a dict of lists, got {given(frame)}")
     missing = [name for name in ("N", "loss") if name not in frame]
     if missing:
-        raise ValueError(f"frame has no column {missing[0]!r}; it needs N and loss, and may have M and H")
-    data = {name: np.asarray(frame[name], dtype=np.float64) for name in (*VARIABLES, "loss") if name in frame}
+        raise ValueError(
+            f"frame has no column {missing[0]!r}; it needs N and loss, and may have M and H, got {given(list(frame))}"
+        )
+    data = {}
+    for name in (*VARIABLES, "loss"):
+        if name in frame:
+            try:
+                data[name] = np.asarray(frame[name], dtype=np.float64)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"frame[{name!r}] must be numbers, got {given(frame[name])}") from error
     for name, values in data.items():
         if values.ndim != 1 or len(values) != len(data["loss"]) or not (np.isfinite(values) & (values > 0)).all():
-            raise ValueError(f"frame[{name!r}] must have a finite number above 0 in each of its rows")
+            raise ValueError(
+                f"frame[{name!r}] must have a finite number above 0 in each of its rows, got {given(frame[name])}"
+            )
     if len(np.unique(data["N"])) < 2:
         raise ValueError("frame['N'] must have at least two sizes, or nothing tells how the loss depends on it")
     return {name: values for name, values in data.items() if name in ("N", "loss") or len(np.unique(values)) > 1}

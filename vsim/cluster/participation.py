@@ -197,7 +197,7 @@ class ByLabel(Availability):
         own = _table("counts", counts, (2,)).T  # (classes, K)
         otherwise = real_number("otherwise", otherwise, at_least=0, at_most=1)
         p = 1 - (1 - otherwise) * (1 - own / np.maximum(own.max(0), 1e-300))
-        super().__init__(p.repeat(whole_number("turn", turn), axis=0), rounds=rounds)
+        super().__init__(p.repeat(countable("turn", turn, "rounds", p.nbytes), axis=0), rounds=rounds)
 
 
 def _table(name: str, value: Any, dims: tuple[int, ...], at_most: float = math.inf) -> NDArray[np.float64]:

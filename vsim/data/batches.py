@@ -210,6 +210,10 @@ class _OfNodes(ConcatDataset[Any]):
         return [list(itertools.islice(found, len(own))) for own in by_node]
 
 
+_OF_WORKERS = ("timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+_MOST_WORKERS = 1024  # processes of one DataLoader
+
+
 def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], bool]:
     """Check the user's arguments for the DataLoader; return (arguments without drop_last, drop_last)."""
     options = dict(dataloader_kwargs or {})
@@ -219,6 +223,8 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
     for name, value in options.items():
         where = f"dataloader_kwargs: {name}"
+        if name in _OF_WORKERS and value and not options.get("num_workers"):
+            raise ValueError(f"{where}={value!r:.100} has no effect without num_workers; give num_workers=, too")
         if name in ("collate_fn", "worker_init_fn") and value is not None:
             a_function(where, value, "samples" if name == "collate_fn" else "worker's number")
         if name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
@@ -226,7 +232,8 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
         elif name == "timeout":
             options[name] = real_number(where, value, at_least=0)
         elif name in ("num_workers", "prefetch_factor") and value is not None:
-            options[name] = whole_number(where, value, at_least=0)
+            most = _MOST_WORKERS if name == "num_workers" else None
+            options[name] = whole_number(where, value, at_least=0, at_most=most)
     return options, options.pop("drop_last", False)
 
 
@@ -460,6 +467,8 @@ def check_dataset(dataset: Any, what: str) -> Dataset[Any]:
             f"{what} must be a dataset with __getitem__ and __len__, or a function f(rank, num_nodes, train_dataset) "
             f"that returns one; got {type(dataset).__name__}{advice}"
         )
+    if getattr(dataset, "shape", None) == ():
+        raise TypeError(f"{what} must have a dimension of examples, got one value, {dataset!r:.100}")
     if _length(dataset) == 0:
         raise ValueError(f"{what} is empty")
     return dataset

@@ -42,12 +42,27 @@ class FlippedLabels:
         if stored is None:
             return _Flipped(dataset, self.classes)
         *inputs, labels = stored(torch.arange(len(dataset)))  # type: ignore[arg-type]
+        _check_labels(labels, self.classes)
         return TensorDataset(*inputs, self.classes - 1 - labels)
+
+
+def _check_labels(labels: Any, classes: int) -> None:
+    """Raise a ValueError if labels are not classes; C − 1 − y would be no class either."""
+    numbers = torch.as_tensor(labels)
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
+        raise ValueError(
+            f"attack: classes={classes}, and the data have labels from {int(numbers.min())} to {int(numbers.max())}: "
+            "labels must be from 0 to classes − 1"
+        )
 
 
 class _Flipped(Dataset[Any]):
     def __init__(self, dataset: Any, classes: int) -> None:
-        self.dataset, self.last = dataset, classes - 1
+        self.dataset, self.classes = dataset, classes
+
+    def _flipped(self, label: Any) -> Any:
+        _check_labels(label, self.classes)
+        return self.classes - 1 - label
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,7 +73,7 @@ class _Flipped(Dataset[Any]):
             key = next((key for key in ("label", "labels") if key in example), None)
             if key is None:
                 raise TypeError(f"attack: an example has no 'label', only {', '.join(map(repr, example))}")
-            return {**example, key: self.last - example[key]}
+            return {**example, key: self._flipped(example[key])}
         if not isinstance(example, list | tuple) or len(example) < 2:
             raise TypeError(f"attack: an example must be (inputs, label), got {type(example).__name__}")
-        return (*example[:-1], self.last - example[-1])
+        return (*example[:-1], self._flipped(example[-1]))

@@ -95,12 +95,11 @@ def partition(
     given = {name: default if named[name] is None else named[name] for name, default in defaults.items()}
     if any(value is None for value in given.values()):
         raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
-    for name, value in given.items():
-        whole_number(name, value) if name in _WHOLE else real_number(name, value, above=0)
+    given = {n: whole_number(n, v) if n in _WHOLE else real_number(n, v, above=0) for n, v in given.items()}
     size = len(check_dataset(dataset, "dataset"))  # type: ignore[arg-type]
-    whole_number("num_nodes", num_nodes, at_most=size)
+    num_nodes, seed = whole_number("num_nodes", num_nodes, at_most=size), whole_number("seed", seed, at_least=0)
     names, codes = _classes(dataset, labels, needed=kind not in ("iid", "noise"))
-    stream = np.random.default_rng(whole_number("seed", seed, at_least=0))
+    stream = np.random.default_rng(seed)
     description = ", ".join([kind, *(f"{name}={value}" for name, value in given.items()), f"seed={seed}"])
     level = given.pop("sigma", None)
     owners = deal(stream, codes, num_nodes, **given)

@@ -335,7 +335,8 @@ class Objective(nn.Module):
             else:
                 loss = outputs = self._outputs(batch)
                 y = batch
-            loss = _scalar(_loss_of(loss), "the loss")
+            what = "the loss" if self.model.training or self.loss_fn else "the loss of the model in evaluation mode"
+            loss = _scalar(_loss_of(loss), what)
             if with_accuracy and callable(self.accuracy):
                 counts = _counts_of_user(self.accuracy, outputs, y, batch)
             elif with_accuracy and self.accuracy is None and self.loss_fn is not None:

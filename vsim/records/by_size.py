@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from vsim.arguments import a_text, given, one_of, real_number, true_or_false, whole_number
+from vsim.arguments import a_text, countable, given, naming, one_of, real_number, true_or_false, whole_number
+from vsim.cluster.ledger import BYTES_OF_A_STEP
 from vsim.figures.style import literal, styled
 from vsim.network import Compute, Network
+from vsim.network.links import MOST_NODES
 from vsim.records.comparison import Comparison
 from vsim.records.decision import Decision, decided
 from vsim.records.history import holding_a_record, read_json, write_json
@@ -48,6 +50,27 @@ class Ladder:
         tokens_per_example: int = 0,
         tuned: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
+        for name, value in (
+            ("comparisons", comparisons),
+            ("parameters", parameters),
+            ("tuned", {} if tuned is None else tuned),
+        ):
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} must be a dict by size, got {given(value)}")
+        if not comparisons:
+            raise ValueError("comparisons must have at least one size, got an empty dict")
+        for size, one in comparisons.items():
+            if not isinstance(one, Comparison):
+                raise TypeError(f"comparisons[{size!r:.100}] must be a vsim.Comparison, got {given(one)}")
+        if lacking := [size for size in comparisons if size not in parameters]:
+            raise ValueError(f"parameters must have a number for every size, and {lacking} are missing")
+        parameters = {size: whole_number(f"parameters[{size!r:.100}]", parameters[size]) for size in comparisons}
+        if tokens_per_parameter is not None:
+            tokens_per_parameter = real_number("tokens_per_parameter", tokens_per_parameter, above=0)
+        tokens_per_example = whole_number("tokens_per_example", tokens_per_example, at_least=0)
+        for size, own in (tuned or {}).items():
+            if not isinstance(own, Mapping):
+                raise TypeError(f"tuned[{size!r:.100}] must be a dict of strategy → setting, got {given(own)}")
         ascending = sorted(comparisons, key=parameters.__getitem__)
         self.comparisons = {size: comparisons[size] for size in ascending}
         self.parameters = {size: parameters[size] for size in ascending}
@@ -173,7 +196,7 @@ class Ladder:
             self.largest,
             self.to_pandas(),
             to,
-            whole_number("num_nodes", num_nodes),
+            whole_number("num_nodes", num_nodes, at_most=MOST_NODES),
             Network.of(network),
             Compute.of(compute),
             within,
@@ -191,7 +214,8 @@ class Ladder:
         if max_steps is not None:
             if per_step is not None:
                 raise TypeError("tokens_per_step has no effect with max_steps=, the steps themselves")
-            return dict.fromkeys(self.names, whole_number("max_steps", max_steps)), f"{max_steps:,} steps"
+            number = countable("max_steps", max_steps, "steps", BYTES_OF_A_STEP)
+            return dict.fromkeys(self.names, number), f"{number:,} steps"
         if self.tokens_per_parameter is None:
             if per_step is not None:
                 raise TypeError(
@@ -202,7 +226,8 @@ class Ladder:
             return steps, f"{many} steps, as at the largest size"
         each = real_number("tokens_per_step", _TOKENS_PER_STEP if per_step is None else per_step, above=0)
         total = self.tokens_per_parameter * to
-        number = max(1, math.ceil(total / each))
+        with naming("tokens_per_step"):
+            number = countable("max_steps", max(1, math.ceil(total / each)), "steps", BYTES_OF_A_STEP)
         many = f"{in_short(total)} {self.unit}, {self.tokens_per_parameter:g} a parameter"
         return dict.fromkeys(self.names, number), f"{many}, in {number:,} steps of {each:,.0f} of all nodes"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,18 +59,20 @@ class Attack:
         one_of("attack: kind", self.kind, KINDS)
         if (self.share is None) == (self.nodes is None):
             raise TypeError(f"attack: give share or nodes, got share={self.share!r} and nodes={self.nodes!r}")
+        kept: dict[str, Any] = {"seed": whole_number("attack: seed", self.seed, at_least=0)}
         if self.share is not None:
-            real_number("attack: share", self.share, above=0, below=1)
+            kept["share"] = real_number("attack: share", self.share, above=0, below=1)
         else:
             nodes = [whole_number("attack: a node", node, at_least=0) for node in a_list("attack: nodes", self.nodes)]
-            object.__setattr__(self, "nodes", tuple(sorted({*nodes})))
-        whole_number("attack: seed", self.seed, at_least=0)
+            kept["nodes"] = tuple(sorted({*nodes}))
         if self.scale is not None:
-            real_number("attack: scale", self.scale)
+            kept["scale"] = real_number("attack: scale", self.scale)
         if self.direction is not None:
             one_of("attack: direction", self.direction, DIRECTIONS)
         if self.kind == "label_flip" or self.classes is not None:
-            whole_number("attack: classes", self.classes, at_least=2)
+            kept["classes"] = whole_number("attack: classes", self.classes, at_least=2)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
         takers = {
             "scale": KINDS[:3],
             "direction": KINDS[3:5],

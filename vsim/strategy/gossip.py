@@ -26,7 +26,7 @@ from vsim.strategy.when import When, sync_interval
 Pair = tuple[int, int]
 TOPOLOGIES = ("ring", "torus", "exponential", "one_peer_exponential", "complete")
 _MOST_NODES = 1024  # the most nodes for which the spectral gap is computed from a matrix
-_MOST_MESSAGES = 2_000_000  # of one mixing; the ledger names both ends of each
+_MOST_MESSAGES = 1_000_000  # of one mixing; the ledger names both ends of each
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class RandomGraph:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        whole_number("degree", self.degree)
-        whole_number("seed", self.seed, at_least=0)
+        object.__setattr__(self, "degree", whole_number("degree", self.degree))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, at_least=0))
 
     def edges(self, num_nodes: int) -> tuple[Pair, ...]:
         """Return the edges among `num_nodes` nodes."""

@@ -77,7 +77,7 @@ class TIES(Rule):
     of_moves = True
 
     def __post_init__(self) -> None:
-        real_number("share", self.share, above=0, at_most=1)
+        object.__setattr__(self, "share", real_number("share", self.share, above=0, at_most=1))
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         flat = rows.reshape(len(rows), -1)
@@ -128,7 +128,7 @@ class Edit(Rule):
     of_moves = True
 
     def __post_init__(self) -> None:
-        real_number("temperature", self.temperature, above=0)
+        object.__setattr__(self, "temperature", real_number("temperature", self.temperature, above=0))
 
     def shares(self, norms: Tensor) -> Tensor:
         """Return the nodes' weights (K, …), given the norms of their moves; 0 for a norm that is not finite."""

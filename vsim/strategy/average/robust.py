@@ -34,7 +34,7 @@ class TrimmedMean(Rule):
     share: float = 0.2
 
     def __post_init__(self) -> None:
-        real_number("share", self.share, above=0, at_most=0.5)
+        object.__setattr__(self, "share", real_number("share", self.share, above=0, at_most=0.5))
 
     def of_rows(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         rows = finite_rows(rows)

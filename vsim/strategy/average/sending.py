@@ -34,7 +34,7 @@ class Clip(Part):
         if isinstance(self.norm, str):
             one_of("clip: norm", self.norm, ["median"])
         else:
-            real_number("clip: norm", self.norm, above=0)
+            object.__setattr__(self, "norm", real_number("clip: norm", self.norm, above=0))
 
     def __call__(self, rows: Tensor, cluster: Cluster, label: str) -> None:
         """Scale stacked `rows` (R, P) in place."""
