@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, Block, blocks, run_page
+from documents import ROOT, Block, blocks, difference, run_page
 
 import vsim
 import vsim.strategy
@@ -43,8 +43,6 @@ def runs() -> list[Any]:
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for optional in re.findall(r"^(?:import|from) (optuna|seaborn)\b", page.read_text(encoding="utf-8"), re.MULTILINE):
         pytest.importorskip(optional)  # in the extra `test`, and so in CI
-    if "from transformers" in page.read_text(encoding="utf-8"):
-        import test_models_of_others  # noqa: F401 — which lets transformers load where torchvision's build does not fit
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     run_page(page)
@@ -52,15 +50,51 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```python\nx = 1\nprint(x, 'and more')\n```\n\n```printed\n1 …\n```\n")
-    assert next(iter(blocks(page))) == Block("python", "x = 1\nprint(x, 'and more')\n", 4)
+    page.write_text("# Title\n\n```python\nx = 1\nprint(x, 'and more')\n```\n\n```printed\n1 and more\n```\n")
+    assert next(iter(blocks(page))) == Block("python", "x = 1\nprint(x, 'and more')\n", 4, {})
     assert run_page(page)["x"] == 1
     page.write_text("```python\nprint(1)\n```\n```printed\n2\n```\n")
-    with pytest.raises(AssertionError, match=r"page.md:5: the page says\s+2\s+but it prints\s+1"):
+    with pytest.raises(AssertionError, match=r"page.md:5: 2 is now 1. The page says\s+2\s+but it prints\s+1"):
         run_page(page)
+    run_page(page, write=True)
+    assert page.read_text() == "```python\nprint(1)\n```\n```printed\n1\n```\n"
     page.write_text("```sh\nls  # not run\nvsim compare --strategies none\n```\n")
     with pytest.raises(AssertionError, match="vsim compare --strategies none"):
         run_page(page)
+
+
+TABLE = "strategy  loss    seconds\n--------  ------  -------\nA         1.0000      2.0\n"
+DIFFERENCES: list[tuple[str, str, dict[str, str], str]] = [
+    ("loss 1.000 at step 5", "loss 1.019 at step 5", {}, ""),
+    ("loss 1.000 at step 5", "loss 1.03 at step 5", {}, "1.000 is now 1.03"),
+    ("loss 1.000 at step 5", "loss 1.3 at step 5", {"rtol": "0.3"}, ""),
+    ("loss 1.000 at step 5", "loss 1.000 at step 6", {}, "5 is now 6"),
+    ("-0.1", "0.1", {}, "-0.1 is now 0.1"),
+    ("4,000 of 10", "4,001 of 10", {}, "4,000 is now 4,001"),
+    ("apart by 1e-07", "apart by 0", {}, ""),
+    ("DiLoCo 1.0 †", "DiLoCo 1.0", {}, "'†' is now 'its end'"),
+    ("mean of A", "mean of B", {}, "'A' is now 'B'"),
+    ("at /a/b.txt", "at /c/b.txt", {"free": r"/\w/"}, ""),
+    (TABLE, TABLE.replace("2.0", "9.5"), {}, "2.0 is now 9.5"),
+    (TABLE, TABLE.replace("2.0", "9.5"), {"columns": "seconds"}, ""),
+    (TABLE, TABLE.replace("1.0000", "1.1"), {"columns": "seconds"}, "1.0000 is now 1.1"),
+    (TABLE, TABLE.replace("seconds", "minutes"), {"columns": "seconds"}, "'seconds' is now 'minutes'"),
+]
+
+
+@pytest.mark.parametrize(("page", "found", "options", "why"), DIFFERENCES)
+def test_words_are_compared_exactly_and_numbers_nearly(
+    page: str, found: str, options: dict[str, str], why: str
+) -> None:
+    assert difference(page, found, **options) == why
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=title)
+def test_output_says_what_it_shows(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "printed":
+            where = f"{page.name}:{block.line}"
+            assert re.search(r"[A-Za-z]{2}", re.sub(r"\b(True|False|None|nan)\b", "", block.text)), f"{where}: no words"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=title)
