@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "docstrings",
+    "gallery",
     "mathml",
     "printed",
 ]
