@@ -16,6 +16,7 @@ language = "en"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -25,6 +26,8 @@ extensions = [
     "printed",
 ]
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+autosummary_ignore_module_all = False
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
@@ -39,7 +42,7 @@ html_math_renderer = "mathml"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 90
 smartquotes_action = "D"  # dashes only: quotes in docstrings are code
 default_role = "code"  # docstrings write `code` with single backticks
@@ -47,5 +50,18 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [
-    (title, "params_style") for title in ("Columns", "Attributes during a run", "Attributes after or during a fit")
+    (title, "params_style")
+    for title in (
+        *("Columns", "Attributes during a run", "Attributes after or during a fit"),
+        *(
+            "Training",
+            "Validation",
+            "Cluster",
+            "Computing",
+            "Processes",
+            "Saving",
+            "Record and progress",
+            "Your own code",
+        ),  # of fit
+    )
 ]

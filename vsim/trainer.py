@@ -185,7 +185,7 @@ class Trainer:
     def fit(self, **options: Any) -> nn.Module:
         """Train, and return the mean of the nodes' final models as an ordinary nn.Module.
 
-        Args:
+        Training:
             strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
                 again.
             num_nodes: K.
@@ -193,22 +193,38 @@ class Trainer:
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: whether to draw a new order every epoch.
+            seed: seed of all random numbers. The process's global random state is not changed.
+            dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
+
+        Validation:
             val_size: number of validation examples: the whole dataset, or a sample if it is larger. Default: up to
                 2,048. Samples are the same for all runs and seeds.
             val_interval: steps between validations (None: first and last only).
+            test_dataset: a dataset or factory like val_dataset. After the last step, the global model is measured on
+                all test examples: `test_loss` and `test_accuracy` in the history's last row. Nothing else uses them.
             client_val_dataset: f(rank, num_nodes, False) → the validation data of a node or, with a population, of a
                 client; or a `Partition`, for instance of the training data. After the last step, the global
                 model is measured on each client's data, up to `val_size` examples: `history.client_val_losses`. With
                 personal layers, every client's own model is measured; see `client_model`.
             client_val_steps: steps of fine-tuning before this measurement. Each client trains a copy of the model on
                 its training data, with a new inner optimizer without schedule or max_norm. None: no fine-tuning.
-            test_dataset: a dataset or factory like val_dataset. After the last step, the global model is measured on
-                all test examples: `test_loss` and `test_accuracy` in the history's last row. Nothing else uses them.
-            seed: seed of all random numbers. The process's global random state is not changed.
+            accuracy: f(outputs, targets) → a boolean for each prediction that counts, or the batch's share of right
+                predictions, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn, f(the
+                model's output, batch). False: no accuracy. None: known for models with `loss_and_accuracy`, or if
+                loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
+            metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
+                for the global model in evaluation mode, averaged over the validation examples.
+            correlation_interval: steps between measurements of the replicas' divergence and correlation.
+
+        Cluster:
             participation: the nodes that take part in each step: `vsim.Sample`, `Dropout`, `Schedule`, `Trace`, or a
                 rule for stragglers; see `vsim.cluster.participation`. None: all nodes in all steps.
             attack: a `vsim.Attack` of some nodes, unless the strategy has one. For several attacks in one comparison,
                 give each attack to a strategy.
+            compute, network: for an asynchronous strategy, whose nodes train on a virtual clock. compute: the time of a
+                step, a `vsim.network.Compute` or seconds. network: a `Network` or text; None: messages take no time.
+
+        Computing:
             device: overrides the device of Trainer.
             autocast: compute in bfloat16 where torch.autocast does; weights keep their dtype.
             executor: "vmap" (all nodes at once), "loop" (one by one) or "auto": vmap, unless the loop is as fast, or
@@ -221,6 +237,11 @@ class Trainer:
                 faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".
             chunk_size: nodes that "vmap" computes at once. The activations of one chunk are in memory at a time.
+            max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process (with backend="process",
+                all nodes' processes on a device) may hold. The largest minibatch that fits is estimated from small
+                probes, which are not compiled, and stored in `history.minibatch_size`.
+
+        Processes:
             backend: "stacked", the simulator; or "process": processes over torch.distributed, started on this machine
                 or, under torchrun, already started.
             num_processes: with backend="process", the number of processes. Each computes a range of the nodes as the
@@ -232,8 +253,8 @@ class Trainer:
             threads_per_process: CPU threads of a process; default: the machine's cores divided by its processes, at
                 least 1.
             timeout_seconds: how long a collective waits for other processes; default 600.
-            compute, network: for an asynchronous strategy, whose nodes train on a virtual clock. compute: the time of a
-                step, a `vsim.network.Compute` or seconds. network: a `Network` or text; None: messages take no time.
+
+        Saving:
             save_dir: a folder for checkpoints, saved at the end, when Ctrl-C interrupts the run (after the current
                 step; a second Ctrl-C acts at once), and every `checkpoint_interval` steps. The newest two are kept.
             resume: a folder whose newest checkpoint to resume from, or a file; the run is bitwise equal to one without
@@ -241,27 +262,20 @@ class Trainer:
                 has ended and `max_steps` is larger now. All settings that determine a run must be as before, except its
                 length; `Checkpoint.fork` starts another run from a checkpoint. The random state of a DataLoader's
                 worker processes is not restored.
-            correlation_interval: steps between measurements of the replicas' divergence and correlation.
-            dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
-            max_memory_usage: the share, 0 < f ≤ 1, of the device's memory that this process (with backend="process",
-                all nodes' processes on a device) may hold. The largest minibatch that fits is estimated from small
-                probes, which are not compiled, and stored in `history.minibatch_size`.
-            logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
-                `vsim.logger`), or a list of loggers. Under torchrun, rank 0 logs.
-            log_interval: steps between rows of a log; every validation is logged.
-            run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
-            wandb_project: log to this project of Weights & Biases, too.
-            log_x_axis: x axis of W&B and TensorBoard: "step" or "examples".
+
+        Record and progress:
             progress: True: a progress bar; "plot": in a notebook, a figure of loss against step and bytes, updated
                 during training; "table": in a terminal, a table of all runs of a comparison; False: no progress.
+            logger: a `CSVLogger`, `WandbLogger`, `TensorBoardLogger` or an object of your own (see
+                `vsim.logger`), or a list of loggers. Under torchrun, rank 0 logs.
+            run_name: the run's name in logs; without a `logger`, its files are in logs/<run_name>/ (see `CSVLogger`).
+            log_interval: steps between rows of a log; every validation is logged.
+            wandb_project: log to this project of Weights & Biases, too.
+            log_x_axis: x axis of W&B and TensorBoard: "step" or "examples".
+
+        Your own code:
             callbacks: your own code in the run: objects of a class of `vsim.Callback`, such as `vsim.EarlyStopping` and
                 `vsim.KeepBest`, or functions f(run) that are called after every step.
-            metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
-                for the global model in evaluation mode, averaged over the validation examples.
-            accuracy: f(outputs, targets) → a boolean for each prediction that counts, or the batch's share of right
-                predictions, from 0 to 1 (NaN: none counts), averaged over the examples. Without a loss_fn, f(the
-                model's output, batch). False: no accuracy. None: known for models with `loss_and_accuracy`, or if
-                loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
             train_loss_hook: called as f(step, mean training loss) after every step; the short form of a callback.
             eval_loss_hook: called as f(step, global validation loss) after every validation.
 

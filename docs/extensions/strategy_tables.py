@@ -54,13 +54,9 @@ def modules() -> list[str]:
 
 
 def reference(names: list[str]) -> str:
-    """Entries of the reference."""
-    entries = []
-    for name in names:
-        entries.append(f".. autoclass:: vsim.strategy.{name}\n   :no-members:")
-        if links := [f":ref:`{stem} <history-{stem}>`" for stem in golden().get(name, {})]:
-            entries.append(f"\nSix steps in numbers: {', '.join(links)}.\n")
-    return "\n".join(["```{eval-rst}", *entries, "```\n"])
+    """A table of the reference, whose entries have pages of their own."""
+    options = [".. autosummary::", "   :toctree: generated", "   :template: plain.rst", "   :nosignatures:", ""]
+    return "\n".join(["```{eval-rst}", *options, *(f"   vsim.strategy.{name}" for name in names), "```\n"])
 
 
 def golden() -> dict[str, dict[str, Any]]:
