@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import vsim
+from vsim.checkpoint.folder import checkpoint_path
 from vsim.cluster import Cluster
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.randomness import isolated
@@ -45,6 +47,7 @@ from vsim.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GPAStrategy,
     OptimSpec,
     SimpleReduceStrategy,
     SPARTAStrategy,
@@ -628,6 +631,34 @@ def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, tmp_path: Path)
         trainer.fit(resume=vsim.load_checkpoint(tmp_path / "race" / name.replace(" ", "_")), **options)
         own = alone(strategies[name], small_mlp(0.2), Jittered(), Jittered(), num_nodes=2, max_steps=12)
         assert trainer.history.node_losses.tolist() == own.history.node_losses.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_allreduce_next_to_runs_that_are_behind_resumes_to_the_bit(task: Any, threads: int, tmp_path: Path) -> None:
+    """It has its rows, whether it trains alone or with others, so that sums have one order without deterministic."""
+    sgd = OptimSpec("sgd", lr=0.1, momentum=0.9)
+    strategies: Strategies = {
+        "allreduce": SimpleReduceStrategy(lr=1e-2),
+        "with sgd": SimpleReduceStrategy(inner_optim=sgd),
+        "gpa": GPAStrategy(lr=1e-2),
+        "diloco": DiLoCoStrategy(H=3, lr=1e-2),
+    }
+    options: dict[str, Any] = {"max_steps": 12, "deterministic": False, "val_interval": 4, "checkpoint_interval": 3}
+    number, before, folder = TASKS.index(task), torch.get_num_threads(), tmp_path / "race"
+    behind = (["allreduce", "gpa"], ["with_sgd"], ["diloco"])[(number + threads) % 3]
+    trained = partial(compare, strategies, task.data(), task.model(), num_nodes=3 + number, **options)
+    try:
+        torch.set_num_threads(threads)
+        expected = trained(save_dir=tmp_path / "whole")
+        with pytest.raises(Killed):
+            trained(save_dir=folder, train_loss_hook=killed_at(10))
+        for name in behind:
+            checkpoint_path(folder / name, 9).unlink()
+        assert_same_comparison(trained(save_dir=folder, resume=True), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:

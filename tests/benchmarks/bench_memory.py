@@ -1,18 +1,13 @@
 """Peak memory of a run in one process: of K = 1000 nodes in units of the node matrix, or of a node on any device.
 
-MLP 64-128-128-10 (P = 26,122 parameters), batch 16 a node, FedAvg every step, AdamW. Weights, gradients and AdamW's two
-moments are 4 matrices of K · P floats; everything else comes on top. Measured in a process of its own. On the CPU: less
-the resident memory with the data made, vsim imported and torch in use, because torch's first optimizer alone imports
-some 70 MB of its compiler, whatever the model. On CUDA: the allocator's tensors at the peak; on MPS: its pool after the
-run.
+MLP 64-128-128-10 (P = 26,122 parameters), batch 16 a node, AdamW, FedAvg every step or another --strategy. Weights,
+gradients and AdamW's two moments are 4 matrices of K · P floats; everything else comes on top. Measured in a process of
+its own. On the CPU: less the resident memory with the data made, vsim imported and torch in use, because torch's first
+optimizer alone imports some 70 MB of its compiler, whatever the model. On CUDA: the allocator's tensors at the peak; on
+MPS: its pool after the run.
 
     python tests/benchmarks/bench_memory.py
     python tests/benchmarks/bench_memory.py --device cuda --models mlp cnn gpt --nodes 16 64
-
-With --shared, K nodes train under AllReduce, where they share weights, gradients and optimizer. The unit is the
-weights; one node trains in plain PyTorch next to it, with its own batch and with the batches of all.
-
-    python tests/benchmarks/bench_memory.py --shared --models gpt-10m --nodes 8
 
 With --models, the table has what `Trainer.explain` predicts for a node (weights, gradients, optimizer, activations) and
 what was measured. The peak is often that of the proof before the first step.
@@ -34,8 +29,8 @@ PROBE = """
 import json, sys
 import torch
 from torch.utils.data import TensorDataset
-name, K, device, B = sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3]), 16
-predicts = sys.argv[5] == "predict"
+name, K, device, B = sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3]), int(sys.argv[6])
+predicts = sys.argv[7] == "predict"
 def peak():
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -52,14 +47,14 @@ w = torch.zeros(8, 8, requires_grad=True, device=device)
 torch.optim.AdamW([w]).step()
 torch_in_use = peak()
 from vsim import Trainer
-from vsim.strategy import FedAvgStrategy
+from vsim.cli import parse_strategy
 def forget_the_first_step(step, loss):
     if step == 2 and device.type == "cuda":
         firsts.append(peak())
         torch.cuda.reset_peak_memory_stats(device)
 firsts = []
 trainer = Trainer(model, TensorDataset(*examples), device=device)
-options = dict(strategy=FedAvgStrategy(H=1, lr=0.01), num_nodes=K, batch_size=B, progress=False)
+options = dict(strategy=parse_strategy(sys.argv[5], lr=0.01), num_nodes=K, batch_size=B, progress=False)
 trainer.fit(max_steps=5, train_loss_hook=forget_the_first_step, **options)
 later = peak() - torch_in_use
 losses = trainer.history["train_loss"]
@@ -70,64 +65,23 @@ print(json.dumps({"matrix_bytes": matrix, "added_bytes": max([later, *(f - torch
                   "first_loss": losses[1], "last_loss": losses[-1]}))
 """
 
-SHARED = """
-import sys
-import torch
-from torch.utils.data import TensorDataset
-name, K, B, side = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-sys.path.insert(0, sys.argv[5])
-from bench_step import MODELS
-from vsim import Trainer
-from vsim.strategy import SimpleReduceStrategy
-def held(what):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
-torch.manual_seed(0)
-model, examples = MODELS[name].make(), MODELS[name].examples(K * B * 2)
-w = torch.zeros(8, 8, requires_grad=True)
-(w @ w).sum().backward()
-torch.optim.AdamW([w]).step()
-first, weights = held("VmRSS"), sum(p.numel() for p in model.parameters()) * 4
-if side == "vsim":
-    options = dict(strategy=SimpleReduceStrategy(lr=0.01), num_nodes=K, batch_size=B, progress=False)
-    Trainer(model, TensorDataset(*examples)).fit(max_steps=3, **options)
-else:
-    optimizer, size = torch.optim.AdamW(model.parameters(), lr=0.01), B if side == "one" else K * B
-    for _ in range(3):
-        optimizer.zero_grad()
-        model([t[:size] for t in examples]).backward()
-        optimizer.step()
-    first -= weights  # those of the model itself, which vsim copies
-print((held("VmHWM") - first) / weights)
-"""
 
-
-def shared(model: str, num_nodes: int, batch_size: int) -> dict[str, float]:
-    """Return the memory of K nodes under AllReduce, of one node alone, and of one with all batches, in weights."""
-    found = {}
-    for side in ("vsim", "one", "all"):
-        command = [
-            sys.executable,
-            "-c",
-            SHARED,
-            model,
-            str(num_nodes),
-            str(batch_size),
-            side,
-            str(Path(__file__).parent),
-        ]
-        found[side] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-    return found
-
-
-def measure(num_nodes: int, model: str = "mlp", device: str = "cpu", predicts: bool = False) -> dict[str, Any]:
+def measure(
+    num_nodes: int,
+    model: str = "mlp",
+    device: str = "cpu",
+    strategy: str = "fedavg:H=1",
+    batch_size: int = 16,
+    predicts: bool = False,
+) -> dict[str, Any]:
     """Return the bytes of the node matrix, and the bytes that a run adds at its peak.
 
     On CUDA, `later_bytes` are those after the first two steps. With `predicts`, there are also `predicted_bytes` of a
     node.
     """
     here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", PROBE, model, str(num_nodes), device, here, "predict" if predicts else ""]
+    given = [model, str(num_nodes), device, here, strategy, str(batch_size), "predict" if predicts else ""]
+    command = [sys.executable, "-c", PROBE, *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{model} × {num_nodes} on {device}: {done.stderr[-3000:]}")
@@ -139,30 +93,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=[], help="models of bench_step.py, for a table by node")
     parser.add_argument("--nodes", nargs="+", type=int, default=[100, 1000], metavar="K")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shared", action="store_true", help="AllReduce, in units of the weights")
-    parser.add_argument("--batch-size", type=int, default=2, help="of a node, with --shared (default: 2)")
+    parser.add_argument("--strategy", default="fedavg:H=1", help="such as allreduce")
+    parser.add_argument("--batch-size", type=int, default=16, help="of a node (default: 16)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
     options = parser.parse_args(argv)
     for num_nodes in options.nodes if not options.models else ():
-        found = measure(num_nodes, device=options.device)
+        found = measure(num_nodes, "mlp", options.device, options.strategy, options.batch_size)
         matrix, added = found["matrix_bytes"], found["added_bytes"]
         print(
             f"K = {num_nodes}: matrix {matrix / 1e6:.1f} MB, peak {added / 1e6:.1f} MB above torch in use: "
             f"{added / matrix:.2f} matrices; loss {found['first_loss']:.3f} → {found['last_loss']:.3f}"
         )
-    for model in options.models if options.shared else ():
-        for num_nodes in options.nodes:
-            found = shared(model, num_nodes, options.batch_size)
-            print(
-                f"{model}, K = {num_nodes}, AllReduce: {found['vsim']:.1f} times the weights; in plain PyTorch, one "
-                f"node {found['one']:.1f}, with the batches of all {found['all']:.1f}"
-            )
     lines = []
-    for model in options.models if not options.shared else ():
+    for model in options.models:
         for num_nodes in options.nodes:
-            lines.append(
-                {"model": model, "num_nodes": num_nodes, **measure(num_nodes, model, options.device, predicts=True)}
-            )
+            found = measure(num_nodes, model, options.device, options.strategy, options.batch_size, predicts=True)
+            lines.append({"model": model, "num_nodes": num_nodes, **found})
             print(table(lines[-1:]), flush=True)
             if options.out is not None:
                 options.out.write_text(json.dumps(lines, indent=1), encoding="utf-8")
@@ -175,8 +121,10 @@ def table(lines: Sequence[dict[str, Any]], tablefmt: str = "simple") -> str:
         nodes, later = line["num_nodes"], line["later_bytes"]
         measured = [line["added_bytes"], later]
         cells = ["" if b is None else f"{b / nodes / 1e6:.3g}" for b in (nodes * line["predicted_bytes"], *measured)]
-        rows.append([line["model"], f"{nodes:,}", line["executor"], *cells])
+        matrices = f"{line['added_bytes'] / line['matrix_bytes']:.2f}"
+        rows.append([line["model"], f"{nodes:,}", line["executor"], *cells, matrices])
     headers = ["model", "K", "executor", "predicted MB a node", "measured, at the peak", "after the first steps"]
+    headers.append("times the weights")
     return tabulate(rows, headers, tablefmt=tablefmt, disable_numparse=True)
 
 

@@ -109,9 +109,9 @@ class CompiledExecutor(VmapExecutor):
             with self._precision(), Casting() if self.casts else nullcontext(), self.objective.placed(own, buffers):
                 return self.objective(batch, False)[0]
 
-        def total(weights: Views, buffers: Views, batch: Any) -> tuple[Tensor, Tensor]:
+        def total(weights: Views, buffers: Views, batch: Any, share: Tensor | None) -> tuple[Tensor, Tensor]:
             losses = vmap(of_node, in_dims=(0, 0, 0), randomness="different")(weights, buffers, batch)
-            return losses.sum(), losses
+            return (losses if share is None else losses * share).sum(), losses
 
         def losses_and_grads(
             weights: Views,
@@ -121,13 +121,10 @@ class CompiledExecutor(VmapExecutor):
             added: tuple[Tensor, Tensor] | None,
         ) -> Tensor:
             """Return losses; write gradients to `grads`. With added=(share, adds), write or add share · gradients."""
-            own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch)
+            share, adds = added or (None, None)
+            own, (_, losses) = grad_and_value(total, has_aux=True)(weights, buffers, batch, share)
             for name, place in grads.items():
-                if added is None:
-                    place.copy_(own[name])
-                else:
-                    share, adds = added
-                    place.copy_(torch.where(adds, place, 0) + own[name] * share)
+                place.copy_(own[name] if adds is None else torch.where(adds, place, 0) + own[name])
             return losses
 
         # Compile forward and backward as one graph. With two graphs, autograd's overhead between them exceeds the
