@@ -103,6 +103,49 @@ def test_intervals_hold_the_truth() -> None:
     assert all(0.90 <= count / 300 <= 0.97 for count in held.values()), held
 
 
+def low_floor(N: Any, M: Any, H: Any) -> Any:
+    return 30 * N**-0.15 * M**0.02 * H**0.01 + 0.5
+
+
+def test_a_prediction_holds_those_of_all_forms_that_fit_alike() -> None:
+    """Data of a law with a low floor do not tell the two forms apart, which 100 times beyond are far apart."""
+    data = {name: own[drawn(low_floor)["H"] == 10] for name, own in drawn(low_floor, 0.004, 7).items()}
+    found = scaling.fit(data, bootstrap=20)
+    forms = [found.form, *(law.form for law in found.alike)]
+    assert {"power", "floor"} <= set(forms) <= {"power", "floor", "interaction"} and len(set(forms)) == len(forms)
+    assert f"; fits alike: {', '.join(forms[1:])}" in repr(found)
+    prediction, others = found.predict(N=3e8, M=16), [law.predict(N=3e8, M=16) for law in found.alike]
+    alone = scaling.fit(data, found.form, bootstrap=20).predict(N=3e8, M=16)
+    assert prediction.low == pytest.approx(min(alone.low, *(own.low for own in others)), rel=0.01)
+    assert prediction.high == pytest.approx(max(alone.high, *(own.high for own in others)), rel=0.01)
+    assert prediction.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert prediction.high - prediction.low > 2 * (alone.high - alone.low)  # the form alone is too sure
+    told = scaling.fit(drawn(floored), bootstrap=0)  # without noise, nothing else fits
+    assert told.form == "floor" and not told.alike and "alike" not in repr(told)
+
+
+def test_one_degree_of_freedom_is_warned_of() -> None:
+    frame = {"N": [1e5, 1e6, 1e7, 1e8], "loss": [3.0, 2.5, 2.2, 2.0]}
+    with pytest.warns(UserWarning, match="3 parameters of floor and 4 rows leave one degree of freedom"):
+        scaling.fit(frame, "floor", bootstrap=0)
+    scaling.fit(frame, "power", bootstrap=0)  # two degrees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", [power, floored, low_floor])
+def test_predictions_of_a_form_that_fit_chose_hold_the_truth(law: Any) -> None:
+    """Of 100 draws, at 1, 10 and 100 times the largest size; the interval of the chosen form alone holds fewer."""
+    held = dict.fromkeys((1, 10, 100), 0)
+    for seed in range(100):
+        data = drawn(law, 0.005, seed)
+        data = {name: own[data["H"] == 10] for name, own in data.items()}
+        found = scaling.fit(data, bootstrap=40, seed=seed)
+        for factor in held:
+            prediction = found.predict(N=3e6 * factor, M=16)
+            held[factor] += prediction.low <= law(3e6 * factor, 16.0, 10.0) <= prediction.high
+    assert min(held.values()) >= 90, held
+
+
 def test_refused() -> None:
     frame: dict[str, Any] = {"N": [1.0, 2.0], "loss": [2.0, 1.0]}
     runs = descending(("AllReduce", 20, 1.0, 0), ("slow", 200, 2.0, 0))

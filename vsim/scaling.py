@@ -11,6 +11,7 @@ fit follows "Communication-Efficient Language Model Training Scales Reliably and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,10 @@ VARIABLES = ("N", "M", "H")
 _HUBER = 0.02
 _STARTS = 32
 _MOST_DRAWS = 100_000  # of the bootstrap
+# The lowest logarithm of a floor; below it, the data are of a power law.
+_LOWEST = -50.0
+# The p-value of an F test at which the residuals of a form are larger than those of the best.
+_WORSE = 0.05
 
 # Losses of the published table, by size: data-parallel training, then DiLoCo with 1, 2, 4 and 8 replicas.
 _PUBLISHED: dict[float, tuple[float, ...]] = {
@@ -59,8 +64,8 @@ class Prediction:
     """A predicted loss, with its interval and the evidence for the law.
 
     Attributes:
-        loss: the law's loss. low, high: the 95 % interval of the law's loss, by the bootstrap; it does not include the
-            noise of a single run.
+        loss: the law's loss. low, high: the 95 % interval of the law's loss, by the bootstrap, together with the
+            intervals of the forms that fit alike; it does not include the noise of a single run.
         factor: the size divided by the largest measured size; above 1, the law is extrapolated.
         held_out_error: relative error of the law at the largest measured size when fitted to the other sizes.
     """
@@ -89,6 +94,7 @@ class Law:
         intervals: name of a parameter → 95 % interval by the bootstrap.
         errors: name of a form → its mean relative error at the largest size, when fitted to the other sizes.
         data: the columns that the law was fitted to.
+        alike: laws of other forms that the data do not tell from this one, if `fit` chose the form.
     """
 
     form: str
@@ -97,6 +103,7 @@ class Law:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     draws: Sequence[Floats] = field(default=(), repr=False)
+    alike: Sequence[Law] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         own, forms = self.parameters, {"a": "N", "b": "M", "c": "H"}
@@ -107,7 +114,8 @@ class Law:
         floor = f" + {own['C']:.4g}" if "C" in own else ""
         errors = ", ".join(f"{form} {error:.2%}" for form, error in self.errors.items())
         held_out = f"; off at the size held out: {errors}" if errors else ""
-        return f"L = {own['A']:.4g} · {' · '.join(factors)}{floor}, of {len(self.data['loss'])} losses{held_out}"
+        alike = f"; fits alike: {', '.join(law.form for law in self.alike)}" if self.alike else ""
+        return f"L = {own['A']:.4g} · {' · '.join(factors)}{floor}, of {len(self.data['loss'])} losses{held_out}{alike}"
 
     def _interval(self, value: float, drawn: Floats, positive: bool) -> tuple[float, float]:
         """Return the 95 % interval of `value`, by Student's t, from its spread in fits to resampled residuals.
@@ -128,6 +136,8 @@ class Law:
     def predict(self, **at: float) -> Prediction:
         """Return the law's loss; give those of N, M and H that are variables of the law.
 
+        Its interval holds those of all forms that fit alike: in the data they agree, and far from them they do not.
+
         Raises:
             TypeError: a variable is missing, or the law does not have it. ValueError: a value is not above 0.
         """
@@ -139,7 +149,11 @@ class Law:
             float(np.exp(_log_loss(self.form, values, point))[0])
             for values in (np.array([*self.parameters.values()]), *map(np.asarray, self.draws))
         )
-        low, high = self._interval(loss, np.array(drawn), True)
+        ends = [self._interval(loss, np.array(drawn), True)]
+        for other in self.alike:
+            prediction = other.predict(**at)
+            ends.append((prediction.low, prediction.high))
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
         factor = at["N"] / self.data["N"].max() if "N" in at else 1.0
         return Prediction(loss, low, high, factor, self.errors.get(self.form, np.nan))
 
@@ -183,10 +197,13 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
     Args:
         frame: columns "loss" and "N", and "M" or "H" if they vary: a DataFrame, or a dict of lists.
         form: "power", "floor" or "interaction"; default: the form that predicts the largest size best when fitted to
-            the other sizes. The law is then fitted to all sizes.
+            the other sizes. The law is then fitted to all sizes, and so are the other forms: intervals of predictions
+            hold those of every form whose residuals are not significantly larger (F test, p > 0.05).
         bootstrap: number of fits to resampled residuals, for intervals, 0 to 100,000.
         seed: seed of the resampling and of the starts.
         delta: δ of Huber's loss.
+
+    Warns if a form leaves the residuals one degree of freedom: intervals are then wide, and often miss the truth.
 
     Raises:
         TypeError: frame is not a table of numbers.
@@ -210,15 +227,57 @@ def fit(frame: Any, form: str | None = None, *, bootstrap: int = 200, seed: int 
     names = _names(chosen, data)
     if len(data["loss"]) <= len(names):
         raise ValueError(f"{chosen} has {len(names)} parameters, and there are {len(data['loss'])} rows to fit it to")
-    values = _fitted(chosen, data, delta, stream)
-    logs = _log_loss(chosen, values, data)
+    if len(data["loss"]) == len(names) + 1:
+        warnings.warn(
+            f"{len(names)} parameters of {chosen} and {len(data['loss'])} rows leave one degree of freedom: intervals "
+            "say little; give more rows, or a form with fewer parameters",
+            stacklevel=2,
+        )
+    fitted = {one: _fitted(one, data, delta, stream) for one in forms if len(_names(one, data)) < len(data["loss"])}
+    law, *others = (
+        _law(one, fitted[one], data, delta, stream, bootstrap, errors)
+        for one in sorted(_alike(fitted, data, chosen), key=lambda one: one != chosen)
+    )
+    return replace(law, alike=others)
+
+
+def _alike(fitted: Mapping[str, Floats], data: Mapping[str, Floats], chosen: str) -> list[str]:
+    """Return the chosen form, and the forms whose residuals are not significantly larger than the smallest."""
+    from scipy.special import fdtrc
+
+    freedom = {one: len(data["loss"]) - len(values) for one, values in fitted.items()}
+    variance = {
+        one: float(np.square(_log_loss(one, values, data) - np.log(data["loss"])).sum()) / freedom[one]
+        for one, values in fitted.items()
+    }
+    least = min(variance, key=variance.__getitem__)
+    tiny = 1e-20  # of losses without noise
+    return [
+        one
+        for one in fitted
+        if one == chosen
+        or fdtrc(freedom[one], freedom[least], (variance[one] + tiny) / (variance[least] + tiny)) > _WORSE
+    ]
+
+
+def _law(
+    form: str,
+    values: Floats,
+    data: Mapping[str, Floats],
+    delta: float,
+    stream: np.random.Generator,
+    bootstrap: int,
+    errors: Mapping[str, float],
+) -> Law:
+    """Return the law of parameters fitted to the data, with intervals from fits to resampled residuals."""
+    names, logs = _names(form, data), _log_loss(form, values, data)
     residuals = np.log(data["loss"]) - logs
     residuals = (residuals - residuals.mean()) * np.sqrt(len(logs) / (len(logs) - len(names)))
     draws = [
-        _fitted(chosen, {**data, "loss": np.exp(logs + stream.choice(residuals, len(logs)))}, delta, stream, values)
+        _fitted(form, {**data, "loss": np.exp(logs + stream.choice(residuals, len(logs)))}, delta, stream, values)
         for _ in range(bootstrap)
     ]
-    law = Law(chosen, dict(zip(names, values.tolist(), strict=True)), data, errors=errors, draws=draws)
+    law = Law(form, dict(zip(names, values.tolist(), strict=True)), data, errors=errors, draws=draws)
     columns = zip(names, values, np.transpose(draws) if draws else (), strict=False)
     return replace(law, intervals={name: law._interval(value, own, name in "AC") for name, value, own in columns})
 
@@ -350,27 +409,36 @@ def _fitted(
     from scipy.optimize import least_squares
 
     names, logs = _names(form, data), np.log(data["loss"])
-    positive = np.array([name in "AC" for name in names])
+    columns = {
+        "A": np.ones_like(logs),
+        **{name: np.log(data[of]) for name, of in zip("abc", VARIABLES, strict=True) if of in data},
+    }
+    if form == "interaction":
+        columns["b"] = data["M"] * columns["a"]
+    design = np.stack([columns[name] for name in names if name != "C"], 1)
+    slopes = design.shape[1]
 
-    def of_all(unbound: Floats) -> Floats:
-        return np.where(positive, np.exp(np.clip(unbound, -50, 50)), unbound)
+    # Parameters are exponents, and the logarithms of A and C.
+    def apart(own: Floats) -> Floats:
+        known = design @ own[:slopes]
+        return (known if form == "power" else np.logaddexp(known, max(float(own[slopes]), _LOWEST))) - logs
+
+    def jacobian(own: Floats) -> Floats:
+        if form == "power":
+            return design
+        share = 1 / (
+            1 + np.exp(np.minimum(max(float(own[slopes]), _LOWEST) - design @ own[:slopes], 50))
+        )  # above the floor
+        return np.column_stack([design * share[:, None], 1 - share])
 
     starts = []
     if near is not None:
+        positive = np.array([name in "AC" for name in names])
         starts.append(np.where(positive, np.log(np.where(positive, near, 1.0)), near))
     for share in stream.uniform(0.0, 0.95, 1 if form == "power" else _STARTS) if near is None else ():
         floor = 0.0 if form == "power" else share * data["loss"].min()
-        columns = {"a": np.log(data["N"]), "c": np.log(data["H"]) if "H" in data else None}
-        columns["b"] = None if "M" not in data else np.log(data["M"])
-        if form == "interaction":
-            columns["b"] = data["M"] * np.log(data["N"])
-        design = np.stack([np.ones_like(logs), *(columns[name] for name in names[1:] if name in "abc")], 1)  # type: ignore[list-item]
         linear = np.linalg.lstsq(design, np.log(data["loss"] - floor), rcond=None)[0]
         starts.append(np.array([*linear, *([np.log(max(floor, 1e-12))] if form != "power" else [])]))
-    found = [
-        least_squares(
-            lambda v: _log_loss(form, of_all(v), data) - logs, start, loss="huber", f_scale=delta, x_scale="jac"
-        )
-        for start in starts
-    ]
-    return of_all(min(found, key=lambda one: float(one.cost)).x)
+    found = [least_squares(apart, start, jacobian, loss="huber", f_scale=delta, x_scale="jac") for start in starts]
+    best = min(found, key=lambda one: float(one.cost)).x
+    return np.array([np.exp(max(own, _LOWEST)) if name in "AC" else own for name, own in zip(names, best, strict=True)])
