@@ -41,7 +41,8 @@ def fitted(
     """The record of a linear model, and the outputs of the final one."""
     train, val = TensorDataset(X, targets), options.pop("val", TensorDataset(X, targets))
     trainer = Trainer(seeded(lambda: nn.Linear(6, outputs)), train, val, loss_fn=loss_fn)
-    model = trainer.fit(**{"strategy": SimpleReduceStrategy(lr=0.1), **QUICK, **options})
+    interval = {"val_interval": None} if val is None else {}
+    model = trainer.fit(**{"strategy": SimpleReduceStrategy(lr=0.1), **QUICK, **interval, **options})
     with torch.no_grad():
         return trainer.history, model(X)
 
@@ -267,7 +268,7 @@ def test_clients_without_a_label_that_counts_are_left_out_of_the_table() -> None
         return TensorDataset(X[:30], torch.where(torch.tensor(rank == 1), torch.full((30,), 9), Y[:30]))
 
     loss = functools.partial(F.cross_entropy, ignore_index=9)
-    options = {**QUICK, "num_nodes": 3, "client_val_dataset": own, "loss_fn": loss}
+    options = {**QUICK, "num_nodes": 3, "client_val_dataset": own, "loss_fn": loss, "val_interval": None}
     options["strategies"] = {"A": SimpleReduceStrategy(lr=0.1)}
     comparison = vsim.compare(seeded(lambda: nn.Linear(6, 2)), TensorDataset(X, Y), **options)
     accuracies = comparison["A"].history.client_val_accuracies

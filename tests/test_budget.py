@@ -261,10 +261,10 @@ def test_a_sweep_within_a_budget() -> None:
     steps = {name: run.ledger.steps for name, run in result.items()}
     assert isinstance(result, Sweep) and steps["DiLoCo H=4"] > 3 * steps["DiLoCo H=1"]
     assert {row["H"]: row["steps"] for row in result.rows()} == {n[-1]: own for n, own in steps.items()}
-    given = vsim.sweep(small_mlp(), vectors(), max_steps={"DiLoCo H=1": 2, "DiLoCo H=4": 5}, **options)
+    given = vsim.sweep(small_mlp(), vectors(), vectors(), max_steps={"DiLoCo H=1": 2, "DiLoCo H=4": 5}, **options)
     assert {name: run.ledger.steps for name, run in given.items()} == {"DiLoCo H=1": 2, "DiLoCo H=4": 5}
     with pytest.raises(ValueError, match=r"max_steps: a name must be one of 'DiLoCo H=1', 'DiLoCo H=4', got 'H=1'"):
-        vsim.sweep(small_mlp(), vectors(), max_steps={"H=1": 2}, **options)
+        vsim.sweep(small_mlp(), vectors(), vectors(), max_steps={"H=1": 2}, **options)
     for steps_of in ({"budget": {"wire": "20 kB"}}, {"max_steps": {"DiLoCo H=1": 2, "DiLoCo H=4": 5}}):
         with pytest.raises(ValueError, match=r"halving .*one length"):
             vsim.sweep(small_mlp(), vectors(), vectors(), halving=2, **steps_of, **options)

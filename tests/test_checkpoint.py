@@ -430,9 +430,16 @@ def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(name: str, more: dict[
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(name: str, tmp_path: Path) -> None:
     matrices = Trainer(nn.Linear(12, 5, bias=False), vectors(), loss_fn=nn.functional.cross_entropy)
-    fit(SimpleReduceStrategy(optim_spec=OptimSpec(name, lr=1e-2)), matrices, max_steps=4, save_dir=tmp_path)
+    fit(
+        SimpleReduceStrategy(optim_spec=OptimSpec(name, lr=1e-2)),
+        matrices,
+        max_steps=4,
+        val_interval=None,
+        save_dir=tmp_path,
+    )
     forked = load_checkpoint(tmp_path).fork()
-    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec(name, lr=1e-2)), matrices, max_steps=8, resume=forked)
+    options = {"max_steps": 8, "val_interval": None, "resume": forked}
+    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec(name, lr=1e-2)), matrices, **options)
     assert len(weights(matrices).unique(dim=0)) == 3
 
 

@@ -88,7 +88,8 @@ def compare(strategies: Strategies, data: Any = None, start: Any = None, **optio
 
 def run_of(strategies: Sequence[Strategy], data: Any = None, **options: Any) -> Ensemble:
     """Runs that are set up together, for a look inside."""
-    trainer, options = vsim.Trainer(small_mlp(), data or vectors()), {**OPTIONS, "num_nodes": 2, **options}
+    trainer = vsim.Trainer(small_mlp(), data or vectors())
+    options = {**OPTIONS, "val_interval": None, "num_nodes": 2, **options}
     specs = [trainer.spec(f"run {i}", strategy=s, **options) for i, s in enumerate(strategies)]
     histories = [History(c.label, c.num_nodes) for c in specs]
     with isolated(0, CPU):
@@ -370,7 +371,7 @@ def test_draws_that_begin_later_are_told_at_the_end_and_those_of_halving_refused
     with warned("not in its first steps"):
         compare(PLAIN, callbacks=[Shakes(4)])
     settings = {"H": [1, 2, 3, 4], "lr": 1e-2}
-    options = {**OPTIONS, "num_nodes": 2, "max_steps": 20, "halving": 2, "callbacks": [Shakes()]}
+    options = {**OPTIONS, "val_interval": None, "num_nodes": 2, "max_steps": 20, "halving": 2, "callbacks": [Shakes()]}
     with refused(ValueError, "halving", "callback", "(torch"):
         vsim.sweep(small_mlp(), vectors(), strategy=FedAvgStrategy, settings=settings, **options)
 

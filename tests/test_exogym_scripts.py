@@ -18,6 +18,9 @@ import torch
 
 from vsim import Trainer
 
+# EXO Gym's scripts give both, and end with the smaller.
+pytestmark = pytest.mark.filterwarnings("ignore:num_epochs=.* has no effect with max_steps=:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_validation_leaves_the_modes() -> None:
     seen = []
     often = fit(in_evaluation("1", "3"), val_interval=1, callbacks=[lambda run: seen.append(modes(run.model))])
     assert seen == 4 * [modes(in_evaluation("1", "3"))]
-    assert_same_model(often, fit(in_evaluation("1", "3"), val=None))
+    assert_same_model(often, fit(in_evaluation("1", "3"), val=None, val_interval=None))
 
 
 def test_runs_of_a_comparison_keep_their_own() -> None:

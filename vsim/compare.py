@@ -60,7 +60,7 @@ from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, Keep, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
-from vsim.training.spec import RunSpec, takes_options
+from vsim.training.spec import RunSpec, takes_options, two_lengths
 
 ComparedRun.remade = staticmethod(remade)
 
@@ -316,6 +316,9 @@ def train_entries(
         interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
     """
+    if options.get("num_epochs") is not None and (max_steps is not None or budget is not None):
+        other = "max_steps" if budget is None else "budget"
+        warnings.warn(two_lengths(options.pop("num_epochs"), f"{other}="), UserWarning, stacklevel=5)
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
     if extend is not None and halving is not None:

@@ -86,12 +86,10 @@ def ladder(
     if len(set(parameters.values())) < len(chosen):
         raise ValueError(f"models of different sizes must differ in parameters, got {parameters}")
     if (max_steps is None and budget is None) or tokens_per_parameter is not None:
-        if max_steps is not None or budget is not None or "num_epochs" in options:
+        if max_steps is not None or budget is not None or options.get("num_epochs") is not None:
             what = "max_steps" if max_steps is not None else "budget" if budget is not None else "num_epochs"
             raise TypeError(f"tokens_per_parameter and {what} both decide the steps; give one of them")
         tokens_per_parameter = _TOKENS_PER_PARAMETER if tokens_per_parameter is None else tokens_per_parameter
-    elif "num_epochs" in options and max_steps is not None:
-        raise TypeError("num_epochs has no effect with max_steps")
     ascending = sorted(chosen, key=parameters.__getitem__)
     counted = _Counted(train_dataset, num_nodes, first, options)
     folder = None if save_dir is None else a_path("save_dir", save_dir)

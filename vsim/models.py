@@ -6,6 +6,7 @@ right predictions from `model.loss_and_accuracy((x, y))`. All models are plain f
 once.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vsim.arguments import given, real_number, true_or_false, whole_number
+from vsim.arguments import countable, given, real_number, true_or_false, whole_number
 from vsim.private_torch import TorchDispatchMode
 
 __all__ = ["CNN", "GPT", "MLP"]
@@ -85,6 +86,8 @@ class MLP(_LossModel):
         whole_number("num_classes", num_classes)
         _check_tuple("hidden", hidden)
         real_number("dropout", dropout, at_least=0, below=1)
+        widths = [in_features, *hidden, num_classes]
+        _check_memory("in_features, hidden, num_classes", sum(map(math.prod, itertools.pairwise(widths))))
         super().__init__()
         self.in_features = in_features
         layers: list[nn.Module] = []
@@ -156,6 +159,7 @@ class CNN(_LossModel):
                 depth, height, width = next_depth, height // 2, width // 2
             self.features = nn.Sequential(*layers)
             self.dropout = nn.Dropout(dropout)
+            _check_memory("num_classes", depth * height * width * num_classes)
             self.head = nn.Linear(depth * height * width, num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -201,6 +205,7 @@ class GPT(_LossModel):
         for name, size in sizes.items():
             whole_number(name, size)
         real_number("dropout", dropout, at_least=0, below=1)
+        _check_memory("vocab_size, block_size, layers, width", (vocab_size + block_size + 12 * layers * width) * width)
         if width % heads:
             raise ValueError(f"width: got {width}; a multiple of heads={heads} is needed")
         super().__init__()
@@ -263,7 +268,7 @@ class GPT(_LossModel):
         lowest, highest = (int(end) for end in prompt.aminmax()) if prompt.numel() else (0, 0)
         if lowest < 0 or highest >= self.vocab_size:
             raise ValueError(f"prompt: got tokens {lowest} to {highest}; 0 to {self.vocab_size - 1} allowed")
-        whole_number("max_new_tokens", max_new_tokens, at_least=0)
+        countable("max_new_tokens", max_new_tokens, "tokens", 8, at_least=0)
         real_number("temperature", temperature, at_least=0)
         if top_k is not None:
             whole_number("top_k", top_k)
@@ -354,3 +359,9 @@ def _check_tuple(name: str, sizes: Sequence[int], length: int | None = None, at_
         raise TypeError(f"{name} must be a list of {count} whole numbers, got {given(sizes)}")
     for index, size in enumerate(sizes):
         whole_number(f"{name}[{index}]", size)
+
+
+def _check_memory(names: str, weights: int) -> None:
+    """Raise a ValueError that names these arguments if a model of so many weights does not fit into memory."""
+    if torch.get_default_device().type != "meta":
+        countable(f"{names}: the number of weights", weights, "weights", 4)

@@ -189,7 +189,8 @@ class Trainer:
             strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
                 again.
             num_nodes: K.
-            num_epochs: passes over the data. `max_steps`: number of optimizer steps of the run; overrides `num_epochs`.
+            num_epochs: passes over the data, by default 1. `max_steps`: number of optimizer steps of the run. With
+                both, max_steps ends the run, and a warning says so.
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: whether to draw a new order every epoch.
@@ -213,7 +214,8 @@ class Trainer:
                 model's output, batch). False: no accuracy. None: known for models with `loss_and_accuracy`, or if
                 loss_fn compares labels with outputs; see `vsim.engine.objective.right_predictions`.
             metrics: further columns of the history, measured with every validation: name → f(model, batch) → number,
-                for the global model in evaluation mode, averaged over the validation examples.
+                for the global model in evaluation mode, averaged over the validation examples. Measures that are not
+                means over examples, such as F1, need counts: see docs/callbacks.md.
             correlation_interval: steps between measurements of the replicas' divergence and correlation.
 
         Cluster:

@@ -7,9 +7,11 @@ not wait for that. A function of `vsim.cli` with the name of the command does th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -24,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         _reject_repeated(argv)
+        _reject_empty(argv)
         command: Command = tyro.cli(
             Command,
             prog="vsim",
@@ -56,6 +59,25 @@ def _reject_repeated(argv: Sequence[str]) -> None:
     for option in options:
         if options.count(option) > 1:
             raise ValueError(f"{option} is given more than once; give all of its values after one {option}")
+
+
+def _reject_empty(argv: Sequence[str]) -> None:
+    """Raise a ValueError for an option of several values that is given none, because it would have no effect."""
+    several = {f"--{name.replace('_', '-')}" for kind in get_args(Command) for name in _of_several(kind)}
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        if word in several and after.startswith("--"):
+            raise ValueError(f"{word} needs at least one value; leave it out for its default")
+
+
+def _of_several(kind: Any) -> Iterator[str]:
+    """Yield the names of options that take any number of values, which parse none as an empty tuple."""
+    plain, hints = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    for one in fields(kind):
+        if get_origin(plain[one.name]) is tuple:
+            names = [name for about in get_args(hints[one.name])[1:] if (name := getattr(about, "name", None))]
+            yield from names or [one.name]
+        elif is_dataclass(plain[one.name]):
+            yield from _of_several(plain[one.name])
 
 
 _EXAMPLES = """

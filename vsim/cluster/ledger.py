@@ -128,6 +128,9 @@ class _Kept(tuple[Sequence[int], ...]):
             self._hash = super().__hash__()
         return self._hash
 
+    def __copy__(self) -> _Kept:  # a ledger asks whether groups are this object
+        return self
+
 
 @lru_cache(maxsize=64)
 def _own_shares(collective: str, groups: Groups, num_nodes: int, through_server: bool) -> NDArray[np.float64]:

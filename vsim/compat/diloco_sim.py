@@ -140,13 +140,13 @@ class DilocoSimulator:
             self.strategy = SPARTADiLoCoStrategy(inner, outer, p_sparta, sparta_interval, diloco_interval, **schedule)
         else:
             self.strategy = DiLoCoStrategy(inner, outer, diloco_interval, **schedule)
+        steps = _fewer_steps(max_local_step, train_dataset, num_nodes, batch_size, num_epochs)
+        validation = {"val_size": eval_iters * batch_size, "val_interval": diloco_interval}
         self._fit_options: dict[str, Any] = {
             "num_nodes": num_nodes,
-            "num_epochs": num_epochs,
-            "max_steps": _fewer_steps(max_local_step, train_dataset, num_nodes, batch_size, num_epochs),
+            **({"num_epochs": num_epochs} if steps is None else {"max_steps": steps}),
             "batch_size": batch_size,
-            "val_size": eval_iters * batch_size,
-            "val_interval": diloco_interval,
+            **({} if eval_dataset is None else validation),
             "train_loss_hook": _with_stats(train_loss_hook, "train_loss_hook", TrainStats),
             "eval_loss_hook": _with_stats(eval_loss_hook, "eval_loss_hook", EvalStats),
         }

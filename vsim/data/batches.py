@@ -223,8 +223,6 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
     reject_unknown(options, LOADER_OPTIONS, "dataloader_kwargs")
     for name, value in options.items():
         where = f"dataloader_kwargs: {name}"
-        if name in _OF_WORKERS and value and not options.get("num_workers"):
-            raise ValueError(f"{where}={value!r:.100} has no effect without num_workers; give num_workers=, too")
         if name in ("collate_fn", "worker_init_fn") and value is not None:
             a_function(where, value, "samples" if name == "collate_fn" else "worker's number")
         if name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
@@ -234,6 +232,10 @@ def loader_options(dataloader_kwargs: Mapping[str, Any] | None) -> tuple[dict[st
         elif name in ("num_workers", "prefetch_factor") and value is not None:
             most = _MOST_WORKERS if name == "num_workers" else None
             options[name] = whole_number(where, value, at_least=0, at_most=most)
+    for name in _OF_WORKERS:
+        if options.get(name) and not options.get("num_workers"):
+            given = f"dataloader_kwargs: {name}={options[name]!r:.100}"
+            raise ValueError(f"{given} has no effect without num_workers; give num_workers=, too")
     return options, options.pop("drop_last", False)
 
 

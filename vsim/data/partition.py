@@ -95,7 +95,9 @@ def partition(
     given = {name: default if named[name] is None else named[name] for name, default in defaults.items()}
     if any(value is None for value in given.values()):
         raise TypeError(f"partition: {kind!r} needs {' and '.join(n for n, v in given.items() if v is None)}=")
-    given = {n: whole_number(n, v) if n in _WHOLE else real_number(n, v, above=0) for n, v in given.items()}
+    for name, value in given.items():
+        whole_number(name, value) if name in _WHOLE else real_number(name, value, above=0)
+        given[name] = value.item() if isinstance(value, np.generic) else value
     size = len(check_dataset(dataset, "dataset"))  # type: ignore[arg-type]
     num_nodes, seed = whole_number("num_nodes", num_nodes, at_most=size), whole_number("seed", seed, at_least=0)
     names, codes = _classes(dataset, labels, needed=kind not in ("iid", "noise"))

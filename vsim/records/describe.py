@@ -418,7 +418,9 @@ class Conditions:
             )
         own = {key: value for key, value in config.items() if key not in self._free}
         own["model"] = {**own["model"], "digest": None}  # the digest depends on the seed
-        steps, within = own.pop("max_steps", None), own.get("budget")
+        steps, within, epochs = own.pop("max_steps", None), own.get("budget"), own.pop("num_epochs", None)
+        if steps is None and within is None:  # else the epochs do not end the run
+            own["num_epochs"] = epochs or 1
         if within == BY_NAME:  # the run may be compared with runs of other lengths
             del own["budget"]
         self._first = self._first or (name, own)

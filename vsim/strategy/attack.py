@@ -80,7 +80,8 @@ class Attack:
             "seed": KINDS if self.nodes is None else (),
         }
         for name, kinds in takers.items():
-            if getattr(self, name) not in (None, 0) and self.kind not in kinds:
+            is_given = self.seed != 0 if name == "seed" else getattr(self, name) is not None
+            if is_given and self.kind not in kinds:
                 raise TypeError(f"attack: {name} has no effect in {self}")
 
     def attackers(self, population: int) -> tuple[int, ...]:

@@ -601,7 +601,7 @@ def write_end(entry: Entry) -> None:
 
 def _length(entry: Entry) -> list[int | None]:
     """Return the options that decide the number of steps; a finished run continues if they change."""
-    return [entry.spec.max_steps, entry.spec.num_epochs]
+    return [entry.spec.max_steps, entry.spec.num_epochs or 1]
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ class Run:
     def steps(self) -> int:
         """The number of steps that the options ask for."""
         spec = self.spec
-        return spec.num_epochs * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+        return (spec.num_epochs or 1) * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
 
     @property
     def start(self) -> int:

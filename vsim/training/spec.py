@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -42,11 +43,12 @@ from vsim.strategy.configured import arguments_of
 
 Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
-_COUNTS = ("num_nodes", "batch_size", "num_epochs", "log_interval")
+_COUNTS = ("num_nodes", "batch_size", "log_interval")
 _COUNTS_OR_NONE = (
-    *("max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
+    *("num_epochs", "max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
     *("chunk_size", "threads_per_process", "client_val_steps"),
 )
+_VAL_INTERVAL = 100  # the default
 _FLAGS = ("shuffle", "autocast", "deterministic", "compile")
 
 
@@ -76,14 +78,14 @@ class RunSpec:
     _: KW_ONLY
     strategy: Algorithm
     num_nodes: int
-    num_epochs: int = 1
+    num_epochs: int | None = None  # None: 1, unless max_steps ends the run
     max_steps: int | None = None
     batch_size: int = 16
     minibatch_size: int | None = None
     gradient_accumulation: int | None = None
     shuffle: bool = True
     val_size: int | None = None
-    val_interval: int | None = 100
+    val_interval: int | None = _VAL_INTERVAL
     client_val_dataset: DatasetFactory | None = None
     client_val_steps: int | None = None
     test_dataset: Data | None = None
@@ -137,6 +139,9 @@ class RunSpec:
             self._set(name, None if value is None else whole_number(name, value))
         for name in _FLAGS:
             self._set(name, true_or_false(name, getattr(self, name)))
+        if self.num_epochs is not None and self.max_steps is not None:
+            warnings.warn(two_lengths(self.num_epochs, f"max_steps={self.max_steps}"), UserWarning, stacklevel=2)
+            self._set("num_epochs", None)
         self._set("seed", whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1))
         if not isinstance(self.participation, Participation | None):
             raise TypeError(
@@ -194,6 +199,12 @@ class RunSpec:
         for name in ("eval_loss_hook", "metrics"):
             if getattr(self, name) and self.val_dataset is None:
                 raise ValueError(f"{name} has no effect without a val_dataset")
+        if self.val_size is not None and self.val_dataset is self.client_val_dataset is None:
+            raise ValueError(f"val_size={self.val_size} has no effect without a val_dataset or client_val_dataset")
+        if self.val_interval not in (None, _VAL_INTERVAL) and self.val_dataset is None:
+            raise ValueError(f"val_interval={self.val_interval} has no effect without a val_dataset")
+        if self.correlation_interval is not None and self.num_nodes == 1:
+            raise ValueError(f"correlation_interval={self.correlation_interval} has no effect with num_nodes=1")
         if self.accuracy is None:
             return
         if self.accuracy is not False:
@@ -330,6 +341,11 @@ class RunSpec:
         done = 0 if self.start is None else self.start.step
         resumes = done > 0 and self.start is not None and not self.start.forks
         return done + (not resumes)
+
+
+def two_lengths(num_epochs: int, other: str) -> str:
+    """Return the warning that `other` ends the run, and not the epochs."""
+    return f"num_epochs={num_epochs} has no effect with {other}, which ends the run; leave one of them out"
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:

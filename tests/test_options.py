@@ -1,0 +1,189 @@
+"""Options that would be ignored, sizes that would never end, and values that are kept as they were checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from errors import refused
+from made import never
+from separate import small_mlp, vectors
+from torch import Tensor, nn
+
+import vsim
+from vsim import Attack, Trainer
+from vsim.compat.diloco_sim import DilocoSimulator
+from vsim.scaling import fit, penalty
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy, trimmed_mean
+from vsim.strategy.remade import remade
+from vsim_cli import main
+
+RUN: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "progress": False}
+TRILLION = 10**12
+
+
+def trained(val: Any = None, model: Any = None, data: Any = None, **options: Any) -> vsim.History:
+    trainer = Trainer(model or small_mlp(), vectors(16) if data is None else data, val)
+    trainer.fit(**{"strategy": SimpleReduceStrategy(lr=0.1), **RUN, **options})
+    return trainer.history
+
+
+# Ignored in silence ---------------------------------------------------------------------------------------------------
+
+
+def test_of_two_lengths_the_one_that_ends_the_run_is_named() -> None:
+    assert trained().ledger.steps == trained(num_epochs=1).ledger.steps == 2  # 16 examples, 2 nodes, batches of 4
+    with pytest.warns(UserWarning, match="num_epochs=5 has no effect with max_steps=3, which ends the run"):
+        assert trained(num_epochs=5, max_steps=3).ledger.steps == 3
+    strategies = {"a": SimpleReduceStrategy(lr=0.1)}
+    given: dict[str, Any] = {"strategies": strategies, **RUN, "num_epochs": 2}
+    with pytest.warns(UserWarning, match="num_epochs=2 has no effect with budget=, which ends the run"):
+        within = vsim.compare(small_mlp(), vectors(16), budget={"examples": 24}, **given)
+    assert within["a"].ledger.steps == 3
+    known = vsim.compare(small_mlp(), vectors(16), strategies=strategies, **RUN, max_steps=2)
+    with pytest.warns(UserWarning, match="num_epochs=2 has no effect with max_steps=, which"):
+        more = vsim.compare(small_mlp(), vectors(16), **given, max_steps=2, seeds=[1])
+    assert [run.seed for run in (known | more).runs("a")] == [42, 1]  # the epochs are no difference between them
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"val_size": 4}, ["val_size=4", "val_dataset"]),
+        ({"val_interval": 5}, ["val_interval=5", "val_dataset"]),
+        ({"num_nodes": 1, "correlation_interval": 2}, ["correlation_interval=2", "num_nodes=1"]),
+        ({"dataloader_kwargs": {"timeout": 5}}, ["timeout=5", "num_workers"]),
+        ({"dataloader_kwargs": {"num_workers": TRILLION}}, ["num_workers", "1024"]),
+    ],
+)
+def test_options_without_effect_are_errors(options: dict[str, Any], words: Sequence[str]) -> None:
+    with refused(ValueError, *words):
+        trained(callbacks=[never], **options)
+
+
+def test_the_simulator_gives_one_length_and_validates_with_data_alone() -> None:
+    given: dict[str, Any] = {"model_cls": lambda: nn.Linear(12, 5), "loss_fn": nn.CrossEntropyLoss(), "num_nodes": 2}
+    simulator = DilocoSimulator(**given, train_dataset=vectors(64), num_epochs=3, max_local_step=4)
+    simulator.train()
+    assert simulator.ledger.steps == 4
+
+
+def test_options_of_the_command_line_need_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("compare --seeds", "compare --budget --quiet", "time --compute 1 --strategies", "sweep --set"):
+        assert main(command.split()) == 2
+        assert "needs at least one value" in capsys.readouterr().err
+
+
+def test_scale_zero_is_given() -> None:
+    with refused(TypeError, "scale has no effect"):
+        Attack("min_max", share=0.2, scale=0)
+    assert Attack("sign_flip", share=0.2, scale=0).scale == 0.0
+
+
+# Obscure or endless ---------------------------------------------------------------------------------------------------
+
+
+def test_checked_numbers_are_kept() -> None:
+    attack = Attack("gaussian", share=np.float64(0.3), seed=np.int64(2), scale=np.float64(2))
+    assert repr(attack) == repr(Attack("gaussian", share=0.3, seed=2, scale=2.0))
+    assert attack.attackers(10) == Attack("gaussian", share=0.3, seed=2).attackers(10)
+    strategy = DiLoCoStrategy(H=np.int64(3), lr=np.float64(0.1), average=trimmed_mean(np.float64(0.2)))
+    assert "np." not in repr(strategy) and remade(repr(strategy)) is not None
+    parts = [
+        vsim.data.partition(vectors(64), kind(2), "shards", shards=kind(2), seed=kind(3)) for kind in (int, np.int64)
+    ]
+    assert repr(parts[0]) == repr(parts[1]) and torch.equal(parts[0].counts, parts[1].counts)
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 1)
+
+    def forward(self, batch: Sequence[Tensor]) -> Any:
+        out = self.linear(batch[0])
+        return out.square().mean() if self.training else [{"boxes": row} for row in out]
+
+
+class Many(Sequence[Any]):
+    """A list of another library, such as a ListConfig."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
+
+LAW = {"N": [1e6, 2e6, 4e6, 8e6], "loss": [4.0, 3.5, 3.0, 2.7]}
+FALLING: dict[str, Any] = {"strategies": {"a": SimpleReduceStrategy(lr=0.1)}, **RUN}
+
+
+def price(**changed: Any) -> Any:
+    given = {"parameters": 1e6, "num_nodes": 2, "max_steps": 2, "network": 1e9, "compute": 1.0, **changed}
+    return vsim.price(AloneStrategy(), **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: fit(5), TypeError, ["frame", "DataFrame", "5"]),
+        (lambda: fit({"N": ["a", "b"], "loss": [1, 2]}), TypeError, ["frame['N']", "numbers", "'a'"]),
+        (lambda: fit({**LAW, "N": [1, 2, 3, 0]}), ValueError, ["frame['N']", "above 0"]),
+        (lambda: fit(LAW, bootstrap=TRILLION), ValueError, ["bootstrap", "100000", TRILLION]),
+        (lambda: fit(LAW, bootstrap=0).plot(ax=5), TypeError, ["ax", "5"]),
+        (lambda: penalty(5), TypeError, ["comparison", "vsim.Comparison", "5"]),
+        (lambda: vsim.Ladder({5: 3}, {5: 3}), TypeError, ["comparisons[5]", "vsim.Comparison", "3"]),
+        (lambda: vsim.Ladder({}, {}), ValueError, ["comparisons", "at least one"]),
+        (lambda: price(max_steps=TRILLION), ValueError, ["max_steps", "memory"]),
+        (lambda: vsim.ByLabel([[1, 2]], turn=TRILLION), ValueError, ["turn", "memory"]),
+        (lambda: vsim.models.GPT(TRILLION), ValueError, ["vocab_size", "memory"]),
+        (lambda: trained(data=torch.tensor(1.0)), TypeError, ["train_dataset", "one value"]),
+        (lambda: trained(vectors(8), Boxes(), max_steps=1), ValueError, ["in evaluation mode", "list"]),
+        (
+            lambda: vsim.compare(small_mlp(), vectors(16), budget={"wire": TRILLION}, **FALLING),
+            ValueError,
+            ["budget", "1,000,000 steps"],
+        ),
+        (
+            lambda: trained(
+                data=vsim.data.partition(vectors(64), 2, "iid"), attack=Attack("label_flip", nodes=[0], classes=2)
+            ),
+            ValueError,
+            ["classes=2", "labels from 0 to 4"],
+        ),
+    ],
+)
+def test_wrong_values_are_named(call: Callable[[], Any], error: type[Exception], words: Sequence[Any]) -> None:
+    with refused(error, *words):
+        call()
+
+
+def test_a_ladder_names_its_own_arguments() -> None:
+    given: dict[str, Any] = {**FALLING, "sizes": [5, 6], "loss_fn": nn.CrossEntropyLoss()}
+    for changed, error, words in (
+        ({"seed": "x", "max_steps": 2}, TypeError, ["seed must be a whole number", "'x'"]),
+        ({"tokens_per_parameter": 1e12}, ValueError, ["tokens_per_parameter", "memory"]),
+        ({"num_nodes": TRILLION, "max_steps": 2}, ValueError, ["num_nodes", "memory"]),
+    ):
+        with refused(error, *words):
+            vsim.ladder(lambda width: nn.Linear(12, width), vectors(16), vectors(16), **{**given, **changed})
+
+
+def test_any_sequence_is_a_list_of_settings() -> None:
+    assert len(vsim.grid(DiLoCoStrategy, H=Many(1, 2), lr=Many(0.1, 0.2))) == 4
+
+
+def test_the_share_of_counts_gives_measures_over_all_examples() -> None:
+    def counted(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return (batch[1] == 2).float().mean()
+
+    history = trained(vectors(29), metrics={"of class 2": counted}, max_steps=1)
+    assert math.isclose(history.last("of class 2"), float((vectors(29).tensors[1] == 2).float().mean()), rel_tol=1e-6)
