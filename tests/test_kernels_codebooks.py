@@ -44,8 +44,10 @@ def test_the_reference_is_met_to_the_code() -> None:
     for bits in range(1, 9):
         codes, table = statistical_codes(x, bits)
         expected, means = statistical_codes_reference(x, bits)
-        assert (codes != expected).sum() <= 1
-        torch.testing.assert_close(look_up(codes, table), look_up(expected, means), rtol=0.01, atol=0.01)
+        equal = codes == expected  # but for one entry on the border of two bins, whose means it moves
+        assert (~equal).sum() <= 1 and ((codes.int() - expected.int()).abs() <= 1).all()
+        rows = equal.all(1)
+        torch.testing.assert_close(look_up(codes, table)[rows], look_up(expected, means)[rows], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e37])  # squares below and above what float32 holds
