@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
@@ -64,7 +65,7 @@ def _reject_repeated(argv: Sequence[str]) -> None:
 def _reject_empty(argv: Sequence[str]) -> None:
     """Raise a ValueError for an option of several values that is given none, because it would have no effect."""
     several = {f"--{name.replace('_', '-')}" for kind in get_args(Command) for name in _of_several(kind)}
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, after in pairwise([*argv, "--"]):
         if word in several and after.startswith("--"):
             raise ValueError(f"{word} needs at least one value; leave it out for its default")
 
