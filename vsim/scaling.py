@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
-from vsim.figures.paper import axes_of
 from vsim.figures.style import STYLE, styled
 from vsim.records.compared import Runs
 from vsim.records.size_order import FAR
@@ -168,6 +167,8 @@ class Law:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw loss against N on logarithmic axes: measured points, and a line of the law for each M and H."""
         import matplotlib.pyplot as plt
+
+        from vsim.figures.paper import axes_of  # loads matplotlib
 
         others = [name for name in ("M", "H") if name in self.data]
         values = np.array([*self.parameters.values()])
