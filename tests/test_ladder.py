@@ -284,7 +284,7 @@ def test_every_cell_of_the_map_is_priced_also_close_to_the_limit(limit: float) -
     """Of 20 steps of 0.1 s; where communication overlaps computation, the time has a kink between any two networks."""
     overlapped = StreamingDiLoCoStrategy(H=5, delay=2)
     compute = Compute(0.1)
-    grid = np.tile(BANDWIDTHS, len(LATENCIES)), np.repeat(LATENCIES, len(BANDWIDTHS)), "ring"
+    grid = np.tile(BANDWIDTHS, len(LATENCIES)), np.repeat(LATENCIES, len(BANDWIDTHS)), {}
     for strategy in (STRATEGIES["AllReduce"], overlapped):
         ledger = vsim.price(strategy, parameters=1e6, num_nodes=4, max_steps=20, network="1 Gbit/s", compute=0.1).ledger
         seconds = seconds_on(ledger, *grid, compute, [20]).reshape(len(LATENCIES), len(BANDWIDTHS))

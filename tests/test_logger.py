@@ -44,7 +44,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fit(trainer: Trainer | None = None, **options: Any) -> Trainer:
     trainer = trainer or Trainer(small_mlp(), vectors(), vectors(7))
-    defaults = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "val_interval": 3, "progress": False}
+    interval = None if trainer.val_dataset is None else 3
+    defaults = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "val_interval": interval, "progress": False}
     trainer.fit(**{"strategy": DiLoCoStrategy(H=2, lr=0.01), **defaults, **options})
     return trainer
 
