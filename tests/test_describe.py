@@ -152,7 +152,7 @@ def trained(
 ) -> Trainer:
     torch.manual_seed(0)
     trainer = Trainer(model or Scaled(), data or vectors(), loss_fn=loss)
-    return fit(FedAvgStrategy(H=2), trainer, **{"save_dir": folder, "max_steps": 4, **options})
+    return fit(FedAvgStrategy(H=2), trainer, **{"save_dir": folder, "max_steps": 4, "val_interval": None, **options})
 
 
 def doubled(samples: list[Any]) -> Any:

@@ -251,7 +251,7 @@ def test_values_are_rounded_by_node_and_tensor(bits: int) -> None:
     # 5 values of b bits in whole bytes, and a scale of 4 bytes for each of the two tensors that take part.
     expected = {1: 1, 3: 2, 16: 10}[bits] + 8
     (event,) = cluster.collectives.ledger
-    assert (event.collective, event.payload_bytes, event.wire_bytes) == ("all_gather", expected, 2 * expected)
+    assert (event.collective, event.payload_bytes, event.wire_bytes) == ("merge", expected, 2 * expected)
 
 
 # Events ----------------------------------------------------------------------------------------------------------

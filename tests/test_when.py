@@ -357,7 +357,8 @@ def test_cohorts_and_dropouts_change_where_the_nodes_synchronize() -> None:
 
 
 class Moves(CommunicationModule):
-    H = 2
+    def setup(self, cluster: Any) -> None:
+        self.keep_shared(H=2)
 
     def sync(self, cluster: Any) -> None:
         self.H = 3

@@ -335,7 +335,7 @@ class Objective(nn.Module):
             else:
                 loss = outputs = self._outputs(batch)
                 y = batch
-            what = "the loss" if self.model.training or self.loss_fn else "the loss of the model in evaluation mode"
+            what = "the loss" if self.model.training or self.loss_fn else "the loss, in evaluation mode too,"
             loss = _scalar(_loss_of(loss), what)
             if with_accuracy and callable(self.accuracy):
                 counts = _counts_of_user(self.accuracy, outputs, y, batch)
