@@ -357,8 +357,8 @@ def test_cohorts_and_dropouts_change_where_the_nodes_synchronize() -> None:
 
 
 class Moves(CommunicationModule):
-    def setup(self, cluster: Any) -> None:
-        self.keep_shared(H=2)
+    H = 2
+    derived = ("H",)
 
     def sync(self, cluster: Any) -> None:
         self.H = 3
