@@ -40,6 +40,8 @@ _STARTS = 32
 _MOST_DRAWS = 100_000  # of the bootstrap
 # The lowest logarithm of a floor; below it, the data are of a power law.
 _LOWEST = -50.0
+# The share of the lowest loss below which a floor hardly changes a law.
+_NO_FLOOR = 0.01
 # The p-value of an F test at which the residuals of a form are larger than those of the best.
 _WORSE = 0.05
 
@@ -432,14 +434,19 @@ def _fitted(
         )  # above the floor
         return np.column_stack([design * share[:, None], 1 - share])
 
-    starts = []
-    if near is not None:
-        positive = np.array([name in "AC" for name in names])
-        starts.append(np.where(positive, np.log(np.where(positive, near, 1.0)), near))
-    for share in stream.uniform(0.0, 0.95, 1 if form == "power" else _STARTS) if near is None else ():
-        floor = 0.0 if form == "power" else share * data["loss"].min()
+    def start(floor: float) -> Floats:
         linear = np.linalg.lstsq(design, np.log(data["loss"] - floor), rcond=None)[0]
-        starts.append(np.array([*linear, *([np.log(max(floor, 1e-12))] if form != "power" else [])]))
-    found = [least_squares(apart, start, jacobian, loss="huber", f_scale=delta, x_scale="jac") for start in starts]
+        return np.array([*linear, *([np.log(max(floor, 1e-12))] if form != "power" else [])])
+
+    least = float(data["loss"].min())
+    if near is None:
+        shares = stream.uniform(0.0, 0.95, _STARTS) if form != "power" else [0.0]
+        starts = [start(share * least) for share in shares]
+    else:
+        positive = np.array([name in "AC" for name in names])
+        starts = [np.where(positive, np.log(np.where(positive, near, 1.0)), near)]
+        if form != "power" and near[slopes] < _NO_FLOOR * least:  # where a floor makes no difference, none is found
+            starts.append(start(least / 2))
+    found = [least_squares(apart, one, jacobian, loss="huber", f_scale=delta, x_scale="jac") for one in starts]
     best = min(found, key=lambda one: float(one.cost)).x
     return np.array([np.exp(max(own, _LOWEST)) if name in "AC" else own for name, own in zip(names, best, strict=True)])
