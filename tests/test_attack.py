@@ -272,7 +272,7 @@ def test_nodes_held_apart_have_the_same_bits_at_the_price_of_no_attack(kind: str
 
 
 def test_attackers_that_are_away_do_not_attack() -> None:
-    attack, plan = Attack("sign_flip", nodes=[1]), vsim.Schedule({0: [0, 2, 3]})
+    attack, plan = Attack("sign_flip", nodes=[1]), vsim.Schedule({0: [0, 2, 3], 100: range(4)})
     away = trained(FedAvgStrategy("sgd", H=2, lr=0.1, average=mean() | clip(1e6)), participation=plan)
     assert torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=attack), participation=plan), away)
     assert not torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=attack)), away)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 import vsim
 from vsim import Attack, Trainer
+from vsim.cluster.plan import Round
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.scaling import fit, penalty
-from vsim.strategy import AloneStrategy, DiLoCoStrategy, SimpleReduceStrategy, trimmed_mean
+from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, trimmed_mean
 from vsim.strategy.remade import remade
+from vsim.strategy.when import QSR, PostLocal
 from vsim_cli import main
 
 RUN: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "progress": False}
@@ -82,6 +85,104 @@ def test_scale_zero_is_given() -> None:
     with refused(TypeError, "scale has no effect"):
         Attack("min_max", share=0.2, scale=0)
     assert Attack("sign_flip", share=0.2, scale=0).scale == 0.0
+
+
+FLIP = Attack("sign_flip", nodes=[2])
+THREE: dict[str, Any] = {"num_nodes": 3, "attack": FLIP, "max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"participation": vsim.Schedule({0: [0, 1]})}, ["participation=Schedule({0: (0, 1)})"]),
+        ({"participation": vsim.Trace([(0, 2, "fail")])}, ["participation=Trace"]),
+        ({"participation": vsim.Availability([[1, 0.5, 0], [0.5, 1, 0]])}, ["participation=Availability"]),
+        (
+            {
+                "num_nodes": 2,
+                "participation": vsim.Sample(2, of=3, available=vsim.ByLabel([[1], [1], [0]], otherwise=0)),
+            },
+            ["participation=Sample"],
+        ),
+    ],
+)
+def test_attackers_that_never_take_part_are_an_error(changed: dict[str, Any], words: Sequence[str]) -> None:
+    with refused(ValueError, f"attack={FLIP}", *words, "[2]"):
+        trained(callbacks=[never], **{**THREE, **changed})
+
+
+@pytest.mark.parametrize(
+    ("plan", "comes"),
+    [
+        (vsim.Schedule({0: [0, 1], 2: [0, 1, 2]}), True),
+        (vsim.Schedule({0: [0, 1], 3: [0, 1, 2]}), False),
+        (vsim.DropSlowest(0.4), False),
+        (vsim.DropSlowest(0.3), True),
+        (vsim.Availability([1, 1, 0.999]), True),
+        (vsim.Availability([1, 1, 0.001]), False),
+    ],
+)
+def test_of_attackers_that_do_not_come_in_time_a_warning_tells(plan: Any, comes: bool) -> None:
+    own = {"compute": vsim.Compute(1.0, speeds=[3, 2, 1])} if plan.needs_compute else {}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        trained(**THREE, **own, participation=plan)
+    assert any("none of its nodes takes part" in str(one.message) for one in heard) == (not comes)
+
+
+def test_probabilities_and_counts_of_zero() -> None:
+    for call, name in (
+        (lambda: vsim.Availability([0, 0]), "p"),
+        (lambda: vsim.ByLabel([[0, 0], [0, 0]]), "counts"),
+        (lambda: vsim.DayNight(2, day=0, night=0), "day"),
+    ):
+        with refused(ValueError, f"{name} must"):
+            call()
+    rare = vsim.Availability([0, 0, 0.01]).plan(Round(3, 0, 1))
+    assert {segment.nodes for segment in rare.segments(200)} == {(2,)}  # of who cannot come nobody stands in
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"warmup_steps": 4}, 4),
+        ({"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"warmup_steps": 4}}, 4),
+        ({"H": PostLocal(4, 2)}, 4),
+        ({"H": QSR(alpha=0.1, warmup_steps=4)}, 4),
+    ],
+)
+def test_a_warm_up_longer_than_the_run_gets_a_warning(options: dict[str, Any], steps: int) -> None:
+    def run(length: int) -> None:
+        strategy = FedAvgStrategy(**{"H": 2, "lr": 0.1, **options})  # type: ignore[arg-type]
+        trained(strategy=strategy, max_steps=length)
+
+    with pytest.warns(UserWarning, match=f"too few steps for .*warm-up takes {steps} steps.*after {steps}"):
+        run(steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(steps + 1)
+
+
+def test_a_halving_without_a_rung() -> None:
+    def swept(halving: int, *rates: float, steps: int = 8) -> Any:
+        settings = {"lr": list(rates), "num_nodes": 2}
+        own: dict[str, Any] = {"batch_size": 4, "progress": False, "max_steps": steps, "val_interval": None}
+        return vsim.sweep(
+            small_mlp(),
+            vectors(16),
+            vectors(8),
+            strategy=SimpleReduceStrategy,
+            settings=settings,
+            halving=halving,
+            **own,
+        )
+
+    with pytest.warns(UserWarning, match="too few steps for halving=3 to have a rung, and the runs end after 2"):
+        assert {run.stopped_at for run in swept(3, 0.1, 0.2, steps=2).all_runs} == {None}
+    with refused(ValueError, "halving", "one setting"):
+        swept(2, 0.1)
+    with refused(ValueError, "halving", "from 2 to 10", 11):
+        swept(11, 0.1, 0.2)
 
 
 # Obscure or endless ---------------------------------------------------------------------------------------------------

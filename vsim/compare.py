@@ -416,7 +416,13 @@ def train_entries(
             raise ValueError("halving needs max_steps, of which its rungs are parts")
         if not true_or_false("together", together):
             raise ValueError("halving compares all runs at every rung, which together=False trains one after the other")
-        kept = dict(rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2)))
+        # A rung lies at or after a tenth of the run, so that no run has one with a larger factor.
+        kept = dict(rungs(len(entries), spec.max_steps, whole_number("halving", halving, at_least=2, at_most=10)))
+        if len(entries) == 1:
+            raise ValueError(f"halving={halving} has no effect with one setting, which always continues; leave it out")
+        if not kept:
+            text = f"halving={halving} to have a rung, and the runs end after {spec.max_steps}; all settings continue"
+            warnings.warn(f"too few steps for {text}", UserWarning, stacklevel=4)
         pruning = list(kept), partial(_lowest, kept)
     steps, keep = ((), None) if pruning is None else pruning
     trained = Entries(

@@ -40,10 +40,10 @@ def sweep(
         settings: arguments of the strategy by name, and `num_nodes` and `batch_size` if they vary. A list is varied;
             any other value is the same for all. Put a value that is itself a list in a list. See `vsim.grid`.
         num_nodes: K, unless `num_nodes` is one of the settings.
-        halving: a factor f: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each rung (after
-            T / f, T / f², … of T steps, none in the first tenth) only the best 1 / f of the settings, by their mean
-            loss over the seeds, continue. The runs of stopped settings stay in the result, with `stopped_at`.
-            Early rungs favour fast starters. Halving needs one `max_steps` for all settings.
+        halving: a factor f from 2 to 10: successive halving [Jamieson and Talwalkar 2016, arXiv:1502.07943]. At each
+            rung (after T / f, T / f², … of T steps, none in the first tenth) only the best 1 / f of the settings, by
+            their mean loss over the seeds, continue. The runs of stopped settings stay in the result, with
+            `stopped_at`. Early rungs favour fast starters. Halving needs one `max_steps` for all settings.
         options: every other argument of `compare`, the same for all; but a `budget` gives each setting its own number
             of steps, and `max_steps` may be a dict of name → steps, with names as in `vsim.grid`.
 

@@ -194,7 +194,8 @@ class Trainer:
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: whether to draw a new order every epoch.
-            seed: seed of all random numbers. The process's global random state is not changed.
+            seed: seed of all random numbers; without any (shuffle=False, no dropout) it changes nothing. The process's
+                global random state is not changed.
             dataloader_kwargs: num_workers, collate_fn, drop_last and so on. `collate_fn` gets one node's samples.
 
         Validation:
@@ -234,7 +235,8 @@ class Trainer:
                 executor was used, and why.
             deterministic: on the CPU, compute nodes one by one in eager PyTorch; in float32, the run is bitwise equal
                 to separate processes. `forward` must not draw from Python's or NumPy's global generator. On CUDA, use
-                PyTorch's deterministic algorithms, so that runs repeat bit by bit. Not for MPS.
+                PyTorch's deterministic algorithms, so that runs repeat bit by bit. Not for MPS. On the CPU, a process
+                for every node computes in this way without it.
             compile: torch.compile the loss and its gradient, and those kernels of strategies that were measured to run
                 faster compiled (see `vsim_kernels.compiled`); the first step then takes 5 to 20 seconds. Not for
                 executor="loop".

@@ -46,6 +46,10 @@ class Participation(ABC):
         """Return whether all K nodes take part in all steps, as without a plan."""
         return False
 
+    def eligible(self, num_nodes: int) -> set[int]:
+        """Return the nodes, or clients, that may take part in some step if the run is long enough."""
+        return set(range(self.population(num_nodes)))
+
     @abstractmethod
     def plan(self, given: Round) -> Plan:
         """Return the plan of a run.
@@ -78,8 +82,10 @@ class ByChance(Participation):
 
     def present(self, number: int, num_nodes: int, stream: torch.Generator) -> list[int]:
         """Draw the nodes that take part in round `number`."""
-        margins = torch.rand(num_nodes, generator=stream).double().numpy() - self.missing(number, num_nodes)
-        return np.flatnonzero(margins >= 0).tolist() or [int(margins.argmax())]
+        missing = self.missing(number, num_nodes)
+        margins = torch.rand(num_nodes, generator=stream).double().numpy() - missing
+        # Below 0 for all nodes, the largest margin decides; a node with probability 0 takes part only if all have 0.
+        return np.flatnonzero(margins >= 0).tolist() or [int((margins - (np.asarray(missing) >= 1)).argmax())]
 
     def plan(self, given: Round) -> Plan:
         self.missing(0, given.num_nodes)  # raises an error before training
@@ -119,7 +125,7 @@ class DayNight(ByChance):
 
     Args:
         period: rounds in a day, at least 2.
-        day, night: the probabilities at noon and at midnight, in [0, 1]; night is at most day.
+        day, night: the probabilities at noon, in (0, 1], and at midnight, in [0, day].
         zones: time zones, evenly spaced around the clock; neighbouring nodes share one.
         rounds: steps per round; default: from one sync of the strategy to the next.
     """
@@ -129,7 +135,7 @@ class DayNight(ByChance):
         self, period: int, *, day: float = 1.0, night: float = 0.1, zones: int = 1, rounds: int | None = None
     ) -> None:
         self.period = whole_number("period", period, at_least=2)
-        self.day = real_number("day", day, at_least=0, at_most=1)
+        self.day = real_number("day", day, above=0, at_most=1)
         self.night = real_number("night", night, at_least=0, at_most=self.day)
         self.zones = whole_number("zones", zones)
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
@@ -151,7 +157,7 @@ class Availability(ByChance):
 
     Args:
         p: (K,), each node's or client's probability in [0, 1] of taking part in a round; or (T, K), for T rounds,
-            repeated in turn.
+            repeated in turn. In a round, a node with probability 0 takes part only if all nodes have 0.
         rounds: steps per round; default: from one sync of the strategy to the next.
     """
 
@@ -159,10 +165,16 @@ class Availability(ByChance):
     def __init__(self, p: Any, *, rounds: int | None = None) -> None:
         self.p = _table("p", p, (1, 2), at_most=1)
         self.p = self.p.reshape(-1, self.p.shape[-1])
+        if not self.p.any():
+            raise ValueError(f"p must be above 0 for at least one node, got {given(p)} with zeros only")
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
 
     def changes_nothing(self, num_nodes: int) -> bool:
         return bool((self.p == 1).all())
+
+    def eligible(self, num_nodes: int) -> set[int]:
+        in_some_round = self.p.any(0) | ~self.p.any(1).all()  # where all have probability 0, one of all takes part
+        return set(np.flatnonzero(in_some_round).tolist())
 
     def missing(self, number: int, num_nodes: int) -> NDArray[np.float64]:
         if self.p.shape[1] != num_nodes:
@@ -195,6 +207,8 @@ class ByLabel(Availability):
     @known_keywords
     def __init__(self, counts: Any, *, turn: int = 1, otherwise: float = 0.1, rounds: int | None = None) -> None:
         own = _table("counts", counts, (2,)).T  # (classes, K)
+        if not own.any():
+            raise ValueError(f"counts must have at least one example, got {given(counts)} with zeros only")
         otherwise = real_number("otherwise", otherwise, at_least=0, at_most=1)
         p = 1 - (1 - otherwise) * (1 - own / np.maximum(own.max(0), 1e-300))
         super().__init__(p.repeat(countable("turn", turn, "rounds", p.nbytes), axis=0), rounds=rounds)
@@ -241,6 +255,9 @@ class Schedule(Participation):
     def changes_nothing(self, num_nodes: int) -> bool:
         return all(nodes == tuple(range(num_nodes)) for nodes in self.changes.values())
 
+    def eligible(self, num_nodes: int) -> set[int]:
+        return set().union(*self.changes.values(), () if 0 in self.changes else range(num_nodes))
+
     def plan(self, given: Round) -> Plan:
         everyone = tuple(range(given.num_nodes))
         for step, nodes in self.changes.items():
@@ -270,15 +287,21 @@ class Trace(Participation):
     def changes_nothing(self, num_nodes: int) -> bool:
         return not self.events
 
+    def eligible(self, num_nodes: int) -> set[int]:
+        return self._schedule(num_nodes).eligible(num_nodes)
+
     def plan(self, given: Round) -> Plan:
+        return self._schedule(given.num_nodes).plan(given)
+
+    def _schedule(self, num_nodes: int) -> Schedule:
         first: dict[int, str] = {}
         for _, node, event in self.events:
             first.setdefault(node, event)
-        present = {node for node in range(given.num_nodes) if first.get(node) != "join"}
+        present = {node for node in range(num_nodes) if first.get(node) != "join"}
         changes = {0: tuple(sorted(present))}
         for step, node, event in self.events:
-            if node >= given.num_nodes:
-                raise ValueError(f"Trace, step {step}: nodes are 0 … {given.num_nodes - 1}, got {node}")
+            if node >= num_nodes:
+                raise ValueError(f"Trace, step {step}: nodes are 0 … {num_nodes - 1}, got {node}")
             if (event == "join") == (node in present):
                 raise ValueError(
                     f"Trace, step {step}: node {node} cannot {event}; it is {'' if node in present else 'not '}present"
@@ -288,7 +311,7 @@ class Trace(Participation):
         if () in changes.values():
             empty = next(step for step, nodes in changes.items() if not nodes)
             raise ValueError(f"Trace: no node is left after step {empty}")
-        return Schedule(changes).plan(given)
+        return Schedule(changes)
 
 
 def _events(file: Any) -> Iterator[tuple[int, int, str]]:
@@ -510,6 +533,9 @@ class Sample(Participation):
     def changes_nothing(self, num_nodes: int) -> bool:
         own = self.epochs, self.stragglers, self.available
         return num_nodes == self.n == self.of and own == (None, None, None)
+
+    def eligible(self, num_nodes: int) -> set[int]:
+        return super().eligible(num_nodes) if self.available is None else self.available.eligible(self.of)
 
     def of_run(self, number: int) -> Sample:
         own = copy.copy(self)

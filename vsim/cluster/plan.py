@@ -104,6 +104,14 @@ class Plan:
         """Return the segment that contains step number `step`, from 1."""
         return self._known[self._number_of(step)]
 
+    def segments(self, steps: int) -> Iterator[Segment]:
+        """Yield the segments of a run of that many steps."""
+        step = 1
+        while step <= steps:
+            segment = self.segment(step)
+            yield segment
+            step = segment.last + 1
+
     def clock(self, step: int) -> NDArray[np.int64]:
         """Return (N,) the number of steps that each node has completed before the segment of `step`."""
         self._count_to(self._number_of(step))

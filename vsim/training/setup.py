@@ -343,6 +343,15 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
         first = run.plan.segment(1)
         if len(first.nodes) == run.spec.num_nodes and run.steps <= first.last < sys.maxsize:
             late.append(f"{type(run.spec.participation).__name__}: nodes first leave after step {first.last}")
+    attack = strategy.attack
+    if run.plan is not None and attack is not None:
+        attackers = {*attack.attackers(run.plan.population)}
+        if all(attackers.isdisjoint(segment.nodes) for segment in run.plan.segments(run.steps)):
+            late.append(f"{attack}: none of its nodes takes part with participation={run.spec.participation}")
+    warmups = [(f"{name}: H={own.H!r}", getattr(own.H, "warmup_steps", 0)) for own in strategy.communication_modules]
+    if strategy.schedule.named:
+        warmups.append((f"{name}: lr_scheduler", strategy.schedule.kwargs["warmup_steps"]))
+    late += [f"{who}, whose warm-up takes {warmup} steps" for who, warmup in warmups if warmup >= run.steps]
     for one in late:
         warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
 

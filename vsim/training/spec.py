@@ -156,6 +156,14 @@ class RunSpec:
         self._check_clock()
         if self.participation is not None and self.participation.changes_nothing(self.num_nodes):
             self._set("participation", None)
+        attack, plan = self.strategy.attack, self.participation
+        if attack is not None and plan is not None:
+            attackers = attack.attackers(self.population)
+            if plan.eligible(self.num_nodes).isdisjoint(attackers):
+                raise ValueError(
+                    f"attack={attack} has no effect: with participation={plan}, none of its nodes {list(attackers)} "
+                    "ever takes part"
+                )
         if self.log_interval != 1 and not self.loggers:
             raise ValueError("log_interval has no effect without a logger, run_name or wandb_project")
 
