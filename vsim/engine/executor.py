@@ -474,7 +474,7 @@ def write_gradients(losses: Tensor, leaves: list[Tensor], grads: list[Tensor], s
     """Write or add the gradients of share · sum(losses) to `grads`."""
     check_depends(losses)
     # The gradient of the summed losses contains each node's gradient, because no node's loss reads another node's
-    # weights. If nodes share their weights, the gradient is the sum over the nodes.
+    # weights.
     shares = torch.full_like(losses, share)
     pieces = torch.autograd.grad(losses, leaves, shares, allow_unused=True, materialize_grads=True)
     write_or_add(grads, pieces, first)
