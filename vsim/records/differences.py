@@ -33,7 +33,7 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
         the mean of `to`, over the seeds with which both have a value. p: p-value of the paired t-test, adjusted by
         Holm. low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
         excludes 0 exactly if p ≤ 1 - level. Each interval holds the true difference at least at `level`; all intervals
-        of a table together do so a little less often, at a level of 0.95 in 92 to 96 %. seeds_needed: the number of
+        of a table together do so a little less often, at a level of 0.95 in 90 to 96 %. seeds_needed: the number of
         seeds with which the test would find such a difference with a chance of 80 %; infinite without a difference.
         With one seed there are no intervals and no p.
 
