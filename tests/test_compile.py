@@ -224,7 +224,7 @@ def test_autocast_casts_what_functorch_takes_apart(region: bool) -> None:
         losses.append(executor.losses_and_grads(batch))
         gradients.append(executor.replicas.grads)
         expected = len(DTYPES) // 11 * ([torch.bfloat16] * 8 + [torch.float32] * 3)
-        assert len(DTYPES) > 11 and expected == DTYPES
+        assert len(DTYPES) >= 11 and expected == DTYPES  # the proof leaves no trace in a global
     torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
     assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
 

@@ -415,6 +415,8 @@ def objection(call: Call, name: str, value: Any) -> str | None:
         if isinstance(value, str) and isinstance(error, OSError | vsim.CheckpointError) and value in text:
             return ""  # a path at which there is nothing
         names = rf"\b({name}|{ALIASES.get(name, name)})\b|unknown argument"
+        if value is None and isinstance(error, FileNotFoundError) and re.search(names, text):
+            return ""  # the default path, at which there is nothing
         if isinstance(error, OSError) or not re.search(names, text):
             return f"without the name: {type(error).__name__}: {text[:200]}"
         if not shows(text, value) and not re.search(NOT_THE_VALUE, text):

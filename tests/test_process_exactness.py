@@ -278,7 +278,7 @@ def run_of(row: Row, task: Task, variant: Variant, num_nodes: int) -> dict[str, 
         "strategy": variant.strategy(row),
         "num_nodes": num_nodes,
         "minibatch_size": 2 if variant.accumulation else None,
-        **{"val_size": 10, "val_interval": 5, "correlation_interval": 4},
+        **{"val_size": 10, "val_interval": 5, "correlation_interval": 4 if num_nodes > 1 else None},
     }
 
 

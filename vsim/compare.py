@@ -318,7 +318,8 @@ def train_entries(
     """
     if options.get("num_epochs") is not None and (max_steps is not None or budget is not None):
         other = "max_steps" if budget is None else "budget"
-        warnings.warn(two_lengths(options.pop("num_epochs"), f"{other}="), UserWarning, stacklevel=5)
+        epochs = whole_number("num_epochs", options.pop("num_epochs"))
+        warnings.warn(two_lengths(epochs, f"{other}="), UserWarning, stacklevel=5)
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
     if extend is not None and halving is not None:

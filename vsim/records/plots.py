@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import one_of, real_number, true_or_false
+from vsim.arguments import a_text, one_of, real_number, true_or_false
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
 from vsim.records.tables import quoted
@@ -396,6 +396,7 @@ def bands(
 
 def _check_measured(y: str, histories: Sequence[History]) -> None:
     """Raise an error if no run has measured column `y`, although some run has begun."""
+    a_text("y", y)
     begun = [history for history in histories if history.last("step") > 0]
     having = [history for history in begun if y in history.columns]
     if not begun or any(not math.isnan(history.last(y)) for history in having):
