@@ -420,20 +420,6 @@ def test_equal_models_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert measured == [1, 3 + 1, 1 + 3 + 1]
 
 
-def test_optimizers_with_equal_settings_are_stepped_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of([FedAvgStrategy(H=h, lr=rate) for h in (1, 2, 3) for rate in (1e-3, 1e-2)])
-    calls: list[int] = []
-    kept = torch.optim.AdamW.step
-
-    def step(self: torch.optim.AdamW, closure: Any = None) -> Any:
-        calls.append(sum(len(p) for p in self.param_groups[0]["params"]))
-        return kept(self, closure)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    assert list(itertools.islice(run.steps(), 2)) == [1, 2]
-    assert calls == [6, 6, 6, 6]  # two rates of 3 × 2 rows each, in two steps
-
-
 def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
     def run(change: bool) -> Ensemble:
         made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)])

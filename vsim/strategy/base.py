@@ -399,7 +399,7 @@ class Algorithm(Configured):
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
 
     def optimize(self) -> None:
-        """Step the inner optimizer. The training loop may step the optimizers of several runs in one call instead."""
+        """Step the inner optimizer."""
         if not self.cluster.weights.is_meta:
             self.optim.step()
             return

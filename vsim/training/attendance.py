@@ -137,7 +137,6 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
     """
-    stack.optimizers.separate()
     states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
     python = {run: copy.deepcopy(python_of(run)) for run in stack.runs if run not in moving}
     for run in moving:

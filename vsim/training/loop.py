@@ -272,7 +272,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Take the communication and optimizer step of every run. Some runs may share optimizer calls."""
+    """Take the communication and optimizer step of every run."""
     for run in stack.taking:
         if not run.is_running:
             run.put_back_resting()
@@ -282,12 +282,10 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
     for run in stepping:
         with _own(ensemble, run):
             run.strategy.gradients()
-    stepped = stack.optimizers.step({run.strategy for run in stepping if run.trains and not run.cluster.frozen})
     for run in stepping:
         if run.trains:
             with _own(ensemble, run), skipping(run.cluster):
-                if run.strategy not in stepped:
-                    run.strategy.optimize()
+                run.strategy.optimize()
                 run.put_back_resting()
                 run.strategy.sync()
                 if run.done != run.cluster.step:

@@ -48,7 +48,7 @@ from vsim.records.history import COLUMNS, History
 from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
-from vsim.training.alike import batch_shapes, same_model, settings_order
+from vsim.training.alike import batch_shapes, same_model
 from vsim.training.attendance import arrange, feed, rows_at_first
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
@@ -184,7 +184,7 @@ def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
-    """Group the indices of runs that are computed together, and sort each group by optimizer settings."""
+    """Group the indices of runs that are computed together."""
     if len(runs) == 1:
         return [[0]]
     stacks: list[list[int]] = []
@@ -195,7 +195,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
                 break
         else:
             stacks.append([i])
-    return [sorted(stack, key=lambda i: settings_order(runs[i].spec.strategy)) for stack in stacks]
+    return stacks
 
 
 def _are_alike(first: Run, other: Run) -> bool:
