@@ -55,14 +55,11 @@ from vsim.records.spent import amount
 from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
-from vsim.strategy.remade import remade
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, Keep, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options, two_lengths
-
-ComparedRun.remade = staticmethod(remade)
 
 
 @takes_options("strategy")
