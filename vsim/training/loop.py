@@ -32,9 +32,7 @@ from vsim.training.run import Diverged, Run
 from vsim.training.stack import Stack
 from vsim.trees import tensors_of
 
-
-class Drawn(BaseException):
-    """One of several runs draws from the global random generators, which they share: the runs must train separately."""
+DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 
 
 @dataclass(eq=False)
@@ -109,10 +107,17 @@ class Ensemble:
         return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
 
     def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
-        """Raise `Drawn` if `who` has drawn from global random generators since `states_for_trial` returned `before`."""
+        """Raise a ValueError if `who` has drawn from global random generators since `states_for_trial` gave `before`.
+
+        Runs that train together share these generators, so that the numbers of one run would depend on the others.
+        """
         now = self.states_for_trial(run) if before else {}
         if found := [name for name, state in before.items() if state != now[name]]:
-            raise Drawn(f"{who} draws from the global random generators ({', '.join(found)})")
+            apart = "" if run.rungs else "give together=False, or "  # halving compares runs that train together
+            raise ValueError(
+                f"{who} draws from the global random generators ({', '.join(found)}), which runs that train together "
+                f"would share: {apart}{DRAW_FROM_NODES}"
+            )
 
     @property
     def training(self) -> list[Run]:
@@ -469,9 +474,10 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
                     evaluating.enter_context(run.strategy.evaluating())
                 before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
-                ensemble.check_draws(before, runs[0], "the model or a metric")
         except Exception as error:  # an error of the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
+        else:
+            ensemble.check_draws(before, runs[0], "the model or a metric")
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
             run.global_weights = None
