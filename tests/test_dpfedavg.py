@@ -31,7 +31,7 @@ def test_without_a_clip_and_noise_it_is_fedavg() -> None:
     ours = driven(DPFedAvgStrategy("adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
     plain = driven(FedAvgStrategy("adamw", H=2), model, gradients)
     torch.testing.assert_close(ours.cluster.weights, plain.cluster.weights)
-    assert ours.strategy.measured() == {}
+    assert ours.strategy.columns() == {}
 
 
 def test_the_noise_of_a_round_is_as_large_as_it_should_be() -> None:

@@ -160,12 +160,12 @@ class Noisy(torch.optim.Optimizer):
 
 
 class DrawsInSetup(FedAvgStrategy):
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.factor = random.random()
 
-    def sync(self) -> None:
-        super().sync()
+    def advance(self) -> None:
+        super().advance()
         self.cluster.weights.mul_(1 + 0.01 * self.factor)
 
 
@@ -184,12 +184,12 @@ class Shakes(vsim.Callback):
 class Resets(FedAvgStrategy):
     """Resets its optimizer's state on the way, and has its optimizer call something after every step."""
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.optim.register_step_post_hook(lambda *_: self.cluster.weights.mul_(0.99))  # type: ignore[union-attr]
 
-    def sync(self) -> None:
-        super().sync()
+    def advance(self) -> None:
+        super().advance()
         if self.cluster.completed == 2:
             self.optim.state.clear()  # type: ignore[union-attr]
         if self.cluster.completed == 4:
@@ -295,7 +295,7 @@ def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
     with quietly():
         result = BESIDE[case].check()
     for name in FAILING if case == "others fail" else ():
-        assert re.search("nothing to read|must return shared weights, torch.float32", result[name].failure), name
+        assert re.search("nothing to read|must be shared weights, torch.float32", result[name].failure), name
 
 
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -681,8 +681,8 @@ def test_runs_of_different_lengths_resume_where_each_was(tmp_path: Path) -> None
 class Holds(FedAvgStrategy):
     """Keeps what cannot be saved."""
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.keep_shared(items=iter([1, 2]))
 
 

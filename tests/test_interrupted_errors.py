@@ -111,9 +111,9 @@ def loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 class Sends(FedAvgStrategy):
-    def sync(self) -> None:
+    def advance(self) -> None:
         Event.at("strategy")
-        super().sync()
+        super().advance()
 
 
 class Data(Dataset[Any]):
@@ -258,10 +258,10 @@ class Asks(Callback):
 
 
 class FailsOnTheLastNode(FedAvgStrategy):
-    def sync(self) -> None:
+    def advance(self) -> None:
         if self.cluster.step == STEP and 1 in self.cluster.replicas.nodes and Path(self.name).exists():
             raise RuntimeError("out of memory")
-        super().sync()
+        super().advance()
 
 
 @pytest.mark.slow

@@ -573,7 +573,7 @@ def outcome(strategy: Strategy, **options: Any) -> Outcome:
 
     trainer = run(strategy, callbacks=[look], **options)
     assert trainer.strategy is not None
-    shared = trainer.strategy.global_weights()
+    shared = trainer.strategy.model_weights()
     own = [getattr(o, name) for o in owners(trainer.strategy).values() for name in sorted(of_clients(o))]
     rows = b"".join(t.numpy().tobytes() for t in (weights(trainer), *own))
     return Outcome(rows, shared.numpy().tobytes(), list(trainer.ledger), equal)

@@ -70,9 +70,9 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
             if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
                 with run.collectives.unbilled():
-                    run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
+                    run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
             else:
-                run.strategy.attend(run.clients is not None or before.nodes != now.nodes)
+                run.strategy.change_nodes(run.clients is not None or before.nodes != now.nodes)
             run.ledger.attend(now)
 
 
@@ -268,8 +268,8 @@ def _end_round(run: Run) -> None:
         if pushed:
             billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: the means are computed below
             billing.push(torch.zeros(len(run.cluster.active), 0), label="round", payload_bytes=pushed)
-    with strategy.evaluating():
-        weights = strategy.global_weights().clone()
+    with strategy.evaluation():
+        weights = strategy.model_weights().clone()
     replicas.weights.copy_(weights)
     for name, mean in run.cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)

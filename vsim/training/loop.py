@@ -292,10 +292,11 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
             with _own(ensemble, run), skipping(run.cluster):
                 run.strategy.optimize()
                 run.put_back_resting()
-                run.strategy.sync()
-                if run.done != run.cluster.step:
+                run.strategy.advance()
+                if not run.ledger.position.has_communicated:
                     name = type(run.strategy).__name__
-                    raise TypeError(f"{name}.step() must end with super().step(), or sync() with super().sync()")
+                    raise TypeError(f"{name}.step() must end with super().step(), or advance() with super().advance()")
+                run.cluster.complete_step()
 
 
 class _own(AbstractContextManager[None]):
@@ -351,7 +352,7 @@ def _report_start(ensemble: Ensemble) -> None:
             with _own(ensemble, run):
                 row: dict[str, float] = {"step": run.done, "examples": run.examples}
                 row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.measured()}
+                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.columns()}
                 executor = stack.executor
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
@@ -385,7 +386,7 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                     "seconds": run.seconds,
                     "validation_seconds": run.validation_seconds,
                     "memory_bytes": memory,
-                    **run.strategy.measured(),
+                    **run.strategy.columns(),
                     **found[run],
                 }
                 events, run.known_events = ledger[run.known_events :], len(ledger)
@@ -465,13 +466,13 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
         own = [run for run in stack.runs if run in due]
         started = time.perf_counter()
         for run in own:
-            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluating():
+            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluation():
                 run.global_weights = run.evaluated_weights()
         own = [run for run in own if run.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():
                 for run in own:
-                    evaluating.enter_context(run.strategy.evaluating())
+                    evaluating.enter_context(run.strategy.evaluation())
                 before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
         except Exception as error:  # an error of the model or the data, which all these runs share
@@ -497,7 +498,7 @@ def _of_ended(
     started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
-            evaluating.enter_context(run.strategy.evaluating())
+            evaluating.enter_context(run.strategy.evaluation())
             run.global_weights = run.evaluated_weights()
         of_clients = measured_on("client", stack, [run for run in runs if run.client_data], briefly)
         of_tests = measured_on("test", stack, [run for run in runs if run.test_data], briefly)

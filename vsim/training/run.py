@@ -371,7 +371,7 @@ class Run:
             *TESTED,  # in the last row, when the run is over
         }
         own = [c for c in COLUMNS if c not in absent]
-        return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
+        return [*own, *self.strategy.columns(), *(self.spec.metrics or ())]
 
     def fetching(self) -> AbstractContextManager[None]:
         """Return a context in which the run's data draw from the global generators as if the run were alone."""
@@ -397,13 +397,13 @@ class Run:
     def global_model(self) -> nn.Module:
         """Return a copy of the validated global model as an ordinary module."""
         replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
-        with torch.no_grad(), self.strategy.evaluating():
+        with torch.no_grad(), self.strategy.evaluation():
             return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
 
     def client_model(self, client: int) -> nn.Module:
         """Return a copy of the model that a node or client uses: the global model with the client's personal values."""
         whole_number("client", client, at_least=0, at_most=self.spec.population - 1)
-        with torch.no_grad(), self.strategy.evaluating():
+        with torch.no_grad(), self.strategy.evaluation():
             models = OwnModels(self.strategy, self.cluster, self.clients)
             own = models(client, self.evaluated_weights(), self.cluster.mean_buffers())
             return self.cluster.replicas.as_module(*own, like=self.spec.model)
@@ -414,11 +414,11 @@ class Run:
         Raises:
             TypeError: the strategy does not return a tensor of the weights' shape and dtype.
         """
-        weights, own = self.strategy.global_weights(), self.cluster.weights[0]
+        weights, own = self.strategy.model_weights(), self.cluster.weights[0]
         if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
             given = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
             raise TypeError(
-                f"{type(self.strategy).__name__}: global_weights() must return shared weights, "
+                f"{type(self.strategy).__name__}: the global weights must be shared weights, "
                 f"{own.dtype} {tuple(own.shape)}; got {given}"
             )
         return weights
@@ -430,7 +430,7 @@ class Run:
 
     def mean_weights(self) -> Tensor:
         """Return the mean over the nodes (P,) of the weights that the strategy evaluates."""
-        with torch.no_grad(), self.strategy.evaluating():
+        with torch.no_grad(), self.strategy.evaluation():
             return self.cluster.mean_weights()
 
     def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:

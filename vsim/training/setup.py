@@ -310,10 +310,10 @@ def _place(run: Run, replicas: Replicas) -> None:
     if isinstance(strategy, AsynchronousStrategy):
         assert isinstance(spec.network, Network) and isinstance(spec.compute, Compute)
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
-    strategy.setup(cluster)
+    strategy.begin(cluster)
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.weights)
-    measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
+    measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # in one process
