@@ -26,7 +26,8 @@ from vsim.cluster.state import CheckpointError, owners
 from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
-from vsim.training.resume import check_declared, fill_rows, python_of, rows_of, set_python, undeclared
+from vsim.training.lasting import python_of, set_python
+from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
 from vsim.training.run import Run
 from vsim.training.stack import Stack
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import a_text, one_of, real_number, whole_number
+from vsim.cluster.state import Lasting
 from vsim.engine.executor import bits_of
 from vsim.engine.objective import listed
 from vsim.private_torch import version
@@ -373,3 +374,9 @@ def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
             number = sum(known.split(" ")[0] == name for known in found)
             found[f"{name} {number + 1}" if number else name] = one
     return found
+
+
+def of_callbacks(callbacks: Sequence[Any]) -> Lasting:
+    """Return the declaration of the callbacks' states; a run may resume with callbacks that its file lacks."""
+    states = {f"callback {name}": one for name, one in savable(callbacks).items()}
+    return Lasting(shared=lambda: states, may_be_new=True)

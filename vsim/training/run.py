@@ -21,6 +21,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, fingerprints, global_states
+from vsim.cluster.state import Lasting
 from vsim.data.batches import BatchSource, Uneven, ValidationExamples, of_rows
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
@@ -56,6 +57,7 @@ class Run:
         rows: this process's rows of the stack's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
+        lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
         made: name → stacked state from the strategy's setup, with a row for each node of the setup.
         objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
@@ -94,6 +96,7 @@ class Run:
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
     generators: list[torch.Generator] = field(init=False)
+    lasting: list[Lasting] = field(default_factory=list)
     made: dict[str, Any] = field(default_factory=dict)
     objective: Objective = field(init=False)
     interrupt: Interrupt = field(init=False)

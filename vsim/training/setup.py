@@ -50,11 +50,13 @@ from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
 from vsim.training.alike import batch_shapes, same_model
 from vsim.training.attendance import arrange, feed, rows_at_first
+from vsim.training.callbacks import of_callbacks
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
+from vsim.training.lasting import PYTHON, declared, of_model, of_nodes, of_strategy
 from vsim.training.loop import Ensemble
-from vsim.training.resume import PYTHON, begin_fork, made_in_setup, resume
+from vsim.training.resume import begin_fork, resume
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 from vsim.training.stack import FewRows, Stack
@@ -328,9 +330,11 @@ def _place(run: Run, replicas: Replicas) -> None:
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
     if run.plan is not None:
-        run.made = made_in_setup(run)
+        run.made = declared(strategy, "stacked")
+    run.lasting = [of_nodes(run), of_strategy(run), of_model(run), of_callbacks(spec.callbacks)]
     if run.plan is not None and run.plan.renews:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=run.is_first)
+        run.lasting.append(run.clients.lasting)
 
 
 def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
