@@ -21,7 +21,7 @@ from vsim.cluster.participation import Participation
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.resume import captured
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 SGD = OptimSpec("sgd", lr=0.5)
 
@@ -73,7 +73,7 @@ def test_epsilon_where_all_nodes_take_part_is_the_gaussian_mechanism_s() -> None
 
 def test_the_history_has_what_is_spent() -> None:
     class Budget(Callback):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: RunView) -> None:
             if run.row["epsilon"] > 4:
                 run.stop()
 

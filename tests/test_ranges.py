@@ -28,8 +28,8 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim.training.view import RunView
 from vsim_cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -176,8 +176,8 @@ def test_callbacks() -> None:
 
 
 class Interrupting(Callback):
-    def on_step(self, run: Run) -> None:
-        if run.done == 3 and 0 not in run.nodes:
+    def on_step(self, run: RunView) -> None:
+        if run.done == 3 and 0 not in run.cluster.replicas.nodes:
             raise KeyboardInterrupt
 
 

@@ -30,6 +30,7 @@ from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged, Run
 from vsim.training.stack import Stack
+from vsim.training.view import RunView
 from vsim.trees import tensors_of
 
 DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
@@ -149,7 +150,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         with _own(ensemble, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
                 with ensemble.interrupt.requested_inside():
-                    notify(callback, "on_start", run)
+                    notify(callback, "on_start", RunView(run))
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
@@ -440,7 +441,7 @@ def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     if not run.spec.callbacks:
         return
     with watching(run, ensemble.values), ensemble.interrupt.requested_inside():
-        notify_row(run.spec.callbacks, run)
+        notify_row(run.spec.callbacks, RunView(run))
     if not ensemble.is_alone:  # a callback may have stopped the run in one process only
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
@@ -454,7 +455,7 @@ def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
                 for callback in run.spec.callbacks:
                     # With several processes, an interrupt raises: a request could no longer reach the other processes.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
-                        notify(callback, "on_end", run)
+                        notify(callback, "on_end", RunView(run))
                 run.concluded = True
 
 
