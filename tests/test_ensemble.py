@@ -53,7 +53,7 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training import entries
+from vsim.training import groups
 from vsim.training.loop import Ensemble
 from vsim.training.setup import prepare
 
@@ -563,7 +563,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
         swept(max_steps=None, halving=3)
     with refused(ValueError, "halving", "from 2 to 10", 1):
         swept(halving=1)
-    monkeypatch.setattr(entries, "available_bytes", lambda *_: 5e5)
+    monkeypatch.setattr(groups, "available_bytes", lambda *_: 5e5)
     with refused(ValueError, "halving … compare all runs"):
         swept(halving=3)
 
@@ -572,8 +572,8 @@ def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
     together = compare(strategies)
     (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)]).runs)
-    room = 2.1 * entries.matrix_bytes(spec) / entries._SHARE_OF_MATRICES
-    monkeypatch.setattr(entries, "available_bytes", lambda *_: room)
+    room = 2.1 * groups.matrix_bytes(spec) / groups.SHARE_OF_MATRICES
+    monkeypatch.setattr(groups, "available_bytes", lambda *_: room)
     with warned("groups that fit into memory", "2, 2, 1 runs"):
         assert_same_comparison(compare(strategies), together)
     assert_same_comparison(compare(strategies, together=False), together)

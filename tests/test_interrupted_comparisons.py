@@ -103,11 +103,11 @@ def test_one_press_completes_the_step_and_a_second_ends_it(event: str, step: int
 def test_a_press_before_the_next_group_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, before = [], Entries._prepared
 
-    def press(self: Entries, configs: Any, entries: Any = ()) -> Any:
+    def press(self: Entries, configs: Any, entries: Any = (), *more: Any) -> Any:
         prepared.extend(entry for _, entry in entries)
         if len(prepared) == 2:
             raise KeyboardInterrupt
-        return before(self, configs, entries)
+        return before(self, configs, entries, *more)
 
     monkeypatch.setattr(Entries, "_prepared", press)
     assert outcomes(compared(together=False)) == ["ended", BEFORE, BEFORE, BEFORE]

@@ -21,7 +21,7 @@ from vsim.records.report.page import report
 from vsim.records.swept import Sweep
 from vsim.saved import read_comparison, read_log
 from vsim.strategy import AloneStrategy, FedAvgStrategy
-from vsim.training.entries import read_whole
+from vsim.training.race_folder import read_whole
 
 STEPS = 3
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {  # the name of the file, and what reads it

@@ -31,7 +31,7 @@ from vsim.records.report.page import data_of, report
 from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, GossipStrategy, SimpleReduceStrategy
 from vsim.strategy.remade import remade
-from vsim.training.entries import write_whole
+from vsim.training.race_folder import write_whole
 from vsim.watch import Watch
 from vsim_cli import main
 

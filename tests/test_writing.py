@@ -19,7 +19,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.figures.paper import save
 from vsim.records.history import History, write_json
 from vsim.strategy import FedAvgStrategy
-from vsim.training.entries import write_whole
+from vsim.training.race_folder import write_whole
 from vsim.writing import replacing
 from vsim_cli import main
 

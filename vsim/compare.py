@@ -56,8 +56,10 @@ from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
-from vsim.training.entries import Entries, Entry, Keep, copied_callbacks, saving_in
+from vsim.training.entries import Entries, Keep, copied_callbacks
+from vsim.training.entry import Entry
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.race_folder import saving_in
 from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options, two_lengths
 

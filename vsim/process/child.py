@@ -32,7 +32,7 @@ from vsim.private_torch import register_recorders
 from vsim.process.distributed import CollectiveFailure, completing, open_group
 from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
-from vsim.training.entries import Outcome
+from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 

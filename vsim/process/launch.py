@@ -37,7 +37,8 @@ from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.distributed import CollectiveFailure, even_ranges
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
-from vsim.training.entries import Entries, Outcome
+from vsim.training.entries import Entries
+from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.spec import RunSpec
 

@@ -27,7 +27,7 @@ from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.objective import keep_assigned
 from vsim.process.ranges import run_one
 from vsim.records.progress import Reporter
-from vsim.training.entries import Outcome
+from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt
 from vsim.training.spec import RunSpec
 

@@ -23,7 +23,8 @@ from vsim.engine import Executor
 from vsim.process.distributed import ProcessCollectives, completing
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
-from vsim.training.entries import Entries, Outcome, Processes
+from vsim.training.entries import Entries, Processes
+from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt
 from vsim.training.setup import batches_of, prepare
 from vsim.training.spec import RunSpec

@@ -1,0 +1,103 @@
+"""What a user sees while the runs of a comparison train: a bar, a table, or all curves in one figure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vsim.network.timeline import duration
+from vsim.records.history import History
+from vsim.records.progress import LiveRace, LiveTable, StepReport
+from vsim.training.entry import Entry
+
+_SECONDS_BETWEEN = 0.1  # updates of a progress bar
+
+
+class Display:
+    """Shows the progress of the runs: a bar, a table, or all curves in one figure."""
+
+    def __init__(self, entries: Sequence[Entry], progress: bool | str, title: str) -> None:
+        self.entries, self.progress, self.title = entries, progress, title
+        self.bar: Any = None
+        self.live: LiveRace | LiveTable | None = None
+        self.histories: dict[str, list[History]] = {}
+        self.steps: dict[Entry, int] = {}  # the last step of every run that is known to begin
+        self.losses: dict[Entry, float] = {}  # the last training loss
+        self.preparing = ""
+        self._next = 0.0
+        self._began = (0.0, -1)  # the time before the first step, and the steps taken until then
+        if progress == "plot":
+            self.live = LiveRace(self.histories, title)
+        elif progress == "table":
+            self.live = LiveTable(title)
+
+    def expect(self, steps: Mapping[Entry, int]) -> None:
+        """Note the numbers of steps of runs that will begin."""
+        self.steps |= steps
+
+    def hear(self, entry: Entry, report: StepReport) -> None:
+        """Note a report of a run. Nothing is shown before `show`."""
+        self.steps[entry], self.preparing = report.max_steps, report.preparing
+        if "train_loss" in report.row:
+            self.losses[entry] = report.row["train_loss"]
+
+    def show(self, last: bool = False) -> None:
+        """Update the figure, table or bar, unless the last update was a moment ago.
+
+        Args:
+            last: whether this update is the last, which is always shown.
+        """
+        longest = max(self.steps.values())
+        steps = {entry: self.steps.get(entry) or entry.spec.max_steps or longest for entry in self.entries}
+        over = last or all(entry.has_outcome or len(entry.history) > steps[entry] for entry in self.entries)
+        if self.live is not None:
+            for entry in self.entries:
+                own = self.histories.setdefault(entry.name, [])
+                if entry.has_begun and entry.history not in own:
+                    own.append(entry.history)
+            if isinstance(self.live, LiveTable):
+                caption = self.preparing or self._time_left(steps)
+                self.live.update(self.histories, {entry.name: own for entry, own in steps.items()}, over, caption)
+            elif any(self.histories.values()):
+                self.live.update(max(steps.values()))
+            return
+        now = time.perf_counter()
+        if not self.progress or (now < self._next and not over):
+            return
+        self._next = now + _SECONDS_BETWEEN
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
+        self.bar.total = sum(steps.values())
+        self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
+        gone = {entry for entry in self.entries if entry.error is not None or entry.stopped_at is not None}
+        left, known = len(gone), (loss for entry, loss in self.losses.items() if entry not in gone)
+        best = min(filter(math.isfinite, known), default=None)
+        shown = self.preparing if best is None else f"best loss {best:.3f}"
+        more = f", {left} not training" if left else ""
+        self.bar.set_postfix_str(shown + more, refresh=best is None and bool(self.preparing))
+        self.bar.update(0)
+
+    def _time_left(self, steps: Mapping[Entry, int]) -> str:
+        """Estimate the time for the remaining steps from the mean time of a step since the first."""
+        taken = {entry: max(0, len(entry.history) - 1) for entry in self.entries}
+        missing = sum(steps[entry] - own for entry, own in taken.items() if not entry.has_outcome)
+        now, done = time.perf_counter(), sum(taken.values())
+        since, before = self._began
+        if before < 0 or done == before:
+            self._began = (now, done)
+            return ""
+        seconds = round((now - since) / (done - before) * missing)
+        return f"about {duration(seconds)} left" if seconds > 0 else ""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.live is not None:
+            self.live.close()
