@@ -121,7 +121,7 @@ def compare(old: Path, new: Path, only: str, jobs: int) -> int:
             print(name, *(f"    {field}: {text}" for field, text in [*found.items()][:SHOWN]), sep="\n")
         if len(found) > SHOWN:
             print(f"    and {len(found) - SHOWN} other fields")
-    print(f"{len(names)} cases, {failed} of which raise, by Ctrl-C, too: {odd} differ between {old} and {new}")
+    print(f"{len(names)} cases, of which {failed} end with an error or by Ctrl-C: {odd} differ between {old} and {new}")
     return odd
 
 
