@@ -179,13 +179,17 @@ class OwnStep(s.Strategy):
         super().step()
 
 
-class Failing(s.FedAvgStrategy):
-    """Raises in its third step."""
+class FailingCommunicator(s.AveragingCommunicator):
+    """Raises in the third step."""
 
-    def sync(self) -> None:
-        if self.cluster.step == 3:
+    def communicate(self, cluster: Any) -> None:
+        if cluster.step == 3:
             raise ArithmeticError("this strategy fails in step 3")
-        super().sync()
+        super().communicate(cluster)
+
+
+class Failing(s.Algorithm, of=FailingCommunicator):
+    """Averages, and fails in its third step."""
 
 
 def modules(*given: Any) -> Callable[..., s.Algorithm]:
@@ -629,7 +633,7 @@ SETS: dict[str, dict[str, tuple[str, Options]]] = {
 EVENTS: dict[str, Options] = {  # what goes wrong, or ends early
     "": {},
     "one-diverges": {"also": ("bad", lambda: s.FedAvgStrategy(H=3, optim_spec=SGD, lr=1e30))},
-    "one-fails": {"also": ("bad", lambda: Failing(H=2, lr=1e-2))},
+    "one-fails": {"also": ("bad", lambda: Failing(every=2, lr=1e-2))},
     "one-raises": {"callbacks": lambda: [Acts("raises", step=3, only="DiLoCo")]},
     "one-raises-at-end": {"callbacks": lambda: [Acts("raises", "on_end", STEPS, "FedAvg")]},
     "one-stops": {"callbacks": lambda: [Acts("stops", step=3, only="FedAvg")]},

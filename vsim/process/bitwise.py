@@ -28,7 +28,7 @@ from vsim.cluster.optimizers import (
 from vsim.cluster.replicas import Replicas
 from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy.base import Algorithm
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 # The kinds of values that are compared at a step, in this order.
 KINDS = ("losses", "weights", "buffers", "optimizer state", "global weights", "ledger", "history")
@@ -209,7 +209,7 @@ class KeepStates:
 
     folder: Path
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: RunView) -> None:
         state = {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in _state(run).items()}
         torch.save((state, _events(run)), self.folder / f"step-{run.cluster.step}.pt")
 
@@ -220,10 +220,10 @@ class CompareStates:
 
     folder: Path
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: RunView) -> None:
         step, state = run.cluster.step, _state(run)
         simulated, events = torch.load(self.folder / f"step-{step}.pt")
-        for row, place in enumerate(run.nodes):
+        for row, place in enumerate(run.cluster.replicas.nodes):
             node = run.cluster.active[place]
             found = [d for kind, own in state.items() for d in _of_state(run, node, row, kind, simulated[kind], own)]
             found += _of_events(step, node, events, _events(run))
@@ -239,7 +239,7 @@ def compared_kinds(folder: Path) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind not in state or state[kind])
 
 
-def _state(run: Run) -> dict[str, dict[str, Tensor]]:
+def _state(run: RunView) -> dict[str, dict[str, Tensor]]:
     """Return kind → name → tensor, stacked (R, …) or shared."""
     replicas = run.cluster.replicas
     return {
@@ -250,13 +250,13 @@ def _state(run: Run) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _events(run: Run) -> list[tuple[str, str]]:
+def _events(run: RunView) -> list[tuple[str, str]]:
     step = run.cluster.step
     return [(e.label, str(e)) for e in run.ledger if e.step == step or e.step < step == 1]
 
 
 def _of_state(
-    run: Run, node: int, row: int, kind: str, simulated: dict[str, Tensor], own: dict[str, Tensor]
+    run: RunView, node: int, row: int, kind: str, simulated: dict[str, Tensor], own: dict[str, Tensor]
 ) -> Iterator[Difference]:
     step, replicas = run.cluster.step, run.cluster.replicas
     held, num_nodes = replicas.num_held, run.cluster.num_nodes
