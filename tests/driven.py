@@ -38,7 +38,8 @@ class Driven:
         with torch.no_grad():
             self.strategy.gradients()
             self.strategy.optimize()
-            self.strategy.sync()
+            self.strategy.advance()
+            self.cluster.complete_step()
         return self.cluster.weights.clone()
 
 
@@ -62,7 +63,7 @@ def _started(
     shard_sizes = torch.ones(collectives.num_nodes)
     cluster = Cluster(replicas, collectives, generator, shard_sizes, max_steps, deterministic)
     run = Driven(copy.deepcopy(strategy), cluster, collectives.ledger)
-    run.strategy.setup(cluster)
+    run.strategy.begin(cluster)
     return run
 
 

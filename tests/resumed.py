@@ -19,7 +19,7 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 # 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
 OPTIONS: dict[str, Any] = {
@@ -120,7 +120,7 @@ class Keeper:
         self.folder, self.kept = folder, kept
         kept.mkdir(exist_ok=True)
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: RunView) -> None:
         for path in self.folder.glob("step-*.safetensors"):
             if not (self.kept / path.name).exists():
                 (self.kept / path.name).write_bytes(path.read_bytes())

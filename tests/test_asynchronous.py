@@ -97,7 +97,7 @@ def ran(trainer: Trainer) -> AsynchronousStrategy:
 def outcome(trainer: Trainer) -> tuple[Any, ...]:
     """All that must be bitwise equal."""
     strategy, history = ran(trainer), trainer.history
-    weights = strategy.cluster.weights.numpy().tobytes(), strategy.global_weights().numpy().tobytes()
+    weights = strategy.cluster.weights.numpy().tobytes(), strategy.model_weights().numpy().tobytes()
     columns = ("examples", "train_loss", "global_loss", "payload_bytes", "clock_seconds")
     rows = [[*map(repr, history[name])] for name in columns]
     return *weights, rows, history.node_losses.tobytes(), list(history.ledger), history.ledger.seconds
@@ -173,8 +173,8 @@ def test_delayed_nesterov_by_hand() -> None:
 class Noting(AsyncDiLoCoStrategy):
     """Notes who came, and how stale."""
 
-    def setup(self, cluster: Any) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Any) -> None:
+        super().begin(cluster)
         self.keep_shared(noted=[])
 
     def receive(self, node: int, weights: Tensor, staleness: int) -> Sequence[int]:

@@ -42,7 +42,7 @@ class Stops(vsim.Callback):
         self.at = at
 
     def on_step(self, run: Any) -> None:
-        if run.spec.label == "ends, seed 1" and run.done == self.at:
+        if run.label == "ends, seed 1" and run.done == self.at:
             run.stop()
 
 

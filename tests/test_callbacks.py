@@ -25,7 +25,7 @@ import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
 
@@ -45,18 +45,18 @@ class Heard(Callback):
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         self.words.append(f"start {run.done} {run.starts}")
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         assert run.history is not None and run.history["step"][-1] == run.done == run.row["step"]
         self.words.append(f"step {run.done}")
 
-    def on_evaluation(self, run: Run) -> None:
+    def on_evaluation(self, run: RunView) -> None:
         assert run.row["global_loss"] == run.history["global_loss"][-1]  # type: ignore[index]
         self.words.append(f"evaluation {run.done}")
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: RunView) -> None:
         self.words.append(f"end {run.done}")
 
 
@@ -135,10 +135,10 @@ def frozen_between(start: int, end: int, again: int = -1) -> tuple[Any, Any]:
     """Freeze the first layer after a step until after another, as callbacks of vsim and of `alone`."""
 
     class Freezes(Callback):
-        def on_start(self, run: Run) -> None:
+        def on_start(self, run: RunView) -> None:
             self.on_step(run)
 
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: RunView) -> None:
             if run.done in (start, again):
                 run.freeze("layers.0")
             if run.done == end:
@@ -245,7 +245,7 @@ def test_a_run_that_resumes_is_frozen(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes_stay")
 def test_weights_change_in_processes_as_in_the_simulator() -> None:
-    def change(run: Run) -> None:
+    def change(run: RunView) -> None:
         frozen_between(2, 5)[0].on_step(run)
         if run.done == 3:
             run.set_weights({"layers.3.bias": torch.arange(5.0)})
@@ -272,7 +272,7 @@ def test_buffers_and_tied_weights_are_set() -> None:
 
     model = Tied()
 
-    def change(run: Run) -> None:
+    def change(run: RunView) -> None:
         replicas = run.cluster.replicas
         run.set_weights({**model.state_dict(), "norm.running_mean": torch.ones(12), "other.weight": torch.eye(12)})
         assert all(torch.equal(row, torch.eye(12)) for row in replicas.views(replicas.weights)["one.weight"])
@@ -304,7 +304,7 @@ def test_attributes_change_in_every_copy_of_the_model() -> None:
         trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
         return trainer.history.node_losses
 
-    def halve(run: Run) -> None:
+    def halve(run: RunView) -> None:
         if run.done == 3:
             run.each_model(lambda model: setattr(model, "scale", 0.5))
 
@@ -358,7 +358,7 @@ EXECUTORS = [
     pytest.param({"backend": "process"}, id="processes", marks=pytest.mark.slow),
     pytest.param({"backend": "process", "num_processes": 2}, id="ranges", marks=pytest.mark.slow),
 ]
-of_buffers: dict[str, Callable[[Run], Any]] = {
+of_buffers: dict[str, Callable[[RunView], Any]] = {
     "reset": lambda run: run.each_model(lambda model: model.norm.reset_running_stats()),
     "filled": lambda run: run.model.norm.running_mean.fill_(100.0),  # type: ignore[operator, union-attr]
     "assigned": lambda run: setattr(run.model.norm, "running_var", torch.ones(6)),
@@ -384,7 +384,7 @@ def test_a_change_of_the_models_own_buffers_is_an_error(options: dict[str, Any])
 def test_buffers_that_are_set_are_those_of_all_nodes(options: dict[str, Any]) -> None:
     found = []
 
-    def reset(run: Run) -> None:
+    def reset(run: RunView) -> None:
         buffers = run.cluster.replicas.buffers
         assert buffers["norm.running_mean"].abs().amax(1).min() > 0
         run.set_weights({"norm.running_mean": torch.zeros(6), "norm.running_var": torch.ones(6)})
@@ -414,7 +414,7 @@ def test_flags_of_the_model_that_was_given_have_no_effect_and_warn(trains: bool,
 @pytest.mark.usefixtures("processes_stay")
 @pytest.mark.parametrize("options", EXECUTORS)
 def test_flags_that_forward_sets(options: dict[str, Any]) -> None:
-    def late(run: Run) -> None:
+    def late(run: RunView) -> None:
         if run.done == 2:
             run.each_model(lambda model: setattr(model, "sets", True))
 
@@ -547,7 +547,7 @@ def compared(**options: Any) -> vsim.Comparison:
 
 
 def callbacks() -> list[Any]:
-    def freeze(run: Run) -> None:  # one of the rows that train together
+    def freeze(run: RunView) -> None:  # one of the rows that train together
         if run.strategy.lr == 0.02 and run.done in (3, 7):
             run.freeze(FIRST) if run.done == 3 else run.unfreeze(FIRST)
 
@@ -646,7 +646,7 @@ def test_without_validation_data_and_step_by_step() -> None:
 
 
 def test_any_object_with_an_event_is_a_callback_and_hears_how_the_run_ended() -> None:
-    def fail(run: Run) -> None:
+    def fail(run: RunView) -> None:
         raise RuntimeError("no more")
 
     heard: list[str] = []
@@ -655,3 +655,13 @@ def test_any_object_with_an_event_is_a_callback_and_hears_how_the_run_ended() ->
     with pytest.raises(RuntimeError, match="no more"):
         Trainer(small_mlp(), vectors()).fit(strategy=Strategy(), **QUICK, callbacks=[ends, fail])
     assert heard == ["", "RuntimeError: no more"]
+
+
+def test_what_a_callback_does_not_get_is_named() -> None:
+    def look(run: RunView) -> None:
+        assert (run.step, run.done, run.max_steps, run.seed) == (1, 1, 1, 42) and "SimpleReduce" in run.label
+        assert run.lr == 1e-2 and run.history is not None and run.history.last("lr") == run.lr and not run.starts
+        with pytest.raises(AttributeError, match=r"no 'objective'.*each_model.*set_weights.*cluster"):
+            run.objective  # noqa: B018
+
+    fit(SimpleReduceStrategy(lr=1e-2), max_steps=1, callbacks=[look])

@@ -153,8 +153,8 @@ def test_a_run_of_every_strategy_that_is_cut_is_the_same_run(row: Row, tmp_path:
 class Eccentric(Strategy):
     """Declares state of every kind."""
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         average = torch.zeros_like(cluster.weights)
         self.keep_stacked(anchor=copy.deepcopy(self.model), average=average, alias=average[:, 3:7])
         self.keep_shared(count=0, best=float("nan"), label="", flags={"odd": False, 3: None}, seen=set())

@@ -166,7 +166,7 @@ def test_each_run_of_a_comparison_resumes_from_its_own_newest_checkpoint(tmp_pat
     damaged = tmp_path / "FedAvg" / "step-00000004.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:1000])
     steps: list[tuple[str, int]] = []
-    callback = [lambda run: steps.append((run.spec.label, run.done))]
+    callback = [lambda run: steps.append((run.label, run.done))]
     with warned("step-00000004.safetensors", "torn", "using step-00000002.safetensors"):
         resumed = compared(save_dir=tmp_path, resume="auto", max_steps=8, callbacks=callback)
     for name, run in straight.items():

@@ -94,7 +94,7 @@ def test_without_accuracies_a_table_has_losses() -> None:
 def test_it_is_the_final_global_model_on_each_clients_data() -> None:
     trainer = fitted(val_size=6)  # of clients 2 to 4 a sample, so that theirs are near
     assert trainer.strategy is not None
-    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.global_weights(), {}, small())
+    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.model_weights(), {}, small())
     for client in range(2):
         x, y = data(client, 5, False).tensors
         assert trainer.history.client_val_losses[client] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
@@ -109,7 +109,7 @@ def test_the_training_data_of_a_partition() -> None:
     trainer = vsim.Trainer(small(), clients)
     trainer.fit(strategy=DiLoCoStrategy(H=2), client_val_dataset=clients, **{**OPTIONS, "num_nodes": 3})
     assert trainer.strategy is not None
-    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.global_weights(), {}, small())
+    model = trainer.strategy.cluster.replicas.as_module(trainer.strategy.model_weights(), {}, small())
     expected = [F.cross_entropy(model(x), y).item() for x, y in (every[clients.indices(k)] for k in range(3))]
     assert trainer.history.client_val_losses == pytest.approx(expected, rel=1e-5)
 

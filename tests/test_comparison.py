@@ -468,7 +468,7 @@ def test_prepare_raises_what_fit_would_and_trains_nothing() -> None:
 
 def test_a_run_that_fails_later_is_kept_and_loses_no_other() -> None:
     def fail(run: Any) -> None:
-        if run.done == 4 and run.spec.label == "bad":
+        if run.done == 4 and run.label == "bad":
             raise RuntimeError("out of ideas\nat length")
 
     strategies: dict[str, Strategy] = {"good": Strategy(), "bad": Strategy(), "also good": SimpleReduceStrategy()}

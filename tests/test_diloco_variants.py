@@ -312,7 +312,7 @@ def test_gpa_of_one_node_is_a_plain_loop() -> None:
                 px.copy_(0.9 * px + 0.1 * pz)
                 py.copy_(0.7 * px + 0.3 * pz)
     assert trainer.strategy is not None
-    for held, module in ((common.weights(trainer)[0], y), (trainer.strategy.global_weights(), x)):
+    for held, module in ((common.weights(trainer)[0], y), (trainer.strategy.model_weights(), x)):
         torch.testing.assert_close(held, nn.utils.parameters_to_vector(module.parameters()).detach())
 
 
@@ -329,7 +329,7 @@ def test_what_gpa_evaluates_is_the_average() -> None:
     trainer.fit(strategy=GPAStrategy(ADAMW, mu_x=0.9), num_nodes=2, max_steps=common.STEPS, val_size=16, progress=False)
     assert trainer.strategy is not None
     model = common.model()
-    nn.utils.vector_to_parameters(trainer.strategy.global_weights(), model.parameters())
+    nn.utils.vector_to_parameters(trainer.strategy.model_weights(), model.parameters())
     with torch.no_grad():
         loss = model(common.examples(16, seed=9).tensors).item()
     assert trainer.history.last("global_loss") == pytest.approx(loss) != trainer.history.last("average_loss")

@@ -21,7 +21,7 @@ from vsim.cluster.participation import Participation
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.resume import captured
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 SGD = OptimSpec("sgd", lr=0.5)
 
@@ -31,7 +31,7 @@ def test_without_a_clip_and_noise_it_is_fedavg() -> None:
     ours = driven(DPFedAvgStrategy("adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
     plain = driven(FedAvgStrategy("adamw", H=2), model, gradients)
     torch.testing.assert_close(ours.cluster.weights, plain.cluster.weights)
-    assert ours.strategy.measured() == {}
+    assert ours.strategy.columns() == {}
 
 
 def test_the_noise_of_a_round_is_as_large_as_it_should_be() -> None:
@@ -73,7 +73,7 @@ def test_epsilon_where_all_nodes_take_part_is_the_gaussian_mechanism_s() -> None
 
 def test_the_history_has_what_is_spent() -> None:
     class Budget(Callback):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: RunView) -> None:
             if run.row["epsilon"] > 4:
                 run.stop()
 

@@ -63,7 +63,7 @@ def test_slowmo_divides_by_the_rate_of_the_round(schedule: dict[str, Any], expec
     nn.init.zeros_(model.p0)
     strategy = SlowMoStrategy(SGD, H=1, alpha=0.5, beta=0.5, **schedule)
     run = driven(strategy, model, torch.tensor([[1.0], [3.0]]).expand(2, 2, 1))
-    assert run.cluster.weights.tolist() == [[expected]] * 2 and run.strategy.global_weights().item() == expected
+    assert run.cluster.weights.tolist() == [[expected]] * 2 and run.strategy.model_weights().item() == expected
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -159,7 +159,7 @@ def test_a_round_of_fednova_by_hand() -> None:
         trainer, options = Trainer(Constant(), own), {"num_nodes": 2, "batch_size": 4, "max_steps": 4}
         trainer.fit(strategy=strategy, participation=participation, progress=False, **options)
         assert trainer.strategy is not None
-        assert float(trainer.strategy.global_weights()[0]) == pytest.approx(expected)
+        assert float(trainer.strategy.model_weights()[0]) == pytest.approx(expected)
 
 
 # Populations, and nodes that leave and join ---------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_scaffolds_control_variates_of_a_population_are_the_paper_s() -> None:
             c_k[k] += changes[-1]
         w, c = w + 0.7 * np.mean(moved, 0), c + 3 / 7 * np.mean(changes, 0)
     assert trainer.strategy is not None
-    np.testing.assert_allclose(trainer.strategy.global_weights().numpy(), w, rtol=1e-10)
+    np.testing.assert_allclose(trainer.strategy.model_weights().numpy(), w, rtol=1e-10)
     rounds = [(2 * r, name) for r in range(1, 13) for name in ("weights", "control variates")]
     pulls = [(2 * r + 1, "pull" + name) for r in range(12) for name in ("", " of control variates")[: 1 + (r > 0)]]
     assert sorted((event.step, event.label) for event in trainer.ledger) == sorted([*rounds, *pulls])
@@ -246,7 +246,7 @@ def test_it_comes_to_the_minimum_of_all_clients_for_its_shared_state_is_their_me
     options: Any = {"num_nodes": 2 if isinstance(plan, Sample) else 4, "batch_size": 8, "max_steps": steps}
     trainer.fit(strategy=strategy, participation=plan, callbacks=[check], progress=False, **options)
     assert trainer.strategy is not None
-    weights = trainer.strategy.global_weights()[:3]
+    weights = trainer.strategy.model_weights()[:3]
     assert weights.abs().max() < 3 and checked
     if isinstance(plan, Schedule):
         torch.testing.assert_close(weights, (A * X).sum(0) / A.sum(0), rtol=1e-3, atol=1e-4)

@@ -19,7 +19,7 @@ from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 
 def strategy() -> Strategy:
@@ -30,10 +30,11 @@ class Press:
     """Sends Ctrl-C to this process in the middle of a step."""
 
     def __init__(self, step: int) -> None:
-        self.step = step
+        self.step: int | None = step
 
-    def __call__(self, run: Run) -> None:
-        if run.cluster.step == self.step and run.interrupt.requested is False:
+    def __call__(self, run: RunView) -> None:
+        if run.cluster.step == self.step:
+            self.step = None
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -133,7 +134,7 @@ def press_at_two(step: int, loss: float) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def slowly(run: Run) -> None:
+def slowly(run: RunView) -> None:
     """So that the processes do not run far ahead of what is heard here."""
     time.sleep(0.05)
 

@@ -62,7 +62,7 @@ class Press(Callback):
         Press.presses = 0
 
     def _heard(self, event: str, run: Any) -> None:
-        if (event, run.done, run.spec.label) != (self.event, self.step, self.label) or Press.presses:
+        if (event, run.done, run.label) != (self.event, self.step, self.label) or Press.presses:
             return
         for _ in range(self.times):
             Press.presses += 1
@@ -331,7 +331,7 @@ def test_a_press_in_the_last_step_of_processes(together: bool) -> None:
 
 class Fails(Callback):
     def on_step(self, run: Any) -> None:
-        if run.done == 2 and run.spec.label == "FedAvg, seed 3":
+        if run.done == 2 and run.label == "FedAvg, seed 3":
             os.kill(os.getpid(), signal.SIGKILL)
 
 

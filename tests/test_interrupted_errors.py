@@ -24,7 +24,8 @@ import vsim
 from vsim import Callback, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training.run import Diverged, Run
+from vsim.training.run import Diverged
+from vsim.training.view import RunView
 
 STEP = 3  # in which it happens
 OPTIONS: dict[str, Any] = {
@@ -85,7 +86,7 @@ class Event:
 
 
 class Arms(Callback):
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         if not isinstance(run.strategy, Sends):
             return
         if run.done == STEP - 1:
@@ -111,9 +112,9 @@ def loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 class Sends(FedAvgStrategy):
-    def sync(self) -> None:
+    def advance(self) -> None:
         Event.at("strategy")
-        super().sync()
+        super().advance()
 
 
 class Data(Dataset[Any]):
@@ -235,7 +236,7 @@ def test_what_failed_before_the_request_stays_failed(tmp_path: Path) -> None:
         raise RuntimeError("broken")
 
     class Presses(Callback):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: RunView) -> None:
             if run.done == STEP + 1:
                 press()
 
@@ -252,16 +253,16 @@ def test_what_failed_before_the_request_stays_failed(tmp_path: Path) -> None:
 class Asks(Callback):
     """Asks to stop after a step, in the first process."""
 
-    def on_step(self, run: Run) -> None:
-        if run.done == STEP - 1 and 0 in run.nodes:
+    def on_step(self, run: RunView) -> None:
+        if run.done == STEP - 1 and 0 in run.cluster.replicas.nodes:
             raise KeyboardInterrupt
 
 
 class FailsOnTheLastNode(FedAvgStrategy):
-    def sync(self) -> None:
+    def advance(self) -> None:
         if self.cluster.step == STEP and 1 in self.cluster.replicas.nodes and Path(self.name).exists():
             raise RuntimeError("out of memory")
-        super().sync()
+        super().advance()
 
 
 @pytest.mark.slow

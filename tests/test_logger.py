@@ -129,7 +129,7 @@ class Measures(FedAvgStrategy):
         super().__init__(H=2, lr=0.01)
         self.since = since
 
-    def measured(self) -> Mapping[str, float]:
+    def columns(self) -> Mapping[str, float]:
         return {'twice, "2k"': 2.0 * self.cluster.step} if self.cluster.step >= self.since else {}
 
 

@@ -568,7 +568,9 @@ def test_a_fork_to_other_nodes_takes_the_first_ones(tmp_path: Path) -> None:
 
     class Look(vsim.Callback):
         def on_start(self, run: Any) -> None:
-            assert [own.model.calls for own in run.objective.copies()] == [seen[-1]]
+            found: list[int] = []
+            run.each_model(lambda model: found.append(model.calls))
+            assert found == [seen[-1]]
 
     losses(Positive(), num_nodes=2, resume=vsim.load_checkpoint(tmp_path).fork(), callbacks=[Look()])
 

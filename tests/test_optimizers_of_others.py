@@ -39,7 +39,7 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     Strategy,
 )
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 
 class Lion(torch.optim.Optimizer):
@@ -103,7 +103,7 @@ def test_it_is_the_optimizer_of_every_node(strategy: Strategy, communication: An
 def test_a_schedule_free_run_is_evaluated_at_the_average(deterministic: bool) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def watch(run: Run) -> None:
+    def watch(run: RunView) -> None:
         seen.append((parameters_to_vector(run.global_model().parameters()).detach(), run.cluster.weights[0].clone()))
 
     trainer = Trainer(small_mlp(), vectors(), vectors(7, seed=1))

@@ -225,8 +225,8 @@ def resting(strategy: Strategy) -> None:
 
 
 class KeepsARow(SimpleReduceStrategy):
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.first = cluster.weights[0]
 
 
@@ -585,8 +585,8 @@ class Counting(CommunicateOptimizeStrategy):
     def __init__(self) -> None:
         super().__init__([DiLoCoCommunicator(H=2)], lr=1e-2)
 
-    def setup(self, cluster: Any) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Any) -> None:
+        super().begin(cluster)
         self.keep_client(count=torch.full((cluster.replicas.num_held, 2), 5.0))
 
     def after_optimizer(self) -> None:

@@ -33,7 +33,7 @@ from vsim.strategy import (
     mean,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 STEPS = 14
 
@@ -220,7 +220,7 @@ class Keep:
     folder: Path
     last_step: int
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: RunView) -> None:
         if run.cluster.step == self.last_step:
             replicas = run.cluster.replicas
             state = {"weights": run.cluster.weights, **replicas.buffers}

@@ -204,9 +204,9 @@ class Data(Dataset[Any]):
 
 
 class Own(DiLoCoStrategy):
-    def sync(self) -> None:
+    def advance(self) -> None:
         reached("strategy")
-        super().sync()
+        super().advance()
 
 
 def defaults(**options: Any) -> dict[str, Any]:

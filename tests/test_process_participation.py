@@ -225,8 +225,8 @@ class Mortal(SimpleReduceStrategy):
         self.dies(True)
         super().gradients()
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.keep_stacked(read=Read(self.dies))
 
 

@@ -28,8 +28,8 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim.training.view import RunView
 from vsim_cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -67,13 +67,13 @@ def test_a_run_resumes_in_another_number_of_processes(strategy: Strategy, rtol: 
 class Undeclared(FedAvgStrategy):
     """Keeps a tensor of which nothing says whose it is."""
 
-    def setup(self, cluster: Any) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Any) -> None:
+        super().begin(cluster)
         self.kept = torch.zeros(len(cluster.weights))
 
-    def sync(self) -> None:
+    def advance(self) -> None:
         self.kept += self.cluster.weights[:, 0]
-        super().sync()
+        super().advance()
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_callbacks() -> None:
 
 
 class Interrupting(Callback):
-    def on_step(self, run: Run) -> None:
-        if run.done == 3 and 0 not in run.nodes:
+    def on_step(self, run: RunView) -> None:
+        if run.done == 3 and 0 not in run.cluster.replicas.nodes:
             raise KeyboardInterrupt
 
 
@@ -247,10 +247,10 @@ def test_one_process_by_auto_computes_on_the_device_that_was_given() -> None:
 class Counting(FedAvgStrategy):
     """Wrong where a process holds two nodes."""
 
-    def sync(self) -> None:
+    def advance(self) -> None:
         if self.cluster.step == 3 and len(self.cluster.weights) == 2:
             self.cluster.weights.mul_(1.5)
-        super().sync()
+        super().advance()
 
 
 @pytest.mark.slow

@@ -283,7 +283,7 @@ def test_an_interrupt_leaves_the_batch_to_the_next_call(tmp_path: Path) -> None:
     storage = optuna.storages.InMemoryStorage()
 
     def interrupt(run: Any) -> None:
-        if run.done == 3 and run.spec.label == "trial 4":
+        if run.done == 3 and run.label == "trial 4":
             raise KeyboardInterrupt
 
     with pytest.warns(UserWarning, match="interrupted"):

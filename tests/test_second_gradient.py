@@ -212,8 +212,8 @@ def test_what_has_no_second_gradient() -> None:
         weights_of(MLP(6, (4,), 3, seed=0), Wrong(), data())
 
     class Clocked(AsyncDiLoCoStrategy):
-        def setup(self, cluster: Any) -> None:
-            super().setup(cluster)
+        def begin(self, cluster: Any) -> None:
+            super().begin(cluster)
             self.gradient(cluster.weights)
 
     with refused(ValueError, "asynchronous"):

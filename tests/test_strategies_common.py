@@ -86,7 +86,7 @@ from vsim.strategy import (
     rda,
 )
 from vsim.strategy.base import StrategyOptions
-from vsim.training.run import Run
+from vsim.training.view import RunView
 
 # The model of the byte counts: MLP 64-16-10, whose tensors are 16×64, 16, 10×16, 10: P = 1024 + 16 + 160 + 10 = 1210.
 P = 1210
@@ -566,14 +566,14 @@ class Outcome(NamedTuple):
 def outcome(strategy: Strategy, **options: Any) -> Outcome:
     equal: list[int] = []
 
-    def look(run: Run) -> None:
+    def look(run: RunView) -> None:
         rows = run.cluster.weights
         if torch.equal(rows, rows[:1].expand_as(rows)):
             equal.append(run.done)
 
     trainer = run(strategy, callbacks=[look], **options)
     assert trainer.strategy is not None
-    shared = trainer.strategy.global_weights()
+    shared = trainer.strategy.model_weights()
     own = [getattr(o, name) for o in owners(trainer.strategy).values() for name in sorted(of_clients(o))]
     rows = b"".join(t.numpy().tobytes() for t in (weights(trainer), *own))
     return Outcome(rows, shared.numpy().tobytes(), list(trainer.ledger), equal)

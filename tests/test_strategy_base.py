@@ -245,6 +245,13 @@ def test_code_for_one_node_has_no_place_in_vsims_own_strategies(base: type[Algor
         type("Own", (base,), {method: lambda self: None})()
 
 
+@pytest.mark.parametrize("base", [DiLoCoStrategy, AsyncDiLoCoStrategy, Strategy])
+@pytest.mark.parametrize(("hook", "instead"), [("sync", "advance"), ("setup", "begin"), ("measured", "columns")])
+def test_a_modules_hook_in_a_strategy_is_refused(base: type[Algorithm], hook: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Own defines {hook}\(\), .* extend {instead}\(\)"):
+        type("Own", (base,), {hook: lambda self, cluster: None})()
+
+
 # Modules
 
 
@@ -288,10 +295,10 @@ def test_a_strategy_is_its_module_whose_global_model_is_that_of_the_first_that_h
         assert ours is not None
         assert torch.equal(ours.cluster.weights, trained(strategy, deterministic=True))
         outer = getattr(ours.communication_modules[0], "outer_weights", ours.cluster.weights.mean(0))
-        assert torch.equal(ours.global_weights(), outer)
+        assert torch.equal(ours.model_weights(), outer)
     both = fit(CommunicateOptimizeStrategy([GradientAverage(), DiLoCoCommunicator(3)], inner_optim=SPEC)).strategy
     assert both is not None
-    assert torch.equal(both.global_weights(), vars(both.communication_modules[1])["outer_weights"])
+    assert torch.equal(both.model_weights(), vars(both.communication_modules[1])["outer_weights"])
 
 
 # What mixes nodes

@@ -80,7 +80,7 @@ def test_every_fragment_has_the_update_rule(
         np.testing.assert_allclose(run.cluster.weights[:, own].numpy(), state["θ"], rtol=1e-12, atol=1e-12)
         if pending and outer_step == "send":  # φ has moved already
             formulas.outer_step(formula, state, state["Δ"])
-        np.testing.assert_allclose(run.strategy.global_weights()[own].numpy(), state["φ"][0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(run.strategy.model_weights()[own].numpy(), state["φ"][0], rtol=1e-12, atol=1e-12)
     assert [(e.step, e.due, e.payload_bytes) for e in run.ledger] == sorted(sent)
 
 
@@ -113,7 +113,7 @@ def test_a_muon_steps_the_outer_weights_in_their_shapes() -> None:
         p.grad = part.view_as(p)
     optimizer.step()
     expected = torch.nn.utils.parameters_to_vector(model.parameters())
-    torch.testing.assert_close(run.strategy.global_weights(), expected.detach())
+    torch.testing.assert_close(run.strategy.model_weights(), expected.detach())
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_validation_by_hand(task: Task, executor: str, strategy: Strategy) -> No
 
     nodes = [measure(cluster.weights[k], {n: b[k] for n, b in cluster.replicas.buffers.items()}) for k in range(3)]
     average, _ = measure(parameters_to_vector(final.parameters()), dict(final.named_buffers()))
-    overall = measure(trainer.strategy.global_weights(), dict(final.named_buffers()))
+    overall = measure(trainer.strategy.model_weights(), dict(final.named_buffers()))
     losses = [loss for loss, _ in nodes]
     expected = {
         "local_loss": losses[0],

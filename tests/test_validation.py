@@ -41,7 +41,7 @@ def fitted(val: TensorDataset, model: nn.Module | None = None, **options) -> Tra
 
 
 def losses_by_hand(trainer: Trainer, val: TensorDataset) -> Tensor:
-    weights = trainer.strategy.global_weights()
+    weights = trainer.strategy.model_weights()
     model = trainer.strategy.cluster.replicas.as_module(weights, {}, small())
     x, y = val.tensors
     return F.cross_entropy(model(x), y, reduction="none").detach().double()
@@ -174,7 +174,7 @@ def test_models_that_differentiate_are_validated_as_plain_pytorch_does(kind: Any
     )
     history, cluster = measured.history, measured.strategy.cluster
     assert history.executor == "loop"
-    model = cluster.replicas.as_module(measured.strategy.global_weights(), cluster.mean_buffers(), like=kind()).eval()
+    model = cluster.replicas.as_module(measured.strategy.model_weights(), cluster.mean_buffers(), like=kind()).eval()
 
     def loss(data: TensorDataset) -> Tensor:
         model.zero_grad()

@@ -183,7 +183,7 @@ def test_outer_weights_follow_a_warm_up() -> None:
     start = float(shapes.p0.detach())
     gradients = torch.tensor([[1.0], [3.0]]).expand(4, 2, 1)
     half = driven(strategy, shapes, gradients[:2])
-    assert half.strategy.global_weights().tolist() == pytest.approx([start - 0.4])
+    assert half.strategy.model_weights().tolist() == pytest.approx([start - 0.4])
     whole = driven(strategy, shapes, gradients)
     assert whole.cluster.weights.flatten().tolist() == pytest.approx([start - 0.8] * 2)
 
@@ -239,7 +239,7 @@ def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> Non
     torch.nn.utils.vector_to_parameters(first.cluster.weights[0], between.parameters())
     then = with_shards(make(3), between, gradients[w:])
     assert torch.equal(whole.cluster.weights, then.cluster.weights)
-    assert torch.equal(whole.strategy.global_weights(), then.strategy.global_weights())
+    assert torch.equal(whole.strategy.model_weights(), then.strategy.model_weights())
     later = [event._replace(step=event.step + w, due=event.due + w) for event in then.ledger]
     assert list(whole.ledger)[len(first.ledger) :] == later
 

@@ -55,14 +55,11 @@ from vsim.records.spent import amount
 from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
-from vsim.strategy.remade import remade
 from vsim.trainer import Trainer
 from vsim.training.entries import Entries, Entry, Keep, copied_callbacks, saving_in
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options, two_lengths
-
-ComparedRun.remade = staticmethod(remade)
 
 
 @takes_options("strategy")
@@ -102,8 +99,8 @@ def compare(
             vsim's loggers are copied for every run; a logger object of your own gets all runs, step by step.
         together: whether to train runs at the same time, in groups that fit into half of the free memory (or into the
             share `max_memory_usage` of all memory), instead of one after the other. If a model, strategy or callback
-            draws from the global random generators of Python, NumPy or torch in its first two steps, the runs start
-            again, one after the other.
+            draws from the global random generators of Python, NumPy or torch in its first two steps, that is an error,
+            because the runs would share them.
         max_steps: see `Trainer.fit`; or a dict: strategy's name → its steps.
         budget: limits for every strategy, such as `{"time": "10 h", "cost": 500}`: "time" on the network, "cost" in
             dollars, "wire" bytes per node, and "examples" of all nodes. Each strategy takes the largest number of steps

@@ -322,7 +322,7 @@ def _describe(run: SavedRun, config: Any) -> None:
     try:
         run.history.config = config
         str(own.describe())
-        run.remake_strategy()
+        _ = run.strategy  # raises here if the configuration describes none
         run.seed = whole_number("seed", config.get("seed", run.seed), at_least=0)
     except Exception:  # a file may hold anything
         run.history.config = {}

@@ -53,6 +53,7 @@ from vsim.training.resume import captured
 from vsim.training.run import Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
+from vsim.training.view import RunView
 
 
 class Trainer:
@@ -332,7 +333,7 @@ class Trainer:
                 "client_model() needs a run of the simulator, which keeps the state of clients in this process: call "
                 "fit() first, without backend='process'"
             )
-        return self._last.client_model(client)
+        return RunView(self._last).client_model(client)
 
     def logged(self, spec: RunSpec, options: Mapping[str, Any], loggers: Sequence[Logger]) -> RunSpec:
         """Return `spec`, made of `options`, with a callback that passes the run's rows to these loggers."""

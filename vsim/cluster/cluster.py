@@ -37,8 +37,8 @@ class Cluster:
         seconds: a function for the nodes' compute seconds, if a schedule of syncs needs them.
         gradient_at: computes gradients of the nodes held here at given weights; None outside of a run, see `gradient`.
         frozen: parameter name → whether it is frozen now; lists every parameter that was ever frozen.
-        optim, schedulers: the inner optimizer and its learning-rate schedulers, once the strategy has built them; only
-            the strategy steps them.
+        optim, schedulers: the inner optimizer, which the strategy steps, and its learning-rate schedulers, which
+            `complete_step` advances; known once the strategy has built them.
     """
 
     replicas: Replicas
@@ -130,6 +130,12 @@ class Cluster:
     def grads(self) -> Tensor:
         """The gradients, stacked (R, P)."""
         return self.replicas.grads
+
+    def complete_step(self) -> None:
+        """Advance the learning-rate schedules, and count the step. Called by whoever trains, at the end of a step."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.collectives.position.begin(self.step, "end")
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
         """Return every node's gradient (R, P) at its weights in `at` (R, P), as in a second backward pass.

@@ -32,14 +32,16 @@ class Position:
     Attributes:
         step: the number of the current step, from 1; between two steps, the number of completed steps.
         moment: see `Event`; "end" once the step is completed.
+        has_communicated: whether the strategy's modules have communicated the weights in this step.
     """
 
     step: int = 0
     moment: str = "end"
+    has_communicated: bool = False
 
     def begin(self, step: int, moment: str = "gradients") -> None:
         """Go to a step."""
-        self.step, self.moment = step, moment
+        self.step, self.moment, self.has_communicated = step, moment, False
 
 
 class Event(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -66,6 +68,31 @@ class Stateful:
     def _keep(self, placement: str, values: dict[str, Any]) -> None:
         vars(self).setdefault("_placements", {}).update(dict.fromkeys(values, placement))
         vars(self).update(values)
+
+
+Values = Mapping[str, Any]
+
+
+def _nothing() -> Values:
+    return {}
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """The state that one owner declares on a run; names are those in files.
+
+    Attributes:
+        stacked: returns name → value with a row, or a list item, for each node that is held here.
+        shared: returns name → value that is equal on all nodes.
+        restore: called with name → value after values are filled from a file or from other rows; other names of the
+            same call belong to other owners. Not needed where values are filled in place.
+        may_be_new: whether a file may lack the state, which then stays as it is.
+    """
+
+    stacked: Callable[[], Values] = _nothing
+    shared: Callable[[], Values] = _nothing
+    restore: Callable[[Values], None] = lambda filled: None
+    may_be_new: bool = False
 
 
 def placements_of(value: Any) -> dict[str, str]:

@@ -246,7 +246,7 @@ def _state(run: Run) -> dict[str, dict[str, Tensor]]:
         "weights": {"": replicas.weights},
         "buffers": dict(replicas.buffers),
         "optimizer state": _optimizer_state(run.strategy),
-        "global weights": {"": run.strategy.global_weights()},
+        "global weights": {"": run.strategy.model_weights()},
     }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -37,13 +38,10 @@ class ComparedRun:
         callbacks: the run's own copies of the callbacks that were given.
         diverged_at: the first step with a loss or weights that are not finite; None if there was none.
         stopped_at: the step after which a sweep with `halving` stopped the run; None if it was not stopped.
-        strategy: the strategy; None if the run was read from a file, and the strategy is not one of vsim's own.
+        trained: the strategy that was trained; None if the run was read from a file.
         measured_less: if `Comparison.at` has priced the run for another size: AllReduce's bytes divided by the run's,
             at the trained size; else None.
     """
-
-    # Makes a strategy from the text of its call; set by `vsim.compare`, as records do not import strategies.
-    remade: ClassVar[Callable[[str], Any]] = staticmethod(lambda call: None)
 
     history: History
     model: nn.Module | None = None
@@ -53,7 +51,7 @@ class ComparedRun:
     diverged_at: int | None = None
     stopped_at: int | None = None
     callbacks: Sequence[Any] = ()
-    strategy: Any = None
+    trained: Any = None
     measured_less: float | None = None
 
     @property
@@ -87,15 +85,22 @@ class ComparedRun:
         """Make a run from the output of `as_plain`."""
         run = cls(History.from_plain(plain["history"]), **{key: plain[key] for key in _PLAIN})
         run.measured_less = plain.get("measured_less")
-        run.remake_strategy()
         return run
 
-    def remake_strategy(self) -> None:
-        """Make the strategy from the configuration, if it uses only vsim's classes and no default has changed since."""
-        about = self.history.config.get("strategy", {})
-        strategy = type(self).remade(about.get("call", ""))
-        if strategy is not None and _agree(describe(strategy), about):
-            self.strategy = strategy
+    @cached_property
+    def strategy(self) -> Any:
+        """The strategy. If the run was read from a file, it is made again from the call in the configuration.
+
+        None if that call uses other classes than vsim's, or if a default has changed since.
+        """
+        if self.trained is not None:
+            return self.trained
+        from vsim.strategy.remade import remade  # loads all algorithms, and few readers of a file need them
+
+        about = self.history.config.get("strategy")
+        call = about.get("call") if isinstance(about, Mapping) else None
+        strategy = remade(call) if isinstance(call, str) else None
+        return strategy if strategy is not None and _agree(describe(strategy), about) else None
 
 
 class Runs(Mapping[str, ComparedRun]):

@@ -20,7 +20,7 @@ class AloneStrategy(Algorithm, of=()):
 
     family = "local steps"
 
-    def global_weights(self) -> Tensor:
+    def model_weights(self) -> Tensor:
         """Return the shared weights (P,) of node 0."""
         collectives = self.cluster.collectives
         with collectives.unbilled():

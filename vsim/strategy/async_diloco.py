@@ -93,8 +93,8 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
     arrivals: list[tuple[int, Tensor, Tensor, int]]  # node, θ_k, φ_k, s_k
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient",)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.outer_gradient = torch.zeros_like(self.outer_weights)
         optim = outer_optimizer(self.outer_optim_spec, cluster, self.outer_weights, self.outer_gradient)
         self.keep_shared(outer_optims=[optim], arrivals=[])

@@ -44,7 +44,7 @@ class AsynchronousStrategy(Algorithm):
         options: see `Algorithm`. Every worker keeps its inner optimizer's state for the whole run.
 
     Attributes, besides `Algorithm`'s:
-        clock: the workers in virtual time; set before `setup`.
+        clock: the workers in virtual time; set before `begin`.
         step_workers: a function, set by the training loop, that computes the local steps in `owed`.
 
     Payload: all weights, from a worker to the server and back, once per visit.
@@ -72,8 +72,8 @@ class AsynchronousStrategy(Algorithm):
         super().__init__(inner_optim=inner_optim, **options)
 
     @torch.no_grad()
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         cluster.collectives.ledger.clock = self.clock.facts
         nodes = range(cluster.num_nodes)
         self.keep_shared(outer_weights=cluster.weights[0].clone(), outer_optims=[], messages={}, version=0, waiting=[])
@@ -109,7 +109,7 @@ class AsynchronousStrategy(Algorithm):
         raise NotImplementedError(f"{type(self).__name__} must define receive")
 
     def first_visit(self, node: int) -> int:
-        """Return the number of local steps before a worker's first message, known after `setup`. Default: one phase."""
+        """Return the number of local steps before a worker's first message, known after `begin`. Default: one phase."""
         return self.until[node]
 
     @property
@@ -124,7 +124,7 @@ class AsynchronousStrategy(Algorithm):
     # In virtual time --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def take_step(self) -> None:
         """Take the run's next step, which is K local steps of all workers together."""
         clock, self.cluster.collectives.position.moment = self.clock, "weights"
         end = clock.taken + self.cluster.num_nodes
@@ -143,7 +143,7 @@ class AsynchronousStrategy(Algorithm):
         self.cluster.collectives.ledger.seconds.append((clock.now, clock.computed_seconds))
         for optimizer in torch_optimizers(self.optim):  # also optimizers of workers that have not stepped yet
             mark_stepped(optimizer)
-        self.sync()
+        self.advance()
 
     def catch_up(self) -> None:
         """Compute all owed local steps in one batch: workers do not depend on each other between visits."""
@@ -201,13 +201,13 @@ class AsynchronousStrategy(Algorithm):
     def waited(self, number: int) -> None:
         """Called when a timer of the server ends. Default: no-op."""
 
-    def measured(self) -> Mapping[str, float]:
+    def columns(self) -> Mapping[str, float]:
         return {"clock_seconds": self.clock.now, "compute_seconds": self.clock.computed_seconds}
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with super().evaluating(), evaluating(JointOptimizers(self.outer_optims), self.outer_weights):
+    def evaluation(self) -> Iterator[None]:
+        with super().evaluation(), evaluating(JointOptimizers(self.outer_optims), self.outer_weights):
             yield
 
-    def global_weights(self) -> Tensor:
+    def model_weights(self) -> Tensor:
         return self.outer_weights

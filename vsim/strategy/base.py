@@ -1,6 +1,6 @@
 """The base of strategies: an inner optimizer, and communication of the nodes before and after it.
 
-    gradients ─► optimize ─► sync
+    gradients ─► optimize ─► advance
 
 A strategy object holds arguments, but no state: every run works on a copy, so that one object serves many runs. For
 code written as if for one node, see `vsim.strategy.per_node`.
@@ -185,11 +185,24 @@ OPTIONS = tuple(
 )
 
 
+# A module's hook → what an algorithm has in its place, which whoever trains calls.
+_IN_PLACE_OF_HOOKS = {
+    "setup": "begin",
+    "communicate_gradients": "gradients",
+    "sync": "advance",
+    "attend": "change_nodes",
+    "measured": "columns",
+    "evaluating": "evaluation",
+    "global_weights": "model_weights",
+}
+
+
 class Algorithm(Configured):
     """An inner optimizer and an ordered list of communication modules. The base of all of vsim's strategies.
 
-    A training step is `gradients`, `optimize` and `sync`. A subclass that extends `setup`, `gradients` or `sync` calls
-    `super()`. For code that is written as if for one node, subclass `Strategy`.
+    A run calls `begin` once, and in every step `gradients`, `optimize` and `advance`; then it advances the schedules
+    and counts the step. A subclass that extends one of these methods calls `super()`. For code that is written as if
+    for one node, subclass `Strategy`.
 
     A strategy of fixed modules names their classes in its class statement. It inherits the modules' arguments,
     docstring and checks, in addition to the options below:
@@ -262,7 +275,12 @@ class Algorithm(Configured):
         if uncalled := [f"{name}()" for name in self.uncalled if hasattr(self, name)]:
             raise TypeError(
                 f"{type(self).__name__} defines {', '.join(uncalled)}, called only in subclasses of Strategy and "
-                "CommunicateOptimizeStrategy: subclass one of these, or extend setup(), gradients() or sync()"
+                "CommunicateOptimizeStrategy: subclass one of these, or extend begin(), gradients() or advance()"
+            )
+        if hooks := [name for name in _IN_PLACE_OF_HOOKS if hasattr(self, name)]:
+            raise TypeError(
+                f"{type(self).__name__} defines {', '.join(f'{name}()' for name in hooks)}, called only in "
+                f"CommunicationModules: extend {', '.join(f'{_IN_PLACE_OF_HOOKS[name]}()' for name in hooks)}"
             )
         if not isinstance(communication_modules, list | tuple):
             raise TypeError(
@@ -330,7 +348,7 @@ class Algorithm(Configured):
     # A run -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def setup(self, cluster: Cluster) -> None:
+    def begin(self, cluster: Cluster) -> None:
         """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
         self.cluster = cluster
         self.optim = cluster.optim = self.inner_optimizer()
@@ -353,7 +371,7 @@ class Algorithm(Configured):
         """Return the inner optimizer of the nodes of `cluster`."""
         return self.optim_spec.build_for(self.cluster.replicas, self.cluster.deterministic)
 
-    def attend(self, changed: bool = True) -> None:
+    def change_nodes(self, changed: bool = True) -> None:
         """Continue with the nodes that take part in step `cluster.step`.
 
         Args:
@@ -375,14 +393,14 @@ class Algorithm(Configured):
 
     def gradients(self) -> None:
         """Communicate the gradients in `cluster.grads`, then clip them."""
-        self.communicate_gradients()
+        self._communicate_gradients()
         self.clip()
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
         """Return the nodes' gradients (R, P) at the weights `at` (R, P); see `Cluster.gradient`."""
         return self.cluster.gradient(at, batch)
 
-    def communicate_gradients(self) -> None:
+    def _communicate_gradients(self) -> None:
         """Call `communicate_gradients` of all modules."""
         for module in self.communication_modules:
             known = len(self.cluster.collectives.ledger)
@@ -399,15 +417,15 @@ class Algorithm(Configured):
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
 
     def optimize(self) -> None:
-        """Step the inner optimizer. The training loop may step the optimizers of several runs in one call instead."""
+        """Step the inner optimizer."""
         if not self.cluster.weights.is_meta:
             self.optim.step()
             return
         for optimizer in torch_optimizers(self.optim):
             mark_stepped(optimizer)
 
-    def sync(self) -> None:
-        """Communicate the weights, advance the schedule, and count the step."""
+    def advance(self) -> None:
+        """Communicate the weights, after the optimizer step."""
         cluster, position = self.cluster, self.cluster.collectives.position
         position.moment = "weights"
         if cluster.plan is not None and cluster.plan.renews and self.period != self._period:
@@ -417,21 +435,19 @@ class Algorithm(Configured):
             )
         for module in self.communication_modules:
             module.communicate(cluster)
-        for scheduler in chain(*self.schedulers):
-            scheduler.step()
-        position.moment = "end"
+        position.has_communicated = True
 
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
         return self.cluster.lr
 
-    def measured(self) -> Mapping[str, float]:
-        """Return columns of the history, from all modules: name → number. A subclass may add its own."""
+    def columns(self) -> Mapping[str, float]:
+        """Return columns of the history, from all modules' `measured`: name → number. A subclass may add its own."""
         return {name: float(v) for m in self.communication_modules for name, v in m.measured(self.cluster).items()}
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
         """Return a context that swaps in the weights to evaluate, if optimizers keep such weights."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.optim, self.cluster.replicas.weights))
@@ -441,7 +457,7 @@ class Algorithm(Configured):
 
     # The global model ------------------------------------------------------------------------------------------------
 
-    def global_weights(self) -> Tensor:
+    def model_weights(self) -> Tensor:
         """Return the shared weights (P,) to evaluate as the global model: a module's, or the mean replica."""
         for module in self.communication_modules:
             weights = module.global_weights(self.cluster)
@@ -454,7 +470,7 @@ class Algorithm(Configured):
         """Whether the global model is the mean replica, because neither the strategy nor a module defines another."""
         modules = (type(module).global_weights for module in self.communication_modules)
         replaced = any(own is not CommunicationModule.global_weights for own in modules)
-        return type(self).global_weights is Algorithm.global_weights and not replaced
+        return type(self).model_weights is Algorithm.model_weights and not replaced
 
     @property
     def is_personal(self) -> bool:
@@ -469,7 +485,7 @@ class Algorithm(Configured):
             mean: the mean replica (P,), if known. Nodes then compare their weights with it, and no node sends weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
-        held = type(self).global_weights is not Algorithm.global_weights
+        held = type(self).model_weights is not Algorithm.model_weights
         if held or any(module.global_weights(cluster) is not None for module in self.communication_modules):
             return True
         with collectives.unbilled():
@@ -533,7 +549,7 @@ class Algorithm(Configured):
         cluster.seconds = seconds
         strategy = copy.deepcopy(self)
         try:
-            strategy.setup(cluster)
+            strategy.begin(cluster)
             with torch.no_grad():
                 for step in range(1, max_steps + 1):
                     ledger.position.begin(step)
@@ -543,7 +559,8 @@ class Algorithm(Configured):
                         continue
                     strategy.gradients()
                     strategy.optimize()
-                    strategy.sync()
+                    strategy.advance()
+                    cluster.complete_step()
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"{name} cannot be priced without training: what it sends depends on values, and here tensors have "

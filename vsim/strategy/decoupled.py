@@ -87,8 +87,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     timers: dict[int, int]  # number of a timer → fragment
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         if self.quorum > cluster.num_nodes:
             raise ValueError(f"quorum must be at most the number of nodes, {cluster.num_nodes}, got {self.quorum}")
         self.parts = parts = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)

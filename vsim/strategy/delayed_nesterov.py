@@ -64,11 +64,11 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
     m: Tensor  # the momentum, shared (P,)
     gathered: Tensor  # Δ, shared (P,)
 
-    def setup(self, cluster: Cluster) -> None:
+    def begin(self, cluster: Cluster) -> None:
         self.N = self.buffer or cluster.num_nodes
         if self.c * self.N > 1:
             raise ValueError(f"c must be at most 1/N, {1 / self.N:g}, got {self.c:g}: it is spent N − 1 times")
-        super().setup(cluster)
+        super().begin(cluster)
         m, gathered = (torch.zeros_like(self.outer_weights) for _ in range(2))
         self.keep_shared(m=m, gathered=gathered)
 

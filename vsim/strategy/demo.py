@@ -61,8 +61,8 @@ class DeMoStrategy(Algorithm):
         self.momentum = compress(DCTTopK(topk, chunk, index_bytes), decay)
         self.weight_decay = real_number("weight_decay", weight_decay, at_least=0)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         self.momentum.setup(cluster)
 
     @property

@@ -78,8 +78,8 @@ class DionStrategy(Algorithm):
             optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=only)
         super().__init__(inner_optim=optim, **options)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         replicas = cluster.replicas
         names = self.optim_spec.parts(replicas.module)[0][1]
         shapes = {c.name: c.shape for c in replicas.layout if c.name in names}

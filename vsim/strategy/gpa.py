@@ -52,8 +52,8 @@ class GPAStrategy(Algorithm):
             raise ValueError("mu_x must be < 1, got 1: the averaged weights would stay where they begin")
         self.mu_y = real_number("mu_y", mu_y, at_least=0, at_most=1)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
+    def begin(self, cluster: Cluster) -> None:
+        super().begin(cluster)
         weights = cluster.weights[0]
         self.keep_shared(averaged=weights.clone(), stepped=weights.clone())
 
@@ -61,14 +61,14 @@ class GPAStrategy(Algorithm):
         super().gradients()
         self.cluster.replicas.weights.copy_(self.stepped)  # the optimizer steps z by the gradient at y
 
-    def sync(self) -> None:
+    def advance(self) -> None:
         weights = self.cluster.replicas.weights
         self.stepped.copy_(weights[0])  # equal on all nodes
         # Only the distances of x and y from z are scaled, so that with μ_x = 0 both are bitwise equal to z.
         distance = (self.averaged - self.stepped).mul_(self.mu_x)
         self.averaged.copy_(self.stepped + distance)
         weights.copy_(self.stepped + distance.mul_(self.mu_y))
-        super().sync()
+        super().advance()
 
-    def global_weights(self) -> Tensor:
+    def model_weights(self) -> Tensor:
         return self.averaged

@@ -112,12 +112,12 @@ class HierarchicalStrategy(Algorithm):
             modules.insert(0, GroupAverage(size, H=own, average=averages[size], larger=tuple(modules)))
         super().__init__(modules, inner_optim=inner_optim, **options)
 
-    def setup(self, cluster: Cluster) -> None:
+    def begin(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:
             raise ValueError("HierarchicalStrategy has groups of machines, and participation=Sample(…) draws clients")
         if self.sizes[-1] != cluster.population:
             raise ValueError(f"the largest level must be all {cluster.population} nodes, got levels of {self.sizes}")
-        super().setup(cluster)
+        super().begin(cluster)
 
 
 def _checked(levels: Any) -> list[int]:

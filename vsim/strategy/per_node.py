@@ -1,7 +1,7 @@
 """Strategies with code that is written as if for one node, and runs for all nodes.
 
 gradients ─► modules' communicate_gradients ─► clip ─► optimizer ─► modules' communicate ─► schedule ─► t + 1
-            └────────── before_optimizer ──────────┘              └───── after_optimizer ─────┘
+            └────────── before_optimizer ──────────┘              └ after_optimizer ┘
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Strategy(Algorithm):
     ) -> None:
         super().__init__(communication_modules, inner_optim, **options)
 
-    def setup(self, cluster: Cluster) -> None:
+    def begin(self, cluster: Cluster) -> None:
         if self.defines_step and cluster.plan is not None and cluster.plan.segment(1).steps:
             raise TypeError(
                 f"{type(self).__name__} defines step(), in which it communicates and steps its optimizer; with "
                 "Sample(epochs=…) clients that have done their epochs rest between the two"
             )
-        super().setup(cluster)
+        super().begin(cluster)
 
     def inner_optimizer(self) -> StackedOptimizer:
         self.model = StackedModel(self.cluster.replicas)
@@ -119,8 +119,8 @@ class Strategy(Algorithm):
 
     @property
     def local_step(self) -> int:
-        """Completed steps; 0 during the first step."""
-        return self.cluster.completed
+        """Completed steps; 0 during the first step, and 1 in code that follows its `super().step()`."""
+        return self.cluster.completed + self.cluster.collectives.position.has_communicated
 
     @property
     def defines_step(self) -> bool:
@@ -140,15 +140,15 @@ class Strategy(Algorithm):
         """Communicate the gradients, then clip them; if a subclass defines `step`, `optim.step()` clips them later."""
         self.model.write_back()
         if self.defines_step:
-            self.communicate_gradients()
+            self._communicate_gradients()
         else:
             super().gradients()
 
     def after_optimizer(self) -> None:
-        """Communicate the weights, advance the schedule, and count the step."""
-        if self.cluster.collectives.position.moment == "end":
-            raise TypeError(f"{type(self).__name__}: step {self.cluster.step} is counted twice; call super() once")
-        super().sync()
+        """Communicate the weights."""
+        if self.cluster.collectives.position.has_communicated:
+            raise TypeError(f"{type(self).__name__}: step {self.cluster.step} communicates twice; call super() once")
+        super().advance()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Strategy(Algorithm):
             hooks.callback(optimizers[-1].register_step_post_hook(note).remove)
             self.step()
 
-    def sync(self) -> None:
+    def advance(self) -> None:
         if not self.defines_step:
             with self._as_one_node("after_optimizer"):
                 self.after_optimizer()

@@ -1,4 +1,4 @@
-"""Find runs with equal batch shapes, equal model code, or equal optimizers."""
+"""Find runs with equal batch shapes or equal model code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vsim.data.batches import BatchSource, one_in_memory
-from vsim.strategy.base import Algorithm
 from vsim.training.spec import RunSpec
 
 
@@ -82,9 +81,3 @@ def _equal(first: Any, other: Any) -> bool:
 def is_vsims(cls: type) -> bool:
     """Return whether a class is defined in vsim."""
     return cls.__module__.partition(".")[0] == "vsim"
-
-
-def settings_order(strategy: Algorithm) -> tuple[str, ...]:
-    """Return a key that puts strategies with equal inner optimizers and schedules next to each other."""
-    schedule = vars(strategy.schedule)
-    return repr(not is_vsims(type(strategy))), repr(strategy.optim_spec), repr(sorted(schedule.items(), key=repr))

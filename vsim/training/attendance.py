@@ -26,7 +26,8 @@ from vsim.cluster.state import CheckpointError, owners
 from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
-from vsim.training.resume import check_declared, fill_rows, python_of, rows_of, set_python, undeclared
+from vsim.training.lasting import python_of, set_python
+from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
 from vsim.training.run import Run
 from vsim.training.stack import Stack
 
@@ -70,9 +71,9 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
             if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
                 with run.collectives.unbilled():
-                    run.strategy.attend(len(now.nodes) < run.spec.num_nodes)
+                    run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
             else:
-                run.strategy.attend(run.clients is not None or before.nodes != now.nodes)
+                run.strategy.change_nodes(run.clients is not None or before.nodes != now.nodes)
             run.ledger.attend(now)
 
 
@@ -137,7 +138,6 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
     """
-    stack.optimizers.separate()
     states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
     python = {run: copy.deepcopy(python_of(run)) for run in stack.runs if run not in moving}
     for run in moving:
@@ -269,8 +269,8 @@ def _end_round(run: Run) -> None:
         if pushed:
             billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: the means are computed below
             billing.push(torch.zeros(len(run.cluster.active), 0), label="round", payload_bytes=pushed)
-    with strategy.evaluating():
-        weights = strategy.global_weights().clone()
+    with strategy.evaluation():
+        weights = strategy.model_weights().clone()
     replicas.weights.copy_(weights)
     for name, mean in run.cluster.mean_buffers().items():
         replicas.buffers[name].copy_(mean)

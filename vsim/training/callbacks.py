@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import a_text, one_of, real_number, whole_number
+from vsim.cluster.state import Lasting
 from vsim.engine.executor import bits_of
 from vsim.engine.objective import listed
 from vsim.private_torch import version
@@ -20,14 +21,15 @@ from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.alike import is_vsims
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim.training.view import RunView
 
 
 class Callback:
     """Base class for your code in a run: inherit from it, and define the methods that you need.
 
-    Every method except `on_exit` gets the run, a `vsim.training.run.Run`. `run.done` is the number of completed steps,
-    and `run.row` is the history's row of the last step. `run.strategy` and `run.cluster` are the run's strategy and
-    nodes. `run.stop()` ends the run. An error in a callback ends the run as well.
+    Every method except `on_exit` gets the run as a `vsim.training.view.RunView`. `run.done` is the number of completed
+    steps, and `run.row` is the history's row of the last step. `run.strategy` and `run.cluster` are the run's strategy
+    and nodes. `run.stop()` ends the run. An error in a callback ends the run as well.
 
     A run trains copies of the model and the loss. `run.set_weights(state)` changes the weights of all nodes;
     `run.freeze(names)` and `run.unfreeze(names)` choose which weights train; `run.each_model(f)` changes attributes of
@@ -48,16 +50,16 @@ class Callback:
 
     here = False
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         """Called before the first step of a new run (`run.starts`), or after the state of a resumed run is restored."""
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         """Called after every step, when the step is in the history, and before it is saved."""
 
-    def on_evaluation(self, run: Run) -> None:
+    def on_evaluation(self, run: RunView) -> None:
         """Called after every validation: before the first step, and then after `on_step` of the steps that validate."""
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: RunView) -> None:
         """Called after the last step; not called if the run was interrupted or has failed."""
 
     def on_exit(self, failure: str) -> None:
@@ -86,7 +88,7 @@ def notify(callback: Any, event: str, run: Any) -> None:
 
 
 def notify_row(callbacks: Sequence[Any], run: Any) -> None:
-    """Call callbacks for `run.row`, a new row of the history; `run` is a Run, or a report from another process."""
+    """Call callbacks for `run.row`, a new row of the history; `run` is a RunView, or a report from another process."""
     for callback in callbacks:
         if "train_loss" in run.row:
             notify(callback, "on_step", run)
@@ -116,7 +118,7 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
         yield
         _warn_of_given(run, given)
         return
-    model = run.model
+    model = run.objective.model
     if model not in values:
         values[model] = _values(run)
     before = _tensors(run)
@@ -139,8 +141,8 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
 
 def _tensors(run: Run) -> dict[str, Tensor]:
     """Return name → tensor, for the parameters of `run.model` and the buffers of which each node has its own."""
-    own = run.cluster.replicas.buffers
-    return dict(run.model.named_parameters()) | {n: b for n, b in run.model.named_buffers() if n in own}
+    model, own = run.objective.model, run.cluster.replicas.buffers
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in own}
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -216,14 +218,14 @@ class Monitor(Callback):
         """Forget the last run."""
         self.best, self.best_step = math.nan, 0
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         if self.monitor not in run.columns:
             names = ", ".join(run.columns)
             raise ValueError(f"{type(self).__name__} monitors {self.monitor!r}, which this run does not have: {names}")
         if run.starts or self.best_step > run.done:
             self.restart()
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: RunView) -> None:
         value = run.row.get(self.monitor)
         if value is None:
             return
@@ -233,14 +235,14 @@ class Monitor(Callback):
             self.best, self.best_step = value, run.done
         self.measured(run, better)
 
-    def on_evaluation(self, run: Run) -> None:
+    def on_evaluation(self, run: RunView) -> None:
         if self.monitor in ACCURACIES and self.monitor not in run.row:
             raise ValueError(
                 f"{type(self).__name__} monitors {self.monitor!r}, which is not known for this model and loss: give "
                 "accuracy= a function of (outputs, targets)"
             )
 
-    def measured(self, run: Run, better: bool) -> None:
+    def measured(self, run: RunView, better: bool) -> None:
         """Called at every step at which the column is measured; `better`: whether the column has improved."""
         raise NotImplementedError
 
@@ -275,15 +277,15 @@ class EarlyStopping(Monitor):
         super().restart()
         self.waited = 0
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: RunView) -> None:
         super().on_start(run)
         self._decide(run)
 
-    def measured(self, run: Run, better: bool) -> None:
+    def measured(self, run: RunView, better: bool) -> None:
         self.waited = 0 if better else self.waited + 1
         self._decide(run)
 
-    def _decide(self, run: Run) -> None:
+    def _decide(self, run: RunView) -> None:
         if self.waited >= self.patience:
             run.stop()
 
@@ -310,7 +312,7 @@ class KeepBest(Monitor):
         super().restart()
         self.weights: dict[str, Tensor] = {}
 
-    def measured(self, run: Run, better: bool) -> None:
+    def measured(self, run: RunView, better: bool) -> None:
         if better:
             self.weights = dict(run.global_model().state_dict())
 
@@ -373,3 +375,9 @@ def savable(callbacks: Sequence[Any]) -> dict[str, Any]:
             number = sum(known.split(" ")[0] == name for known in found)
             found[f"{name} {number + 1}" if number else name] = one
     return found
+
+
+def of_callbacks(callbacks: Sequence[Any]) -> Lasting:
+    """Return the declaration of the callbacks' states; a run may resume with callbacks that its file lacks."""
+    states = {f"callback {name}": one for name, one in savable(callbacks).items()}
+    return Lasting(shared=lambda: states, may_be_new=True)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.cluster import Cluster
-from vsim.cluster.state import Stateful, of_clients, owners, placements_of
+from vsim.cluster.state import Lasting, Stateful, of_clients, owners, placements_of
 from vsim.cluster.store import Store
 from vsim.strategy.base import Algorithm
 
@@ -74,6 +74,11 @@ class Clients:
         rows = zip(*(kept.cpu().clone() for kept in state["kept"]), strict=True)
         self.kept = {client: self._stored(client, own) for client, own in zip(state["drawn"], rows, strict=False)}
         self._first = state["first"]  # the setup of a resumed fork has computed another first row
+
+    @property
+    def lasting(self) -> Lasting:
+        """The declaration of the clients' state."""
+        return Lasting(shared=lambda: {"clients": self})
 
     def _check(self) -> None:
         self._check_whole()

@@ -34,14 +34,13 @@ from vsim.records.history import History, checksum, write_json
 from vsim.records.progress import LiveRace, LiveTable, Recorder, Reporter, StepReport
 from vsim.training.callbacks import Relay, notify, savable
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import Drawn, Ensemble
+from vsim.training.loop import DRAW_FROM_NODES, Ensemble
 from vsim.training.run import Diverged, Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
 
 # Share of a device's free memory for the matrices of runs that train together; the rest is for activations.
 _SHARE_OF_MATRICES = 0.5
-_DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 _SECONDS_BETWEEN = 0.1  # updates of a progress bar
 Keep = Callable[[int, Mapping[str, float]], Collection[str]]
 
@@ -211,15 +210,10 @@ class Entries:
         for entries in ensembles[1:]:  # find errors before the first ensemble trains
             self._prepared([replace(entry.spec, start=None, saving=None) for entry in entries]).end()
         with self.interrupt, _Watch(self.entries, self.progress, self.title) as watch:
-            while ensembles:
-                entries = ensembles.pop(0)
+            for entries in ensembles:
                 interrupted: BaseException | None = None
-                earlier = [copied_callbacks(entry.spec) for entry in entries] if len(entries) > 1 else []
                 try:
                     self._train(entries, watch)
-                except Drawn as drawn:
-                    self._separate(entries, earlier, drawn)
-                    ensembles = [[entry] for own in (entries, *ensembles) for entry in own]
                 except KeyboardInterrupt as error:
                     interrupted = error
                 if interrupted is not None or self.processes.agreed(self.interrupt.requested):
@@ -339,33 +333,10 @@ class Entries:
                 if len(running) > 1 and fingerprints(self.device) != untouched:
                     warnings.warn(
                         "a model, strategy or callback draws from the global random generators, but not in its first "
-                        f"steps: runs differ from their own Trainer.fit; give together=False, or {_DRAW_FROM_NODES}",
+                        f"steps: runs differ from their own Trainer.fit; give together=False, or {DRAW_FROM_NODES}",
                         UserWarning,
                         stacklevel=4,
                     )
-
-    def _separate(self, entries: Sequence[Entry], earlier: Sequence[list[Any]], drawn: Drawn) -> None:
-        """Discard the joint training of `entries`; restore their callbacks from `earlier`, copies made before it.
-
-        Raises:
-            ValueError: halving and pruners need runs that train together.
-        """
-        if self.rungs:
-            raise ValueError(
-                f"halving and pruners need runs that train together, and {drawn}: {_DRAW_FROM_NODES}"
-            ) from drawn
-        if self.processes.is_first:
-            warnings.warn(
-                f"{drawn}, of which runs that train together have none of their own: the runs start again, one after "
-                f"the other (together=False). So that they train together, {_DRAW_FROM_NODES}",
-                UserWarning,
-                stacklevel=4,
-            )
-        for entry, callbacks in zip(entries, earlier, strict=True):
-            entry.spec = replace(entry.spec, callbacks=callbacks)
-            entry.history.continue_from(History(entry.spec.label, entry.spec.num_nodes, entry.spec.population))
-            entry.model = entry.error = entry.stopped_at = entry.finished_at = None
-            self._notify_outcome(entry, Outcome(record=(entry.history.as_plain(), 0)))
 
     def _collect(self, ensemble: Ensemble, running: Sequence[Entry], watch: _Watch, last: bool = False) -> None:
         """Keep the models of complete runs, note which runs stopped early, and show the progress of all runs.

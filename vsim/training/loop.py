@@ -30,11 +30,10 @@ from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.run import Diverged, Run
 from vsim.training.stack import Stack
+from vsim.training.view import RunView
 from vsim.trees import tensors_of
 
-
-class Drawn(BaseException):
-    """One of several runs draws from the global random generators, which they share: the runs must train separately."""
+DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 
 
 @dataclass(eq=False)
@@ -109,10 +108,17 @@ class Ensemble:
         return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
 
     def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
-        """Raise `Drawn` if `who` has drawn from global random generators since `states_for_trial` returned `before`."""
+        """Raise a ValueError if `who` has drawn from global random generators since `states_for_trial` gave `before`.
+
+        Runs that train together share these generators, so that the numbers of one run would depend on the others.
+        """
         now = self.states_for_trial(run) if before else {}
         if found := [name for name, state in before.items() if state != now[name]]:
-            raise Drawn(f"{who} draws from the global random generators ({', '.join(found)})")
+            apart = "" if run.rungs else "give together=False, or "  # halving compares runs that train together
+            raise ValueError(
+                f"{who} draws from the global random generators ({', '.join(found)}), which runs that train together "
+                f"would share: {apart}{DRAW_FROM_NODES}"
+            )
 
     @property
     def training(self) -> list[Run]:
@@ -144,7 +150,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         with _own(ensemble, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
                 with ensemble.interrupt.requested_inside():
-                    notify(callback, "on_start", run)
+                    notify(callback, "on_start", RunView(run))
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.known_events = len(run.ledger)
@@ -272,7 +278,7 @@ def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, ba
 
 @torch.no_grad()
 def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Take the communication and optimizer step of every run. Some runs may share optimizer calls."""
+    """Take the communication and optimizer step of every run."""
     for run in stack.taking:
         if not run.is_running:
             run.put_back_resting()
@@ -282,17 +288,16 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
     for run in stepping:
         with _own(ensemble, run):
             run.strategy.gradients()
-    stepped = stack.optimizers.step({run.strategy for run in stepping if run.trains and not run.cluster.frozen})
     for run in stepping:
         if run.trains:
             with _own(ensemble, run), skipping(run.cluster):
-                if run.strategy not in stepped:
-                    run.strategy.optimize()
+                run.strategy.optimize()
                 run.put_back_resting()
-                run.strategy.sync()
-                if run.done != run.cluster.step:
+                run.strategy.advance()
+                if not run.ledger.position.has_communicated:
                     name = type(run.strategy).__name__
-                    raise TypeError(f"{name}.step() must end with super().step(), or sync() with super().sync()")
+                    raise TypeError(f"{name}.step() must end with super().step(), or advance() with super().advance()")
+                run.cluster.complete_step()
 
 
 class _own(AbstractContextManager[None]):
@@ -348,7 +353,7 @@ def _report_start(ensemble: Ensemble) -> None:
             with _own(ensemble, run):
                 row: dict[str, float] = {"step": run.done, "examples": run.examples}
                 row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.measured()}
+                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.columns()}
                 executor = stack.executor
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
@@ -382,7 +387,7 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                     "seconds": run.seconds,
                     "validation_seconds": run.validation_seconds,
                     "memory_bytes": memory,
-                    **run.strategy.measured(),
+                    **run.strategy.columns(),
                     **found[run],
                 }
                 events, run.known_events = ledger[run.known_events :], len(ledger)
@@ -436,7 +441,7 @@ def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     if not run.spec.callbacks:
         return
     with watching(run, ensemble.values), ensemble.interrupt.requested_inside():
-        notify_row(run.spec.callbacks, run)
+        notify_row(run.spec.callbacks, RunView(run))
     if not ensemble.is_alone:  # a callback may have stopped the run in one process only
         with collectives.unbilled():
             last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
@@ -450,7 +455,7 @@ def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
                 for callback in run.spec.callbacks:
                     # With several processes, an interrupt raises: a request could no longer reach the other processes.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
-                        notify(callback, "on_end", run)
+                        notify(callback, "on_end", RunView(run))
                 run.concluded = True
 
 
@@ -462,18 +467,19 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
         own = [run for run in stack.runs if run in due]
         started = time.perf_counter()
         for run in own:
-            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluating():
+            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluation():
                 run.global_weights = run.evaluated_weights()
         own = [run for run in own if run.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():
                 for run in own:
-                    evaluating.enter_context(run.strategy.evaluating())
+                    evaluating.enter_context(run.strategy.evaluation())
                 before = ensemble.states_for_trial(runs[0])
                 found.update(validate(own))
-                ensemble.check_draws(before, runs[0], "the model or a metric")
         except Exception as error:  # an error of the model or the data, which all these runs share
             _all_leave(ensemble, own, error)
+        else:
+            ensemble.check_draws(before, runs[0], "the model or a metric")
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
             run.global_weights = None
@@ -493,7 +499,7 @@ def _of_ended(
     started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
-            evaluating.enter_context(run.strategy.evaluating())
+            evaluating.enter_context(run.strategy.evaluation())
             run.global_weights = run.evaluated_weights()
         of_clients = measured_on("client", stack, [run for run in runs if run.client_data], briefly)
         of_tests = measured_on("test", stack, [run for run in runs if run.test_data], briefly)

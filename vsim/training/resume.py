@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from vsim.checkpoint.files import Checkpoint, packed, unpacked
@@ -21,58 +21,13 @@ from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import StackedOptimizer, forget, parts_of, torch_optimizers
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.state import CheckpointError, Stateful, owners, placements_of
+from vsim.cluster.state import CheckpointError, owners
 from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
 from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences, settings_of_run
 from vsim.records.history import History
-from vsim.training.callbacks import savable
+from vsim.training.lasting import PYTHON, attributes_of, restore, set_python, shared_state, stacked_state
 from vsim.training.run import Run
-
-PYTHON = "extra state", "attributes"  # names of the Python state of models
-
-
-def _state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the run's state as two maps name → value: state with a row for each node, and state equal on all nodes."""
-    cluster, strategy = run.cluster, run.strategy
-    stacked: dict[str, Any] = {
-        "weights": cluster.replicas.weights,
-        **{f"buffer {name}": buffer for name, buffer in cluster.replicas.buffers.items()},
-        "streams": run.generators[: len(run.rows)],
-        "optimizer": strategy.optim,
-        **python_of(run),
-    }
-    shared: dict[str, Any] = {
-        "generator": cluster.generator,
-        "frozen": cluster.frozen,
-        # If nodes have separate optimizers, their schedules are equal: save the first node's.
-        "schedules": [own[0] for own in strategy.schedulers if own],
-        **({"loss": run.objective.loss_fn} if isinstance(run.objective.loss_fn, nn.Module) else {}),
-        **({} if run.clients is None else {"clients": run.clients}),
-        **{f"callback {name}": one for name, one in savable(run.spec.callbacks).items()},
-    }
-    for name, owner, attribute, placement in _declared(run):
-        (stacked if placement == "stacked" else shared)[name] = getattr(owner, attribute)
-    return stacked, shared
-
-
-def python_of(run: Run) -> dict[str, Any]:
-    """Return the Python state of the model of each row, as two maps of `_state`."""
-    own = (run.objective.extra_states(run.rows), run.objective.attributes(run.rows))
-    return {name: [(state,) for state in states] for name, states in zip(PYTHON, own, strict=True)}
-
-
-def set_python(run: Run, state: Mapping[str, Any]) -> None:
-    """Restore the output of `python_of`."""
-    extra, attributes = ([own for (own,) in state[name]] if name in state else None for name in PYTHON)
-    run.objective.set_states(run.rows, extra or [{}] * len(run.rows), attributes)
-
-
-def _declared(run: Run) -> Iterator[tuple[str, Stateful, str, str]]:
-    """Yield (name, part, attribute, placement) for all state that the strategy and its parts declare."""
-    for part, owner in owners(run.strategy).items():
-        for attribute, placement in placements_of(owner).items():
-            yield f"{part}.{attribute}", owner, attribute, placement
 
 
 def undeclared(run: Run) -> Contents:
@@ -189,11 +144,10 @@ def captured(run: Run) -> Checkpoint:
 
 
 def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
-    stacked, shared = _state(run)
-    rows = len(run.rows)
+    rows, shared = len(run.rows), {**shared_state(run), "process": run.random_states}
     return (
-        {name: encoded(value, name, True, rows) for name, value in stacked.items()},
-        {name: encoded(value, name) for name, value in {**shared, "process": run.random_states}.items()},
+        {name: encoded(value, name, True, rows) for name, value in stacked_state(run).items()},
+        {name: encoded(value, name) for name, value in shared.items()},
     )
 
 
@@ -233,7 +187,7 @@ def rows_of(
         matrix: whether to include weights and buffers. sent: the state of row −1, which another process holds.
     """
     held, found = [len(run.rows)], {}
-    for name, value in _state(run)[0].items():
+    for name, value in stacked_state(run).items():
         if sent and max(rows) < 0:
             found[name] = cut(sent[name], [0] * len(rows), [1])
         elif sent or matrix or not _is_in_matrix(name):
@@ -250,20 +204,14 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
         ValueError: weights or buffers have other shapes than in this run.
     """
     forget(run.strategy.optim)
-    live = _state(run)[0]
+    live = stacked_state(run)
+    if lost := [name for name in live if name not in state and not _is_in_matrix(name) and name not in PYTHON]:
+        raise LookupError(f"no state of {', '.join(lost)}")
     live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.made.items()}
     filled = {name: filler.fill(own, live[name], name) for name, own in state.items()}
     if any(own is not live[name] for name, own in filled.items() if _is_in_matrix(name)):
         raise ValueError("weights or buffers have other shapes")
-    for name, owner, attribute, placement in _declared(run):
-        if placement == "stacked":
-            setattr(owner, attribute, filled[name])
-    set_python(run, filled)
-
-
-def made_in_setup(run: Run) -> dict[str, Any]:
-    """Return name → value of the state that the strategy declares as stacked."""
-    return {n: getattr(owner, own) for n, owner, own, placement in _declared(run) if placement == "stacked"}
+    restore(run, filled)
 
 
 def _is_in_matrix(name: str) -> bool:
@@ -313,17 +261,12 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
     fill_rows(run, {name: cut(own, rows, held) for name, own in checkpoint.stacked.items()}, filler)
     filled = {
         name: filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
-        for name, live in _state(run)[1].items()
-        if name in checkpoint.shared or not name.startswith("callback ")  # a new callback
+        for own in run.lasting
+        for name, live in own.shared().items()
+        if name in checkpoint.shared or not own.may_be_new
     }
     filler.check()
-    for name, owner, attribute, placement in _declared(run):
-        if placement == "shared":
-            setattr(owner, attribute, filled[name])
-    cluster.frozen = filled["frozen"]
-    for own in run.strategy.schedulers:
-        for other in own[1:]:
-            other.load_state_dict(copy.deepcopy(own[0].state_dict()))
+    restore(run, filled)
     if held == [len(nodes) for nodes in cluster.collectives.ranges]:  # every process holds as many nodes as before
         states = own_of(checkpoint.shared["process"], [*run.nodes], held)
         set_global_states(
@@ -368,7 +311,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     for scheduler in checkpoint.step * [*chain(*run.strategy.schedulers)]:
         scheduler.step()
     filler, rows = Filler(run.cluster.collectives, replicas.weights.device), [*replicas.nodes]
-    for name, owner, attribute, _ in _declared(run):
+    for name, owner, attribute, _ in attributes_of(run.strategy):
         if attribute in owner.carried and name in checkpoint.shared:
             setattr(owner, attribute, filler.fill(checkpoint.shared[name], getattr(owner, attribute), name))
     is_alike = len(checkpoint.weights) == run.cluster.num_nodes and run.plan is None

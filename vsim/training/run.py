@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -14,20 +13,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import Dataset
 
-from vsim.arguments import one_of, whole_number
 from vsim.checkpoint.undeclared import Contents
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, fingerprints, global_states
+from vsim.cluster.state import Lasting
 from vsim.data.batches import BatchSource, Uneven, ValidationExamples, of_rows
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
-from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, TESTED, VALIDATED, History
+from vsim.records.history import History
 from vsim.records.progress import Reporter
 from vsim.strategy.base import Algorithm
-from vsim.training.clients import Clients, OwnModels
+from vsim.training.clients import Clients
 from vsim.training.interrupt import Interrupt
 from vsim.training.spec import RunSpec
 
@@ -56,6 +55,7 @@ class Run:
         rows: this process's rows of the stack's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
+        lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
         made: name → stacked state from the strategy's setup, with a row for each node of the setup.
         objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
@@ -94,6 +94,7 @@ class Run:
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
     generators: list[torch.Generator] = field(init=False)
+    lasting: list[Lasting] = field(default_factory=list)
     made: dict[str, Any] = field(default_factory=dict)
     objective: Objective = field(init=False)
     interrupt: Interrupt = field(init=False)
@@ -248,131 +249,6 @@ class Run:
         """Whether this process holds all nodes of the run."""
         return self.collectives.is_alone
 
-    @property
-    def model(self) -> nn.Module:
-        """The live model, which computes the losses of all nodes; its own tensors belong to no node.
-
-        To change its weights or buffers, call `set_weights`, `freeze` or `unfreeze`: a callback that changes a
-        parameter or buffer here, if only by a forward pass that updates statistics, ends the run. To compute with a
-        model, call `global_model`; to change attributes, `each_model`.
-        """
-        return self.objective.model
-
-    @property
-    def loss_fn(self) -> Any:
-        """The live loss function, None without one."""
-        return self.objective.loss_fn
-
-    def each_model(self, f: Callable[[nn.Module], object]) -> None:
-        """Call f(model) for every copy of the model with which this run computes.
-
-        All nodes may share one copy, and so may other runs of a comparison unless `together=False`. `f` may change
-        plain attributes, such as a temperature or a flag. Parameters and buffers of the copies belong to no node: call
-        `set_weights` for them.
-        """
-        for own in self.objective.copies():
-            f(own.model)
-
-    @torch.no_grad()
-    def set_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Set weights and buffers on all nodes, as if every rank called `model.load_state_dict(state, strict=False)`.
-
-        Nothing is billed. Optimizers and strategies keep their own state: the outer weights of DiLoCo, for instance,
-        do not change, so that its next sync counts the change as part of the nodes' progress.
-
-        Args:
-            state: name → tensor, for some or all parameters and buffers. A parameter that requires no gradient is
-                shared with other runs, and cannot get another value.
-
-        Raises:
-            ValueError: a name is unknown, or a value does not fit. Then no value is set.
-        """
-        replicas, targets = self.cluster.replicas, {}
-        rows = {**replicas.views(replicas.weights), **replicas.buffers}
-        known = {name: first for name, first in self._first_names().items() if first in {**rows, **replicas.frozen}}
-        for name, value in state.items():
-            first = known[one_of("every name in set_weights", name, known)]
-            shape = rows[first].shape[1:] if first in rows else replicas.frozen[first].shape
-            if not isinstance(value, Tensor) or value.shape != shape:
-                given = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ValueError(f"set_weights: {name} must be a tensor of shape {list(shape)}, got {given}")
-            if first in rows:
-                targets[name] = rows[first]
-            elif not torch.equal(replicas.frozen[first], value.to(replicas.frozen[first])):
-                raise ValueError(
-                    f"set_weights: {name} requires no gradient in the model, so that nodes and runs share it, and it "
-                    "cannot get another value: leave it out, or let it require one and freeze it by run.freeze"
-                )
-        for name, target in targets.items():
-            target.copy_(state[name])
-
-    def freeze(self, names: str | Iterable[str]) -> None:
-        """Freeze parameters from the next step on, as if every rank called `requires_grad_(False)` on them.
-
-        Gradients of frozen parameters are set to zero before communication, and the inner optimizer skips the
-        parameters: weight decay and momentum do not change them. The strategy still communicates and bills frozen
-        parameters, averages them at a sync if nodes differ, and moves them by the momentum of an outer optimizer.
-        Buffers of a frozen module, such as running statistics, still change. With several processes, call this in every
-        process.
-
-        Args:
-            names: names of parameters or modules; "encoder" stands for all parameters in `model.encoder`.
-
-        Raises:
-            ValueError: a name is unknown.
-        """
-        trained = {c.name for c in self.cluster.replicas.layout}
-        self.cluster.frozen |= {name: True for name in self._parameters_in(names) if name in trained}
-
-    def unfreeze(self, names: str | Iterable[str]) -> None:
-        """Train frozen parameters from the next step on, with their optimizer state from when they were frozen.
-
-        Args:
-            names: see `freeze`.
-
-        Raises:
-            ValueError: a name is unknown, or a parameter requires no gradient in the model itself.
-        """
-        own = self._parameters_in(names)
-        if never := [name for name in own if name in self.cluster.replicas.frozen]:
-            raise ValueError(
-                f"unfreeze: {', '.join(never)} requires no gradient in the model that was given, so that no node "
-                "trains it: let it require one, and freeze it by run.freeze in on_start"
-            )
-        self.cluster.frozen |= {name: False for name in own if name in self.cluster.frozen}
-
-    def _parameters_in(self, names: str | Iterable[str]) -> list[str]:
-        """Return the parameters with these names, or in modules with these names."""
-        replicas = self.cluster.replicas
-        within: dict[str, list[str]] = {}
-        of_model = {*(c.name for c in replicas.layout), *replicas.frozen}
-        for name, first in self._first_names().items():
-            for prefix in accumulate(name.split("."), "{}.{}".format) if first in of_model else ():
-                within.setdefault(prefix, []).append(first)
-        names = [names] if isinstance(names, str) else names
-        return [first for name in names for first in within[one_of("every name", name, within)]]
-
-    def _first_names(self) -> dict[str, str]:
-        """Return name → first name of the same tensor, because parameters and buffers of the model may be tied."""
-        module = self.cluster.replicas.module
-        found: dict[int, str] = {}
-        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        return {name: found.setdefault(id(tensor), name) for name, tensor in chain(*named)}
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of the history that this run measures, at some or all steps."""
-        validated = self.evaluator is not None
-        apart = self.spec.correlation_interval is not None
-        absent = {
-            *(() if validated else VALIDATED),
-            *(() if apart else SPREAD),
-            *(ACCURACIES if self.spec.accuracy is False else ()),
-            *TESTED,  # in the last row, when the run is over
-        }
-        own = [c for c in COLUMNS if c not in absent]
-        return [*own, *self.strategy.measured(), *(self.spec.metrics or ())]
-
     def fetching(self) -> AbstractContextManager[None]:
         """Return a context in which the run's data draw from the global generators as if the run were alone."""
         return nullcontext() if self.data_states is None else self.data_states.here()
@@ -394,31 +270,17 @@ class Run:
                 "have no generators of their own: draw by torch's functions, or leave out deterministic"
             )
 
-    def global_model(self) -> nn.Module:
-        """Return a copy of the validated global model as an ordinary module."""
-        replicas, buffers = self.cluster.replicas, self.cluster.mean_buffers()
-        with torch.no_grad(), self.strategy.evaluating():
-            return replicas.as_module(self.evaluated_weights(), buffers, like=self.spec.model)
-
-    def client_model(self, client: int) -> nn.Module:
-        """Return a copy of the model that a node or client uses: the global model with the client's personal values."""
-        whole_number("client", client, at_least=0, at_most=self.spec.population - 1)
-        with torch.no_grad(), self.strategy.evaluating():
-            models = OwnModels(self.strategy, self.cluster, self.clients)
-            own = models(client, self.evaluated_weights(), self.cluster.mean_buffers())
-            return self.cluster.replicas.as_module(*own, like=self.spec.model)
-
     def evaluated_weights(self) -> Tensor:
         """Return the weights (P,) of the global model.
 
         Raises:
             TypeError: the strategy does not return a tensor of the weights' shape and dtype.
         """
-        weights, own = self.strategy.global_weights(), self.cluster.weights[0]
+        weights, own = self.strategy.model_weights(), self.cluster.weights[0]
         if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
             given = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
             raise TypeError(
-                f"{type(self.strategy).__name__}: global_weights() must return shared weights, "
+                f"{type(self.strategy).__name__}: the global weights must be shared weights, "
                 f"{own.dtype} {tuple(own.shape)}; got {given}"
             )
         return weights
@@ -430,7 +292,7 @@ class Run:
 
     def mean_weights(self) -> Tensor:
         """Return the mean over the nodes (P,) of the weights that the strategy evaluates."""
-        with torch.no_grad(), self.strategy.evaluating():
+        with torch.no_grad(), self.strategy.evaluation():
             return self.cluster.mean_weights()
 
     def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:

@@ -48,13 +48,15 @@ from vsim.records.history import COLUMNS, History
 from vsim.records.progress import Reporter
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
-from vsim.training.alike import batch_shapes, same_model, settings_order
+from vsim.training.alike import batch_shapes, same_model
 from vsim.training.attendance import arrange, feed, rows_at_first
+from vsim.training.callbacks import of_callbacks
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
 from vsim.training.interrupt import Interrupt
+from vsim.training.lasting import PYTHON, declared, of_model, of_nodes, of_strategy
 from vsim.training.loop import Ensemble
-from vsim.training.resume import PYTHON, begin_fork, made_in_setup, resume
+from vsim.training.resume import begin_fork, resume
 from vsim.training.run import Run
 from vsim.training.spec import RunSpec
 from vsim.training.stack import FewRows, Stack
@@ -184,7 +186,7 @@ def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[int]]:
-    """Group the indices of runs that are computed together, and sort each group by optimizer settings."""
+    """Group the indices of runs that are computed together."""
     if len(runs) == 1:
         return [[0]]
     stacks: list[list[int]] = []
@@ -195,7 +197,7 @@ def _grouped(runs: Sequence[Run]) -> list[list[int]]:
                 break
         else:
             stacks.append([i])
-    return [sorted(stack, key=lambda i: settings_order(runs[i].spec.strategy)) for stack in stacks]
+    return stacks
 
 
 def _are_alike(first: Run, other: Run) -> bool:
@@ -310,10 +312,10 @@ def _place(run: Run, replicas: Replicas) -> None:
     if isinstance(strategy, AsynchronousStrategy):
         assert isinstance(spec.network, Network) and isinstance(spec.compute, Compute)
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
-    strategy.setup(cluster)
+    strategy.begin(cluster)
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.weights)
-    measured = [encodable(f"{type(strategy).__name__}: a name in measured()", name) for name in strategy.measured()]
+    measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # in one process
@@ -328,9 +330,11 @@ def _place(run: Run, replicas: Replicas) -> None:
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
     if run.plan is not None:
-        run.made = made_in_setup(run)
+        run.made = declared(strategy, "stacked")
+    run.lasting = [of_nodes(run), of_strategy(run), of_model(run), of_callbacks(spec.callbacks)]
     if run.plan is not None and run.plan.renews:
         run.clients = Clients(strategy, cluster, run.plan.store, claims=run.is_first)
+        run.lasting.append(run.clients.lasting)
 
 
 def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:

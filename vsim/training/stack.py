@@ -17,7 +17,6 @@ from vsim.data.batches import Uneven, of_rows
 from vsim.engine import Executor
 from vsim.engine.executor import undone
 from vsim.engine.machine import takes_one_thread
-from vsim.training.joint_steps import Optimizers
 from vsim.training.run import Run
 
 
@@ -124,7 +123,6 @@ class Stack:
         few: computes some of the present rows, if nodes have batches of different sizes.
         batches: (step, stacked batch (R, B, …) for the present rows, on any device), from the next step on.
         batch: the batch computed last.
-        optimizers: the runs' inner optimizers; optimizers with equal settings share a call.
         take_own_step: takes a step of the stack's only run, if the run is asynchronous.
         is_small: whether one thread computes the present rows.
     """
@@ -134,7 +132,6 @@ class Stack:
     make: Callable[[Replicas, list[torch.Generator]], Executor]
     executor: Executor = field(init=False)
     few: FewRows = field(init=False)
-    optimizers: Optimizers = field(init=False)
     taking: list[Run] = field(default_factory=list)
     batches: Iterator[tuple[int, Any]] = field(default_factory=lambda: iter(()))
     batch: Any = None
@@ -162,7 +159,6 @@ class Stack:
         self.executor, self.is_small = self._executors[number]
         self.executor.generators[:] = streams
         self.few.engine = self.executor
-        self.optimizers = Optimizers([run.strategy for run in self.taking])
 
     def coming_batch(self) -> Any:
         """Return the batch of the next step, which `batches` will yield again."""

@@ -48,7 +48,8 @@ class Workers:
     def take_step(self) -> None:
         """Take the next step of the run."""
         with skipping(self.run.cluster):
-            self.strategy.advance()
+            self.strategy.take_step()
+            self.run.cluster.complete_step()
         self.run.node_losses = self.strategy.losses.tolist()
 
     def step(self, owed: Sequence[int]) -> None:
