@@ -19,6 +19,7 @@ from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import Algorithm
+from vsim.strategy.base import take_step
 
 Result = TypeVar("Result")
 
@@ -36,10 +37,7 @@ class Driven:
         self.ledger.position.begin(self.cluster.step + 1)
         self.cluster.grads.copy_(gradients)
         with torch.no_grad():
-            self.strategy.gradients()
-            self.strategy.optimize()
-            self.strategy.advance()
-            self.cluster.complete_step()
+            take_step(self.strategy)
         return self.cluster.weights.clone()
 
 

@@ -9,7 +9,7 @@ code written as if for one node, see `vsim.strategy.per_node`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import Parameter
 from itertools import chain
@@ -24,6 +24,7 @@ from typing_extensions import Unpack
 
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
+from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec, clip_by_node, resolve_optim
 from vsim.cluster.optimizers import (
@@ -557,10 +558,7 @@ class Algorithm(Configured):
                         for event in ledger[: len(ledger) // (step - 1)]:
                             ledger.record(event._replace(step=step, due=step))
                         continue
-                    strategy.gradients()
-                    strategy.optimize()
-                    strategy.advance()
-                    cluster.complete_step()
+                    take_step(strategy)
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"{name} cannot be priced without training: what it sends depends on values, and here tensors have "
@@ -573,3 +571,27 @@ class Algorithm(Configured):
     def _repeats(self) -> bool:
         """Whether every step certainly sends the same as the first, so that a dry run takes only one step."""
         return False
+
+
+def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] = lambda: None) -> None:
+    """Take an algorithm's part of a step, once the gradients are computed, and count the step.
+
+    Frozen parameters have gradients of zero, and the optimizer skips them.
+
+    Args:
+        after_optimizer: called between the optimizer step and the communication of weights.
+
+    Raises:
+        TypeError: a method of a subclass does not call `super()`, so that the modules have not communicated.
+    """
+    cluster = strategy.cluster
+    clear_gradients(cluster)
+    with skipping(cluster):
+        strategy.gradients()
+        strategy.optimize()
+        after_optimizer()
+        strategy.advance()
+        if not cluster.collectives.position.has_communicated:
+            name = type(strategy).__name__
+            raise TypeError(f"{name}.step() must end with super().step(), or advance() with super().advance()")
+        cluster.complete_step()

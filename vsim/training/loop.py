@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from vsim.arguments import naming, retold
-from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.cluster.randomness import fingerprints, global_states
 from vsim.cluster.state import CheckpointError
 from vsim.data.batches import Uneven, sizes_of
@@ -23,6 +22,7 @@ from vsim.engine.machine import moved, repeating, synchronize, using_threads
 from vsim.engine.memory import Held
 from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
+from vsim.strategy.base import take_step
 from vsim.training import resume
 from vsim.training.attendance import attend
 from vsim.training.callbacks import notify, notify_row, watching
@@ -284,20 +284,8 @@ def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
             run.put_back_resting()
     stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
     for run in stepping:
-        clear_gradients(run.cluster)
-    for run in stepping:
         with _own(ensemble, run):
-            run.strategy.gradients()
-    for run in stepping:
-        if run.trains:
-            with _own(ensemble, run), skipping(run.cluster):
-                run.strategy.optimize()
-                run.put_back_resting()
-                run.strategy.advance()
-                if not run.ledger.position.has_communicated:
-                    name = type(run.strategy).__name__
-                    raise TypeError(f"{name}.step() must end with super().step(), or advance() with super().advance()")
-                run.cluster.complete_step()
+            take_step(run.strategy, run.put_back_resting)
 
 
 class _own(AbstractContextManager[None]):
