@@ -1,6 +1,7 @@
 """Every notebook runs top to bottom, and is kept with the outputs of such a run.
 
-Here they run with VSIM_QUICK=1, which makes long ones take only a few steps; the kept outputs are of whole runs.
+Here they take only a few steps: the metadata `quick` of a cell, which readers do not see, maps lines of code to
+others. The kept outputs are of whole runs.
 """
 
 from __future__ import annotations
@@ -85,6 +86,16 @@ def pictures(notebook: Any) -> list[int]:
     return [i for i, cell in enumerate(notebook.cells) if PICTURE in str(cell.get("outputs"))]
 
 
+def make_quick(cell: Any) -> None:
+    """Replace lines of a cell's code as its metadata say."""
+    shorter = dict(cell.metadata.get("quick", {}))
+    lines = cell.source.split("\n")
+    assert shorter.keys() <= {line.strip() for line in lines}, f"not in the cell: {shorter}"
+    for i, line in enumerate(lines):
+        lines[i] = line.replace(line.strip(), shorter.get(line.strip(), line.strip()))
+    cell.source = "\n".join(lines)
+
+
 def complaints(notebook: Any) -> str:
     """What a notebook wrote to standard error: warnings and progress bars."""
     streams = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -103,7 +114,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # this environment's kernel, not the user's own
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         patch.delenv("MPLBACKEND", raising=False)  # conftest's keeps figures that a cell draws from being shown
-        patch.setenv("VSIM_QUICK", "1")
         patch.setenv("PYTHONWARNINGS", "ignore:too few steps for")  # quick ones take fewer than some of their H
         patch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
         patch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
@@ -125,6 +135,7 @@ def test_notebooks_run(name: str, kernel: Any, tmp_path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+            make_quick(cell)
     begin = f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
     client = nbclient.NotebookClient(notebook, timeout=300, km=kernel)

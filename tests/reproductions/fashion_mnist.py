@@ -38,11 +38,11 @@ FLOWER = {
     "FedNova": (89.3, 88.1, 11.1, 70.5, 83.2),
 }
 NOTES = {
-    "labels=2, SCAFFOLD": "vsim's SCAFFOLD takes plain SGD only, here with rate .1. Published values lie far apart in "
-    "such settings: 42.8 ± 28.7 % here in Li et al., 10.0 % in Flower's baseline, 61.99 % for MNIST with Dirichlet(.5) "
-    "in FedBench. Of ten seeds, five end at 10.0 %, two of them with losses that are not finite, and five between 11 "
-    "and 22 %. Weights that are not numbers predict the first class, and a tenth of the test images have it: 10.0 % is "
-    "a run that diverged or predicts one class, and a mean over runs of both kinds can be anything between."
+    "labels=2, SCAFFOLD": "\n\n- vsim's SCAFFOLD takes plain SGD only, here with rate .1.\n"
+    "- Published values differ widely in such settings: 42.8 ± 28.7 % in Li et al., 10.0 % in Flower's baseline, and "
+    "61.99 % for MNIST with Dirichlet(.5) in FedBench.\n"
+    "- Of ten seeds, five end at 10.0 % (two of them with non-finite losses), and five between 11 and 22 %. A run that "
+    "diverged, or predicts one class only, has 10.0 %. A mean over runs of both kinds can be anything between."
 }
 TABLE = Table(
     title="Fashion-MNIST dealt unevenly, a part of the table",
@@ -57,10 +57,10 @@ TABLE = Table(
         for i, dealt in enumerate(DEALT)
         for name in FLOWER
     },
-    note="Measured is a part: 10 rounds of 2 local epochs on the first 4,000 images and one μ, far fewer steps than "
-    "published, so that accuracies are far below. The order of the algorithms cannot be told from three seeds of this "
-    "part. The whole table is 105 runs of 30 million examples. At 10,000 examples a second on a core of an AMD EPYC, a "
-    "run takes 50 minutes, and the table about 90 hours.",
+    note="Only a part was measured: 10 rounds of 2 local epochs on the first 4,000 images, and one μ. These are far "
+    "fewer steps than published, so accuracies are far lower, and three seeds do not decide the ranking. The whole "
+    "table is 105 runs of 30 million examples: at 10,000 examples a second on a core of an AMD EPYC, a run takes 50 "
+    "minutes, and the table about 90 hours.",
     digits=".3g",
     quick_agrees=False,
     is_part=True,

@@ -22,9 +22,9 @@ TABLE = Table(
         name: Row((99.7, 99.8), within=0.3, unit="%")
         for name in ("FedAvg", f"FedProx, μ = {MU}", "SCAFFOLD", "FedNova")
     },
-    note="Published are means of three runs. Each seed has points and initial weights of its own. SCAFFOLD takes "
-    "plain SGD only; its rate is .1, with which it moves weights as far as momentum .9 does at .01. As all parties "
-    "take equally many steps, vsim's FedNova is FedAvg.",
+    note="Published values are means of three runs. Each seed has its own points and initial weights. SCAFFOLD takes "
+    "plain SGD only; its rate is .1, with which it moves weights as far as momentum .9 does at .01. FedNova equals "
+    "FedAvg here, because all parties take equally many steps.",
     digits=".2f",
     quick_agrees=False,  # fewer rounds
 )

@@ -30,7 +30,7 @@ TABLE = Table(
     rows={"iid": Row(87, within=20), "two shards a client": Row(664, within=200)},
     quick_agrees=False,
     needs="MNIST's four files in a folder",
-    note="The published rounds are quoted at second hand.",
+    note="The published rounds are quoted from another source.",
 )
 
 

@@ -31,8 +31,8 @@ TABLE = Table(
     " (H_base 2) and .25 (H_base 4). The rate then falls to 0 along a cosine.",
     source="Gu et al. 2024, tables of communication for ViT-B and ResNet-152",
     url="https://arxiv.org/abs/2310.14423",
-    note="The published shares are quoted at second hand: the paper's tables were not at hand. Epochs, steps, peak"
-    " rates and warm-ups are those of the authors' code (github.com/hmgxr128/QSR at 93f0fac, "
+    note="The published shares are quoted from another source, because the paper's tables were not available. Epochs, "
+    "steps, peak rates and warm-ups are those of the authors' code (github.com/hmgxr128/QSR at 93f0fac, "
     "example-run-vit-localadamw.sh and recipe/resnet-B=4096-localsgdm.yml).",
     rows={name: Row(value, within=0.05, unit="%") for name, value in PUBLISHED.items()},
 )

@@ -38,8 +38,8 @@ TABLE = Table(
         "SCAFFOLD, from the optimum": Row(0.0, within=1e-6),
         **{f"variance at syncs, H = {H}": Row(VARIANCE) for H in INTERVALS},
     },
-    note="Both formulas are derived from the steps of SGD; the paper, of which only the abstract was at hand, "
-    "treats such fixed points as minima of a surrogate loss.",
+    note="Both formulas are derived from the steps of SGD. The paper, of which only the abstract was available, treats "
+    "such fixed points as minima of a surrogate loss.",
     digits=".3g",
     expected_is="derived",
 )

@@ -93,8 +93,8 @@ TABLE = Table(
     digits=".2g",
     expected_is="expected",
     figure="images/quadratics.png",
-    note="In the figure lines are the predicted mean over the nodes and that mean ± two deviations; the band is "
-    "what vsim's coordinates have, from the 2.3rd to the 97.7th percentile.",
+    note="In the figure, lines are the predicted mean over the nodes, and that mean ± two standard deviations. The "
+    "band is vsim's coordinates, from the 2.3rd to the 97.7th percentile.",
 )
 
 

@@ -119,6 +119,7 @@ class Result:
             *(f"| {name} | {e} | {m} | {self._compared(good)} |" for name, e, m, good in self.lines()),
         ]
         notes = [f"{name}: {row['note']}" for name, row in table["rows"].items() if row["note"] and name in self.found]
+        notes = [note.replace(": \n", ":\n") for note in notes]  # a list of remarks
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         cost = f"{_seconds(self.seconds)} s on {self.cores} cores, {self.date}, {versions}: `{self.command}`"
         return "\n\n".join(
@@ -141,11 +142,13 @@ class Result:
         low, high = bounds(row["expected"])
         unit = f" {row['unit']}" if row["unit"] else ""
         text = self._shown(low) if low == high else f"{self._shown(low)} to {self._shown(high)}"
-        text += f" ± {row['within']:.2g}" if row["within"] else ""
+        text += f" ± {_two_digits(row['within'])}" if row["within"] else ""
         return f"{text}{unit}" + (f" ({row['source']})" if row["source"] else "")
 
     def _number(self, mean: float, row: dict[str, Any], half: float) -> str:
-        return self._shown(mean) + (f" ± {half:.2g}" if half else "") + (f" {row['unit']}" if row["unit"] else "")
+        return (
+            self._shown(mean) + (f" ± {_two_digits(half)}" if half else "") + (f" {row['unit']}" if row["unit"] else "")
+        )
 
     def _shown(self, value: float) -> str:
         return format(value, self.table["digits"])
@@ -160,6 +163,11 @@ def as_json(table: Table) -> dict[str, Any]:
 def bounds(expected: float | Sequence[float]) -> tuple[float, float]:
     low, high = expected if isinstance(expected, Sequence) else (expected, expected)
     return low, high
+
+
+def _two_digits(value: float) -> str:
+    """Return two significant digits, and no exponent of large numbers: 140 instead of 1.4e+02."""
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def _seconds(seconds: float) -> str:
@@ -208,8 +216,8 @@ def page() -> str:
 Which published numbers and formulas does vsim reproduce? In a checkout, `python -m tests.reproductions [NAME …]`
 measures them again, saves one JSON file for each in `tests/reproductions/results/`, and writes this page from those
 files; `--quick` runs short forms, and saves nothing. *Measured* is a mean ± half of its 95 % interval over seeds,
-where there are several. A row agrees if this interval and what was expected, give or take its tolerance, have a
-number in common. Rows that disagree stay, with what was found about them.
+where there are several. A row agrees if this interval overlaps the expected value ± tolerance. Rows that disagree stay
+in the table, with what was found about them.
 
 | result | source | rows that agree | seconds |
 | --- | --- | --- | --- |

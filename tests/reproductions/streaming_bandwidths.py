@@ -45,13 +45,13 @@ TABLE = Table(
     "Its numbers are met to one such step.",
     source="Douillard et al. 2025, table 4",
     url="https://arxiv.org/abs/2501.18512",
-    note="The published numbers are quoted at second hand: the paper's table was not at hand, and of the last "
-    "model only one overlapped number was known. Of these 56 numbers 12 are the paper's, 42 are one step of "
-    "the grid higher, none is one lower, and two are further away. So in exactly 42 cells, of all strategies and "
-    "shares, the published number is the last bandwidth of the grid that does not suffice: the paper seems to round "
-    "down. One step is counted as agreement, so that this does not show in the last column.",
+    note="The published numbers are quoted from another source, because the paper's table was not available. Of the "
+    "last model only one overlapped number was known. Of these 56 numbers, 12 equal the paper's, 42 are one step of "
+    "the grid higher, none is one lower, and two are further away. In exactly these 42 cells, the published number is "
+    "the last bandwidth of the grid that does not suffice: the paper seems to round down. One step counts as "
+    "agreement, so this does not show in the last column.",
     rows={
-        f"{name}, {share}": Row(gbits, within=0.24 * gbits, note=NOTES.get(f"{name}, {share}", ""))
+        f"{name}, {share}": Row(gbits, within=0.24 * gbits, unit="Gbit/s", note=NOTES.get(f"{name}, {share}", ""))
         for name, (_, _, row) in PUBLISHED.items()
         for share, gbits in zip(SHARES, row, strict=False)
     },

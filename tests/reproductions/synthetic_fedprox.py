@@ -25,10 +25,10 @@ TABLE = Table(
         "FedAvg with 90 % dropped, to none dropped": Row((1, 10)),
         "FedProx with μ = 1, to FedAvg, none dropped": Row((0, 1)),
     },
-    note="The comparison is qualitative: the paper has curves, of one run each, and no table; published is on which "
-    "side of 1 a ratio lies. Clients that are dropped at random leave a cohort of 10, 5 or 1. FedProx also uses what "
-    "stragglers have computed. vsim has no clients with random numbers of local epochs, so that this half of the "
-    "figure is missing.",
+    note="The comparison is qualitative: the paper has curves of one run each and no table, so the published value is "
+    "only the side of 1 on which a ratio lies. Dropping clients at random leaves a cohort of 10, 5 or 1. In the paper, "
+    "FedProx also uses the partial work of stragglers. vsim has no clients with random numbers of local epochs, so "
+    "this half of the figure is missing.",
     digits=".3g",
     quick_agrees=False,
     is_part=True,

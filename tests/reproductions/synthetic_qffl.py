@@ -25,10 +25,10 @@ TABLE = Table(
         "the worst 10 % of clients": Row(18.8, within=5.0, unit="%", note=LESS),
         "the best 10 % of clients": Row(100.0, unit="%"),
     },
-    note="Each seed draws data of its own; published are five splits of one data set. A cohort drawn in proportion to "
-    "sizes is not in vsim. The loss falls slowly: the accuracies still rise at the end. Its minimum over all training "
-    "examples, by L-BFGS for the first three seeds, has 82 to 88 % on all examples and 28 to 39 % for the worst 10 %, "
-    "above what is published.",
+    note="Each seed draws its own data; the paper uses five splits of one data set. vsim cannot draw a cohort in "
+    "proportion to the clients' sizes. The loss falls slowly, and accuracies still rise at the end. At its minimum "
+    "over all training examples (by L-BFGS, first three seeds), accuracies are 82 to 88 % on all examples and 28 to "
+    "39 % for the worst 10 %, above the published ones.",
     digits=".1f",
     quick_agrees=False,
     is_part=True,
