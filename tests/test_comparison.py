@@ -378,10 +378,26 @@ NAMES = ["AllReduce", "DiLoCo", "FedAvg, H = 10", "SPARTA, p = 0.5 %", "SPARTA +
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
 def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
     looks = looks_of(names).by_name
-    assert len({look.colour for look in looks.values()}) == len(names)
+    assert len({(look.colour, look.dash) for look in looks.values()}) == len(names)
     assert looks_of(random.sample(names, len(names))).by_name == looks
+    assert all(looks_of([name]).by_name[name].colour == looks[name].colour for name in names)
     known = [name for name in names if name not in ("mine", "b")]
+    assert len({looks[name].colour for name in known}) == len(known)
     assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
+    assert all(look.colour in COLOURS for look in looks.values())
+
+
+def test_names_that_begin_with_a_strategy_have_its_colour() -> None:
+    pairs = {
+        "AllReduce, all": "AllReduce",
+        "sparta_diloco:H=10,outer_lr=0.4": "SPARTA + DiLoCo",
+        "DiLoCo (small)": "DiLoCo",
+    }
+    looks, alone = looks_of([*pairs, "majority vote"]).by_name, looks_of([*pairs.values(), "mine"]).by_name
+    assert {name: looks[name].colour for name in pairs} == {name: alone[own].colour for name, own in pairs.items()}
+    two = looks_of(["AllReduce, all", "AllReduce, adapters", "mine"]).by_name  # tints of black
+    first, second = (two[f"AllReduce, {of}"] for of in ("all", "adapters"))
+    assert first.colour == COLOURS[0] and second.colour == "#535353" and first.dash != second.dash
 
 
 # Cohorts --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from vsim import History
 from vsim.figures.paper import save
-from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview
+from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, looks_of, overview
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:
@@ -22,14 +22,16 @@ def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) 
     return made
 
 
-def test_every_line_differs_by_colour_and_dash_and_marker() -> None:
-    lines = bands({str(i): history(5) for i in range(8)}).get_lines()
-    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    patterns = [line._unscaled_dash_pattern for line in lines]  # get_linestyle() says "--" of all patterns
-    assert len(set(map(str, patterns))) == len(DASHES)
-    # No two of the first many lines look alike.
-    looks = {(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}
-    assert len(looks) == 60
+def test_every_line_differs_by_dash_and_marker_or_colour() -> None:
+    names = [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]
+    looks = looks_of(names).by_name
+    assert len({(look.colour, look.dash, look.marker) for look in looks.values()}) == len(names)
+    assert len({(look.colour, look.dash) for look in looks.values()}) >= 30
+    assert {look.colour for look in looks.values()} == set(COLOURS)
+    lines = bands({name: history(5) for name in names[:8]}).get_lines()
+    assert [line.get_color() for line in lines] == [looks[name].colour for name in names[:8]]
+    # No two of the first many lines of one family look alike.
+    assert len({(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}) == 60
 
 
 def test_long_lines_are_marked_at_few_points() -> None:

@@ -38,6 +38,8 @@ MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
 # Names with a reserved look, so that no two of them share one; only letters and digits are compared.
 _KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
+# Added to other names before they are hashed: chosen so that few of vsim's strategies share a colour.
+_SALT = 338
 # With more lines than this, a legend lists families, not lines.
 MANY = 12
 # A legend names at most this many values of one setting, evenly spaced among all.
@@ -70,53 +72,77 @@ class Looks:
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return looks for names. Names that differ only in settings are a family and share a colour.
+    """Return looks for names. The colour of a strategy does not depend on the other names.
 
-    If all are of one family, the settings in their names decide the look, see `looks_by`.
+    Names that differ only in settings, or that begin with the same reserved name, are a family and share a colour, in
+    tints. If all names are of one family, the settings in the names decide the look, see `looks_by`.
 
-    >>> [looks_of(names).by_name["DiLoCo"].colour for names in (["DiLoCo"], ["AllReduce", "DiLoCo"])]
+    >>> [looks_of(names).by_name["DiLoCo, small"].colour for names in (["DiLoCo, small"], ["mine", "DiLoCo, small"])]
     ['#56B4E9', '#56B4E9']
     >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
     ['AllReduce', 'DiLoCo (20)']
     """
-    # "DiLoCo H=5, lr=0.1", "DiLoCo, H = 5" and "diloco:H=5" are of the families DiLoCo, DiLoCo and diloco.
     families: dict[str, list[str]] = {}
     for name in names:
-        families.setdefault(re.split(r"[\s,:]*\w+\s*=", name)[0], []).append(name)
+        families.setdefault(_family(name), []).append(name)
     few = len(names) <= MANY
     if len(families) == 1 and len(names) > 1:
         settings = {name: dict(_SETTING.findall(name)) for name in names}
         if not few and len({tuple(own) for own in settings.values()}) == 1:
             return looks_by(settings, list(settings[names[0]]), names)
         if few:
-            return Looks({name: _look(i) for i, name in enumerate(names)})
+            return Looks({name: _look(i, i, i) for i, name in enumerate(names)})
     looks, key = {}, []
-    for family, place in _places(families).items():
+    for family, places in _places(families).items():
         members = families[family]
-        first = _look(place)
+        first = _look(*places)
         key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", first))
         for j, name in enumerate(members):
-            own = _look(place + j)
+            own = _look(*(place + j for place in places))
             looks[name] = Look(
                 _lighter(first.colour, 0.65 * j / len(members)), own.dash, own.marker if few else first.marker
             )
     return Looks(looks, {} if few else {"": key})
 
 
-def _places(families: Iterable[str]) -> dict[str, int]:
-    """Return family → number of its look: reserved for known names, else the first free from a hash of the name on."""
-    words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
-    known = {word: family for family, word in words.items() if word in _KNOWN}
-    places = {family: _KNOWN.index(word) for word, family in known.items()}
-    for family in sorted(words.keys() - places.keys()):
-        wish = zlib.crc32(words[family].encode())
-        order = [*((wish + i) % len(COLOURS) for i in range(len(COLOURS))), *range(len(COLOURS), 2 * len(words) + 7)]
-        places[family] = next(place for place in order if place not in places.values())
+def _family(name: str) -> str:
+    """Return the strategy in a name: a reserved name that it is or begins with, else the name before its settings.
+
+    >>> [_family(name) for name in ("DiLoCo H=5", "AllReduce, all", "SPARTA + DiLoCo", "diloco:H=5", "mine, H = 5")]
+    ['DiLoCo', 'AllReduce', 'SPARTA + DiLoCo', 'diloco', 'mine']
+    """
+    family = re.split(r"[\s,:]*\w+\s*=", name)[0]
+    first = re.split(r"[^\w-]", family)[0]
+    return family if _plain(family) in _KNOWN or _plain(first) not in _KNOWN else first
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _places(families: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """Return family → numbers of its colour, dash and marker: reserved for known names, else from a hash of the name.
+
+    Of two families with one colour, the second has another dash and another marker.
+    """
+    words = {family: _plain(family) for family in families}
+    places, taken = {}, set[tuple[int, int]]()
+    for family in sorted(words, key=lambda one: (words[one] not in _KNOWN, one)):
+        if words[family] in _KNOWN:
+            colour = shift = _KNOWN.index(words[family])
+        else:
+            code = zlib.crc32(f"{_SALT}{words[family]}".encode())
+            colour = code % len(COLOURS)
+            shift = colour + 1 + code // len(COLOURS) % (len(DASHES) - 1)  # not the dash of the known name
+        while (colour, shift % len(DASHES)) in taken and shift < 2 * len(DASHES) * len(MARKERS):
+            shift += 1
+        taken.add((colour, shift % len(DASHES)))
+        places[family] = colour, shift, shift
     return {family: places[family] for family in words}
 
 
-def _look(place: int) -> Look:
-    return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
+def _look(colour: int, dash: int, marker: int) -> Look:
+    return Look(COLOURS[colour % len(COLOURS)], DASHES[dash % len(DASHES)], MARKERS[marker % len(MARKERS)])
 
 
 def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
