@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_text, one_of, real_number, true_or_false
+from vsim.arguments import a_text, one_of, real_number, true_or_false, whole_number
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
 from vsim.records.tables import quoted
@@ -318,6 +318,8 @@ _MEASURED_BY = {
 PAGE = 6.8  # inches: the width of a page of text; a column has 3.3
 # Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
+# The same in the small letters of a legend on the caller's axes.
+_SMALL, _SAMPLE = 20, 8
 # A legend with more entries or longer names than this stands below its axes.
 _INSIDE, _SHORT = 4, 40
 _MEAN_REPLICA = "mean replica"
@@ -337,6 +339,7 @@ def bands(
     looks: Looks | None = None,
     diverged: Mapping[str, str] | None = None,
     logy: bool = False,
+    from_step: int = 0,
 ) -> Axes:
     """Draw a column of several runs, one line for each name; with several seeds, draw their mean and a band.
 
@@ -358,14 +361,16 @@ def bands(
         legend: whether to add a legend; one with many entries stands below the axes.
         looks: the looks of the lines; default: by their names.
         diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
-        logy: whether the y axis is logarithmic.
+        logy: whether the y axis is logarithmic; divergence always is, from its first value above 0.
+        from_step: the first step to draw, as the first losses may flatten all others.
 
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has measured y or has tokens.
     """
     from vsim.figures.paper import axes_of, fit, plain_ticks
 
-    true_or_false("logy", logy)
+    logy = true_or_false("logy", logy) or y == "divergence"
+    from_step = whole_number("from_step", from_step, at_least=0)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
@@ -377,7 +382,9 @@ def bands(
     _check_measured(y, [history for histories in lists.values() for history in histories])
     silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(lists.items()):
-        xs, mean, deviation = _points(histories, axis, y)
+        xs, mean, deviation = _points(histories, axis, y, from_step)
+        if logy:
+            xs, mean, deviation = xs[mean > 0], mean[mean > 0], deviation[mean > 0]
         look = looks.by_name[name]
         label = literal(f"{name}, {diverged[name]}" if name in diverged else name)
         drawn.append(mean)
@@ -393,7 +400,7 @@ def bands(
         if deviation.any() and not thin:
             ax.fill_between(xs, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0)
         if y == "global_loss" and not (axis.is_bytes or thin or looks.key):
-            _draw_mean_replica(ax, histories, axis, look.colour)
+            _draw_mean_replica(ax, histories, axis, look.colour, from_step)
         end = max((np.nanmax(axis.values(history), initial=0) for history in histories), default=0.0)
         if name in diverged and not (axis.is_bytes and end <= 0):
             cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
@@ -412,7 +419,8 @@ def bands(
     if silent:
         # Names must fit above the axes.
         which = literal(", ".join(quoted(silent).values())) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
-        ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
+        said = f"{which} sends nothing (horizontal line)" if len(silent) == 1 else f"{which} send nothing (horizontal)"
+        ax.set_title(said, fontsize=7.5, color="0.4", loc="right")
     if legend and ax.get_lines():
         add_legend(ax, looks, diverged, own)
     elif legend:
@@ -443,11 +451,12 @@ def overview(
     x: str | XAxis = "step",
     logy: bool = False,
     width: float = PAGE,
+    from_step: int = 0,
 ) -> PaperFigure:
     """Return a figure of two panels: loss against step, and the same loss against bytes on the wire (log).
 
     Args:
-        runs, y, looks, diverged, logy: see `bands`. x: the x axis of the first panel.
+        runs, y, looks, diverged, logy, from_step: see `bands`. x: the x axis of the first panel.
         title: the title; "" for no title, as in a paper, whose caption has it.
         width: in inches: a page's width, or a column's (3.3); in a column, the panels are stacked.
 
@@ -460,8 +469,8 @@ def overview(
     beside = real_number("width", width, at_least=1, at_most=100) >= 5
     figure = PaperFigure(figsize=(width, 3.1 if beside else 4.4), dpi=150, layout="constrained")
     first, second = figure.subplots(*((1, 2) if beside else (2, 1)), sharey=True)
-    bands(runs, x, y, first, False, looks, diverged, logy)
-    bands(runs, "wire", y, second, False, looks, diverged, logy)
+    bands(runs, x, y, first, False, looks, diverged, logy, from_step)
+    bands(runs, "wire", y, second, False, looks, diverged, logy, from_step)
     if beside:
         second.set_ylabel("")
     handles, labels, columns = _legend(first, looks, diverged or {}, width)
@@ -507,9 +516,10 @@ def x_axis(
 
 
 def mean_over_seeds(
-    histories: Sequence[History], axis: XAxis, y: str
+    histories: Sequence[History], axis: XAxis, y: str, from_step: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both.
+    """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both;
+    `from_step` is the first step.
 
     >>> from vsim import History
     >>> runs = [History(), History()]
@@ -518,7 +528,7 @@ def mean_over_seeds(
     (array([0.]), array([2.]), array([1.41421356]))
     """
     tables = [np.stack([history["step"], axis.values(history), history[y]]) for history in histories]  # (3, rows)
-    measured = [table[:, ~np.isnan(table).any(0)] for table in tables]
+    measured = [table[:, ~np.isnan(table).any(0) & (table[0] >= from_step)] for table in tables]
     steps = sorted(set.intersection(*(set(m[0].tolist()) for m in measured))) if measured else []
     if not steps:
         return np.empty(0), np.empty(0), np.empty(0)
@@ -589,7 +599,8 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
     """Add a legend: inside the axes if it is short, below them if it would cover the lines.
 
     Args:
-        own: whether vsim made the figure, which then may grow; otherwise, names are cut to leave room for the axes.
+        own: whether vsim made the figure, which then may grow; otherwise, the legend has at most two columns, and its
+            letters are smaller.
         inside: whether a legend may be inside.
     """
     from matplotlib.transforms import ScaledTranslation
@@ -600,36 +611,37 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
     assert figure is not None
     width = 1.2 * figure.get_figwidth() * ax.get_position().width  # including the tick labels of the y axis
     handles, labels, columns = _legend(ax, looks, diverged, width)
-    place: Any = {}
+    style, place = dict(LEGEND), dict[str, Any]()
     is_below = not inside or bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
     if not own and not looks.key:
-        most = int(_CHARACTERS * width) // (2 if is_below else 1) - _BESIDE
-        cut = [label if len(label) <= most + 2 else f"{' '.join(label.split())[: most - 1]}…" for label in labels]
-        labels = cut if len(set(cut)) == len(cut) else labels
+        style |= {"fontsize": 7, "handlelength": 2.4, "columnspacing": 0.8, "handletextpad": 0.5}
+        columns = 2 if is_below and len(labels) > 1 else 1
+        most = int(_SMALL * width / columns) - _SAMPLE
+        labels = [textwrap.fill(label, most, max_lines=3, placeholder=" …") for label in labels]
     if is_below:
         below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
-        columns = columns if looks.key else legend_columns(labels, width)
-    ax.legend(handles, labels, ncols=columns, **LEGEND, **place)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.45, 0), "bbox_transform": ax.transAxes + below}
+        columns = legend_columns(labels, width) if own and not looks.key else columns
+    ax.legend(handles, labels, ncols=columns, **style, **place)
     if not own:
         fit(ax)
     elif is_below:
         figure.set_figheight(figure.get_figheight() + 0.15 * _rows(labels, columns))
 
 
-def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:
+def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str, from_step: int) -> None:
     """Draw the mean replica's loss as a thin line if it differs from the global model's."""
-    xs, mean, _ = _points(histories, axis, "average_loss")
-    whole = _points(histories, axis, "global_loss")[1]
+    xs, mean, _ = _points(histories, axis, "average_loss", from_step)
+    whole = _points(histories, axis, "global_loss", from_step)[1]
     if len(mean) and not np.array_equal(mean, whole):
         ax.plot(xs, mean, color=colour, label="_", gid=_MEAN_REPLICA, **_THIN)
 
 
 def _points(
-    histories: Sequence[History], axis: XAxis, y: str
+    histories: Sequence[History], axis: XAxis, y: str, from_step: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the points to draw: x in its unit, mean and deviation of y; of points with equal bytes, only the last."""
-    xs, mean, deviation = mean_over_seeds(histories, axis, y)
+    xs, mean, deviation = mean_over_seeds(histories, axis, y, from_step)
     if (axis.is_bytes or axis.is_wide) and len(xs):
         last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # if nothing is sent, keep the last point
         xs, mean, deviation = xs[last], mean[last], deviation[last]
