@@ -325,7 +325,7 @@ class Comparison(Runs):
             path: the path of the file. Default: write no file, and let a notebook show the page.
             network, compute: initial values of the sliders; default: the comparison's. Without them, the page has no
                 hours until a slider moves.
-            title: the title of the page; default: the names of the strategies.
+            title: the title of the page; default: what was trained.
 
         Returns:
             The path; without a path, the page as a `Report`.

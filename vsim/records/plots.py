@@ -46,7 +46,7 @@ MANY = 12
 _KEYS = 8
 
 # A setting in a name, such as "H=5" or "inner_optim=SGD(lr=0.1, momentum=0.9)".
-_SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
+SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def looks_of(names: Sequence[str]) -> Looks:
         families.setdefault(_family(name), []).append(name)
     few = len(names) <= MANY
     if len(families) == 1 and len(names) > 1:
-        settings = {name: dict(_SETTING.findall(name)) for name in names}
+        settings = {name: dict(SETTING.findall(name)) for name in names}
         if not few and len({tuple(own) for own in settings.values()}) == 1:
             return looks_by(settings, list(settings[names[0]]), names)
         if few:
