@@ -172,7 +172,9 @@ def test_one_seed_is_as_sure_as_its_validation(error: float, first: tuple[str, .
     found = runs.winners(1.0, *HERE)
     assert found.first == [[first]] and found.left_open == 0
     (said,) = found.remarks
-    sure = "ties are not tested" if math.isnan(error) else "losses within the standard error of validation tie"
+    sure = (
+        "ties are not tested" if math.isnan(error) else "a tie is a difference within the standard error of validation"
+    )
     assert said == f"one seed: {sure}"
     assert said in found.table() and said in found.plot().texts[0].get_text().replace("\n", " ")
 

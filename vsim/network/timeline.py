@@ -248,7 +248,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     handles = [Patch(**look["compute"], label="computes"), Patch(**look["wait"], label="waits")]
     handles += [Patch(facecolor=colour, label=f"sends: {label}") for label, colour in colours.items()]
     width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
-    columns = max(1, int(width * 15 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
+    columns = max(1, int(width * 18 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
     size: Any = {"fontsize": STYLE["legend.fontsize"], "handlelength": 1.4, "columnspacing": 1.2}
     ax.legend(handles=handles, ncols=columns, frameon=False, **place, **size)

@@ -97,7 +97,7 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
     said = []
     if all(len(runs.runs(name)) == 1 for name in runs):
         errors = (
-            "losses within the standard error of validation tie"
+            "a tie is a difference within the standard error of validation"
             if runs.has("global_loss_se")
             else "ties are not tested"
         )

@@ -37,9 +37,9 @@ COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#C
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
 # Names with a reserved look, so that no two of them share one; only letters and digits are compared.
-_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
+_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone", "streamingdiloco")
 # Added to other names before they are hashed: chosen so that few of vsim's strategies share a colour.
-_SALT = 338
+_SALT = 663
 # With more lines than this, a legend lists families, not lines.
 MANY = 12
 # A legend names at most this many values of one setting, evenly spaced among all.
@@ -117,13 +117,14 @@ def _family(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return "streamingdiloco" if plain == "streaming" else plain
 
 
 def _places(families: Iterable[str]) -> dict[str, tuple[int, int, int]]:
     """Return family → numbers of its colour, dash and marker: reserved for known names, else from a hash of the name.
 
-    Of two families with one colour, the second has another dash and another marker.
+    Other names get a dash that no family has, if one is left, and never the dash of a family with the same colour.
     """
     words = {family: _plain(family) for family in families}
     places, taken = {}, set[tuple[int, int]]()
@@ -134,8 +135,9 @@ def _places(families: Iterable[str]) -> dict[str, tuple[int, int, int]]:
             code = zlib.crc32(f"{_SALT}{words[family]}".encode())
             colour = code % len(COLOURS)
             shift = colour + 1 + code // len(COLOURS) % (len(DASHES) - 1)  # not the dash of the known name
-        while (colour, shift % len(DASHES)) in taken and shift < 2 * len(DASHES) * len(MARKERS):
-            shift += 1
+            used = {dash for _, dash in taken}
+            used = used if len(used) < len(DASHES) else {dash for other, dash in taken if other == colour}
+            shift += next((i for i in range(len(DASHES)) if (shift + i) % len(DASHES) not in used), 0)
         taken.add((colour, shift % len(DASHES)))
         places[family] = colour, shift, shift
     return {family: places[family] for family in words}

@@ -465,7 +465,7 @@ def _label(
                 Patch(facecolor=face, hatch=_HATCH if edge else "", edgecolor=(*edge, face)[0]) for face, edge in looks
             ]
             patches += [Patch(facecolor="white", edgecolor="0.6", linewidth=0.6)] if blank else []
-            place = ScaledTranslation(0, -28 / 72, figure.dpi_scale_trans)
+            place = ScaledTranslation(0, -32 / 72, figure.dpi_scale_trans)
             style: Any = {**LEGEND, "handlelength": 1.6, "fontsize": 7, "borderaxespad": 0, "borderpad": 0}
             ax.legend(
                 patches,
@@ -476,7 +476,7 @@ def _label(
                 bbox_transform=ax.transAxes + place,
                 **style,
             )
-        placed = [ax.annotate(notes, (0, 0), (0, -32 - 10 * rows), fontsize=7, color="0.4", **below)] if notes else []
+        placed = [ax.annotate(notes, (0, 0), (0, -34 - 11 * rows), fontsize=7, color="0.4", **below)] if notes else []
         fit(ax)
         figure.draw_without_rendering()
         missing = []

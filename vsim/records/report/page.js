@@ -561,9 +561,11 @@
       if (!fills.has(own)) fills.set(own, paint(own));
       return fills.get(own);
     };
+    /** The number of runs before one that have its colour: its area is paler. */
+    const sharing = (k) => found.slice(0, k).filter((other) => ink(other.run) === ink(found[k].run)).length;
     const paint = (own) => {
       if (!own) return dark.matches ? "#3a3f46" : "#d9d9d9";
-      const colours = own.split(",").map((k) => blend(ink(found[k].run), panel(), dark.matches ? 0.45 : 0.5));
+      const colours = own.split(",").map((k) => blend(ink(found[k].run), panel(), (dark.matches ? 0.45 : 0.5) + 0.2 * Math.min(2, sharing(Number(k)))));
       if (colours.length === 1) return colours[0];
       const id = `tie-${fills.size}`, wide = 6 * colours.length;
       f.root.querySelector("defs").append(svg("pattern", { id, width: wide, height: wide, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
