@@ -137,9 +137,13 @@ def test_a_table_of_latex_is_whole() -> None:
     runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
     text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
     lines = text.splitlines()
-    assert lines[0] == r"\begin{table}" and lines[-1] == r"\end{table}" and r"\toprule" in text
-    assert lines[2].startswith(r"\caption{") and lines[3].startswith(r"\label{") and lines[4] == r"\begin{tabular}{lrr}"
-    header = [cell.strip() for cell in lines[6].rstrip("\\").split("&")]
+    assert (
+        lines[:2] == [r"% needs \usepackage{booktabs}", r"\begin{table}"]
+        and lines[-1] == r"\end{table}"
+        and r"\toprule" in text
+    )
+    assert lines[3].startswith(r"\caption{") and lines[4].startswith(r"\label{") and lines[5] == r"\begin{tabular}{lrr}"
+    header = [cell.strip() for cell in lines[7].rstrip("\\").split("&")]
     assert header == ["strategy", "wire MB/node", "validation loss"]
     assert "0.75 ± 0.35" in text and "diverged at step 8" in text
     assert "0.8 ± 0.4" in runs.table(digits={"validation loss": 1})
@@ -303,7 +307,7 @@ def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
     assert set(lines) == set(comparison) and ax.get_xscale() == ("log" if is_bytes else "linear")
     if is_bytes:  # who sends nothing has no place on a logarithmic axis
-        assert ax.get_title("right") == "horizontal, as nothing is sent: alone"
+        assert ax.get_title("right") == "alone sends nothing (horizontal line)"
         assert set(lines["alone"].get_ydata()) == {comparison["alone"].history.last("global_loss")}
     xs, ys = comparison["FedAvg"].history.measured(f"{x}_bytes" if is_bytes else x, "global_loss")
     shown = xs > 0 if is_bytes else xs >= 0
@@ -378,10 +382,26 @@ NAMES = ["AllReduce", "DiLoCo", "FedAvg, H = 10", "SPARTA, p = 0.5 %", "SPARTA +
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
 def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
     looks = looks_of(names).by_name
-    assert len({look.colour for look in looks.values()}) == len(names)
+    assert len({(look.colour, look.dash) for look in looks.values()}) == len(names)
     assert looks_of(random.sample(names, len(names))).by_name == looks
+    assert all(looks_of([name]).by_name[name].colour == looks[name].colour for name in names)
     known = [name for name in names if name not in ("mine", "b")]
+    assert len({looks[name].colour for name in known}) == len(known)
     assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
+    assert all(look.colour in COLOURS for look in looks.values())
+
+
+def test_names_that_begin_with_a_strategy_have_its_colour() -> None:
+    pairs = {
+        "AllReduce, all": "AllReduce",
+        "sparta_diloco:H=10,outer_lr=0.4": "SPARTA + DiLoCo",
+        "DiLoCo (small)": "DiLoCo",
+    }
+    looks, alone = looks_of([*pairs, "majority vote"]).by_name, looks_of([*pairs.values(), "mine"]).by_name
+    assert {name: looks[name].colour for name in pairs} == {name: alone[own].colour for name, own in pairs.items()}
+    two = looks_of(["AllReduce, all", "AllReduce, adapters", "mine"]).by_name  # tints of black
+    first, second = (two[f"AllReduce, {of}"] for of in ("all", "adapters"))
+    assert first.colour == COLOURS[0] and second.colour == "#535353" and first.dash != second.dash
 
 
 # Cohorts --------------------------------------------------------------------------------------------------------------

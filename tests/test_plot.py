@@ -9,10 +9,14 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from made import comparison as comparison_of
+from made import run as made_run
+from matplotlib.colors import to_rgb
 
-from vsim import History
-from vsim.figures.paper import save
-from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, overview
+from vsim import History, scaling
+from vsim.figures.paper import plain_ticks, save
+from vsim.figures.style import sized
+from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, looks_of, overview
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:
@@ -22,14 +26,16 @@ def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) 
     return made
 
 
-def test_every_line_differs_by_colour_and_dash_and_marker() -> None:
-    lines = bands({str(i): history(5) for i in range(8)}).get_lines()
-    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
-    patterns = [line._unscaled_dash_pattern for line in lines]  # get_linestyle() says "--" of all patterns
-    assert len(set(map(str, patterns))) == len(DASHES)
-    # No two of the first many lines look alike.
-    looks = {(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}
-    assert len(looks) == 60
+def test_every_line_differs_by_dash_and_marker_or_colour() -> None:
+    names = [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]
+    looks = looks_of(names).by_name
+    assert len({(look.colour, look.dash, look.marker) for look in looks.values()}) == len(names)
+    assert len({(look.colour, look.dash) for look in looks.values()}) >= 30
+    assert {look.colour for look in looks.values()} == set(COLOURS)
+    lines = bands({name: history(5) for name in names[:8]}).get_lines()
+    assert [line.get_color() for line in lines] == [looks[name].colour for name in names[:8]]
+    # No two of the first many lines of one family look alike.
+    assert len({(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}) == 60
 
 
 def test_long_lines_are_marked_at_few_points() -> None:
@@ -74,6 +80,82 @@ def test_other_files_and_widths_are_refused() -> None:
     for width in (-1, 0, float("nan"), 1e4):
         with pytest.raises(ValueError, match=r"width must be >= 1 and <= 100, got"):
             overview({}, width=width)
+
+
+def test_curves_begin_where_asked_and_divergence_at_its_first_value() -> None:
+    one = history(12)
+    (line,) = bands({"a": one}, from_step=3).get_lines()
+    assert line.get_xdata().tolist() == list(range(3, 12))
+    figure = overview({"a": one}, from_step=3)
+    assert figure.axes[0].get_lines()[0].get_ydata()[0] == pytest.approx(0.5)
+    apart = History()
+    for step, value in enumerate([0.0, 0.02, 0.3, 0.0, 4.0]):
+        apart.append({"step": step, "divergence": value})
+    ax = bands({"a": apart}, y="divergence")
+    assert ax.get_yscale() == "log" and ax.get_lines()[0].get_xdata().tolist() == [1, 2, 4]
+    for wrong in (-1, 0.5):
+        with pytest.raises((ValueError, TypeError), match="from_step"):
+            bands({"a": one}, from_step=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+@pytest.mark.parametrize("width", [3.3, 6.8])
+def test_a_legend_on_the_callers_axes_is_whole_in_two_columns(count: int, width: float) -> None:
+    names = [f"strategy {i}, H = 10" for i in range(count)]
+    figure, ax = plt.subplots(figsize=(width, 2.6))
+    legend = bands({name: history(5) for name in names}, ax=ax).get_legend()
+    figure.draw_without_rendering()
+    assert legend is not None and [text.get_text().replace("\n", " ") for text in legend.get_texts()] == names
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert box.x0 >= whole.x0 and box.x1 <= whole.x1 and legend._ncols == (2 if count > 4 else 1)
+    assert ax.get_window_extent().height > 0.3 * whole.height
+    texts = [text.get_window_extent() for text in legend.get_texts()]
+    assert not any(one.overlaps(other) for i, one in enumerate(texts) for other in texts[:i])
+    assert bands({name: history(5) for name in names}, legend=False).get_legend() is None
+
+
+@pytest.mark.parametrize("ends", [(1e6, 1e11), (20, 40), (27, 33), (5, 60), (0.02, 5.0), (900, 20000)])
+@pytest.mark.parametrize("size", [(1.2, 1.0), (3.3, 2.4), (6.8, 3.1)])
+def test_ticks_of_a_logarithmic_axis_do_not_touch(ends: tuple[float, float], size: tuple[float, float]) -> None:
+    figure, ax = plt.subplots(figsize=size)
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    for axis in (ax.xaxis, ax.yaxis):
+        plain_ticks(axis)
+    sized(ax)
+    figure.draw_without_rendering()
+    for axis in (ax.xaxis, ax.yaxis):
+        shown = [tick.label1 for tick in axis.get_major_ticks() if ends[0] <= tick.get_loc() <= ends[1]]
+        boxes = [label.get_window_extent() for label in shown]
+        assert boxes and not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+
+
+def is_of_the_palette(colour: Any) -> bool:
+    """Whether a colour is grey, or one of the palette mixed with white."""
+    own = np.array(to_rgb(colour))
+    bases = [np.array(to_rgb(base)) for base in COLOURS]
+    shares = np.linspace(0, 1, 256)[:, None]
+    return bool(np.ptp(own) < 0.01 or any(np.abs(1 - shares * (1 - base) - own).max(1).min() < 0.01 for base in bases))
+
+
+def test_figures_have_the_colours_of_the_palette() -> None:
+    names = ["AllReduce", "mine", "DiLoCo H=5", "DiLoCo H=20", "ring, pairs", "ring, all-gather", "majority vote", "b"]
+    runs = {name: [made_run([2.0, 1.5 - i / 20, 1.2], nodes=2, payload=10.0**i)] for i, name in enumerate(names)}
+    comparison = comparison_of(1000, **runs)
+    law = scaling.fit(
+        {"N": [1e5, 1e6, 1e7] * 2, "M": [1] * 3 + [2] * 3, "loss": [3.0, 2, 1, 4, 3, 2]}, "power", bootstrap=0
+    )
+    drawn = [comparison.plot(), comparison.pareto().plot(), comparison.winners(1.4, compute=1.0).plot(), law.plot()]
+    colours = [line.get_color() for ax in drawn for line in ax.get_lines()]
+    for ax in drawn:
+        for part in ax.collections:
+            colours += [*part.get_facecolor(), *part.get_edgecolor()]
+            if part.get_cmap() is not None and part.get_array() is not None:
+                colours += [part.get_cmap()(0)]
+    assert (
+        len(colours) > 30
+        and [colour for colour in colours if not is_of_the_palette(colour[:3] if len(colour) == 4 else colour)] == []
+    )
+    assert not is_of_the_palette("tab:red") and not is_of_the_palette("green") and is_of_the_palette("0.5")
 
 
 def test_the_callers_style_is_left_alone() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import math
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compared import compared, three_strategies
-from made import check_refusals
+from made import check_refusals, of_finals
 from made import comparison as made
 from made import run as made_run
 
@@ -68,6 +69,62 @@ def test_the_page_is_small_and_written_where_asked(tmp_path: Path) -> None:
     for wrong in ("", tmp_path, tmp_path / "absent" / "report.html"):
         with pytest.raises(ValueError, match=r"path must (name a file in a folder that exists|be a path), got '"):
             comparison.report(str(wrong))
+
+
+def test_the_title_says_what_was_trained_and_when_and_nothing_of_the_sender(tmp_path: Path) -> None:
+    out, saved, home = tmp_path / "results of me", tmp_path / "runs", Path.cwd()
+    command = ["compare", "--data", "digits", "--model", "mlp", "--nodes", "2", "--steps", "4", "--seeds", "0", "1"]
+    strategies = ["--strategies", "allreduce", "sparta_diloco:H=2,outer_lr=0.4"]
+    assert main([*command, *strategies, "--out", str(out), "--save-dir", str(saved), "--quiet"]) == 0
+    assert main(["report", str(out), "--out", str(tmp_path / "page.html"), "--network", NETWORK, "--compute", "1"]) == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    trained = "MLP on digits, 2 nodes × batch 16, 4 steps"
+    assert f"<title>{trained}</title>" in text
+    (page,) = held(text)
+    assert page["trained"] == trained and re.fullmatch(r"\d{1,2} [A-Z][a-z]+ 20\d\d", page["date"])
+    assert [run["name"] for run in page["runs"]] == ["AllReduce", "SPARTA-DiLoCo, H = 2, outer_lr = 0.4"]
+    assert [run["labels"]["strategy"] for run in page["runs"]] == [run["name"] for run in page["runs"]]
+    about = dict(page["about"])
+    assert about["data"] == "digits, 1,438 examples" and about["validated on"] == "359 examples"
+    system = platform.release(), platform.platform(terse=True)
+    for own in (tmp_path, out.name, home, Path.home(), *system, "--out", "save-dir"):
+        assert str(own) not in text, own
+    assert "vsim compare --data digits" in about["provenance"]  # the rest of the command
+
+
+def test_a_sentence_says_which_is_lowest_and_whether_seeds_decide_it() -> None:
+    ends = "B ends with the lowest validation loss, 1.0000."
+    said: dict[str, dict[str, list[float]]] = {
+        f"{ends} One seed does not show whether that is chance: train several.": {"A": [2.0], "B": [1.0]},
+        f"{ends} These 3 seeds tell it from all others (p ≤ 0.05).": {"A": [2.0, 2.1, 2.2], "B": [0.9, 1.0, 1.1]},
+        f'{ends} These 3 seeds do not tell it from "A, wide" and C.': {
+            "A, wide": [1.0, 0.9, 1.2],
+            "B": [0.9, 1.0, 1.1],
+            "C": [1.3, 0.7, 1.05],
+        },
+        "": {"A": [1.0, 2.0]},
+    }
+    for sentence, finals in said.items():
+        (page,) = held(of_finals(**finals).report().html)
+        assert page["answer"] == sentence
+
+
+def test_names_as_on_the_command_line_are_in_words() -> None:
+    kinds = {
+        "allreduce": (SimpleReduceStrategy(lr=1e-3), "AllReduce"),
+        "diloco:H=2,inner_optim=sgd(lr=0.1,momentum=0.9)": (
+            DiLoCoStrategy(H=2),
+            "DiLoCo, H = 2, inner_optim = sgd(lr=0.1,momentum=0.9)",
+        ),
+        "My own: H=3": (DiLoCoStrategy(H=3), "My own: H=3"),
+        "mine": (DiLoCoStrategy(H=4), "mine"),
+    }
+    comparison = compared({name: strategy for name, (strategy, _) in kinds.items()}, max_steps=2)
+    words = comparison.in_words()
+    assert list(words) == [word for _, word in kinds.values()] and list(comparison) == list(kinds)
+    assert [look.colour for look in words.looks().by_name.values()] == [
+        look.colour for look in comparison.looks().by_name.values()
+    ]
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u2028 {{data}}"
@@ -197,7 +254,7 @@ def test_cohorts_go_through_a_server() -> None:
     comparison = compared({"FedAvg": FedAvgStrategy(H=2, lr=1e-3)}, max_steps=4, participation=Sample(2, of=6))
     (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
     assert page["clients"]
-    assert page["network"]["collective"] == "server"
+    assert page["network"]["collective"] == "through a server"
     (seed,) = page["runs"][0]["seeds"]
     assert seed["rounds"][-1] == 2
     (row,) = comparison.rows(network=NETWORK, compute=COMPUTE)

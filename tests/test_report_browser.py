@@ -332,7 +332,9 @@ def test_runs_that_are_missing_count_as_in_python(
             ties += sum(len(names) > 1 for row in winners.first for names in row)
             said = page.locator("#never").inner_text()
             assert all(remark[1:] in said for remark in winners.remarks)
-            assert all(f"{name} ({text})" in said for name, text in winners.never.items())
+            for name, text in winners.never.items():
+                assert (name if text == "never" else f"{text} of {name}") in said
+            assert ("ot reached by" in said) == ("never" in winners.never.values())
         assert on_front(page, cut) == set(cut.pareto().names)
     assert ties
 
@@ -350,6 +352,31 @@ def test_plots_are_read_by_pointer_and_by_keyboard(opened: Any) -> None:
     assert state(opened, "bw") != 2e8  # the map moves the network
     opened.locator("#map").click(position={"x": 200, "y": 100})
     assert state(opened, "lat") != 0.05
+
+
+def test_names_times_and_ties_are_in_words(browser: Any, tmp_path: Path) -> None:
+    """One unit for all times; a tie of three is no clear winner; runs that reach the loss are not said to miss it."""
+    own = {
+        "lost": [run([3.0, 2.5, 2.4], 20, seed=seed) for seed in range(3)],
+        "sometimes": [run([3.0, 2.0, 1.0 if seed else 1.9], 20, seed=seed) for seed in range(3)],
+        **{name: [run([3.0, 2.0, 1.0], 20, seed=seed) for seed in range(3)] for name in ("a", "b", "c")},
+    }
+    path = made(1000, **own).report(tmp_path / "report.html", network="1 Gbit/s, 1 ms", compute=0.25, title="Mine")
+    with watched(browser, path) as page:
+        page.evaluate("vsim.set({target: 1.5})")
+        said = page.locator("#never").inner_text()
+        assert "Not reached by lost." in said and "Reached by only 2 of 3 runs of sometimes." in said
+        assert page.locator("#map .key").all_inner_texts()[0].startswith("no clear winner")
+        assert page.locator("#map svg[role=img] text.halo").all_text_contents() == ["no clear winner"]
+        assert "time on the network (seconds)" in page.locator("#curves").text_content()
+        (head,) = page.locator('th button[data-key="hours"]').all_inner_texts()
+        assert head.startswith("seconds on the network")
+        assert page.locator('td[data-key="hours"]').all_inner_texts() == ["10.00"] * 5  # 40 steps of 0.25 s
+        assert "half of the strategies" in page.locator("#note-target").inner_text() or state(page, "target") == 1.5
+        page.evaluate("vsim.set({sec: 900})")
+        assert "(hours)" in page.locator("#curves").text_content()
+        assert page.locator('td[data-key="hours"]').all_inner_texts() == ["10.00"] * 5
+        assert "a, b and c end with the lowest validation loss, 1.0000." in page.locator("#answer").inner_text()
 
 
 def test_downloads_have_the_data_and_the_hours(opened: Any, comparison: vsim.Comparison, tmp_path: Path) -> None:

@@ -201,9 +201,11 @@ def test_the_picture_shows_every_second() -> None:
     drawn = bars(ax)
     assert drawn["#999999"] == [(0, 1), (3, 4), (0, 2), (3, 5)]
     assert drawn["#FBE0D0"] == [(1, 3), (2, 3)] and drawn["#0072B2"] == [(2, 3), (2, 3)]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["computes", "waits", "its line: x"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["computes", "waits", "sends: x"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
-    assert bars(line.plot(steps=(2, 2), nodes=[1]))["#999999"] == [(3, 5)]
+    assert ax.get_xlabel() == "seconds"
+    second = line.plot(steps=(2, 2), nodes=[1])
+    assert bars(second)["#999999"] == [(3, 5)] and "drawn from step 2" in second.get_xlabel()
 
 
 def test_the_wait_for_a_deadline_is_not_drawn_as_compute() -> None:

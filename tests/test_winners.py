@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from compared import compared
 from errors import refused
 from made import check_refusals, run
 from made import comparison as made
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import vsim
@@ -170,53 +172,101 @@ def test_one_seed_is_as_sure_as_its_validation(error: float, first: tuple[str, .
     found = runs.winners(1.0, *HERE)
     assert found.first == [[first]] and found.left_open == 0
     (said,) = found.remarks
-    assert said == f"one seed: {'no intervals' if math.isnan(error) else 'ties by the standard errors of validation'}"
+    sure = (
+        "ties are not tested" if math.isnan(error) else "a tie is a difference within the standard error of validation"
+    )
+    assert said == f"one seed: {sure}"
     assert said in found.table() and said in found.plot().texts[0].get_text().replace("\n", " ")
 
 
 # The map --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:validation is too rare")
-def test_a_map_shows_itself_with_ties_and_leader_lines() -> None:
-    winners = of_curves(10)
-    assert winners._repr_html_().startswith('<img alt="which strategy reaches loss 1 first')
-    ax = winners.plot()
+def named(winners: Winners, ax: Any = None) -> tuple[set[str], set[str]]:
+    """The names of areas inside a map, and in its legend; checks that they and the notes lie where they should."""
+    ax = winners.plot(ax)
     figure = ax.get_figure(root=True)
     figure.draw_without_rendering()
-    frame, whole = ax.get_window_extent(), figure.bbox
-    boxes = {text.get_text().replace("\n", " "): Text.get_window_extent(text) for text in ax.texts}
-    assert {"rare", "dense or half"} <= boxes.keys()
-    for box in boxes.values():  # inside the map, or next to it on the figure
-        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
-        assert inside or (box.x0 > frame.x1 and box.x1 <= whole.x1)
+    frame, whole, legend = ax.get_window_extent(), figure.bbox, ax.get_legend()
+    inside = set()
+    for text in ax.texts:
+        box, said = Text.get_window_extent(text), text.get_text().replace("\n", " ")
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+        if frame.y0 <= box.y0:
+            assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and box.y1 <= frame.y1
+            inside.add(said)
+        else:  # notes
+            assert box.y1 < frame.y0 and (legend is None or not legend.get_window_extent().overlaps(box))
+    if legend is None:
+        return inside, set()
+    box = legend.get_window_extent()
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and box.y1 < frame.y0
+    return inside, {text.get_text().replace("\n", " ") for text in legend.get_texts()}
+
+
+@pytest.mark.filterwarnings("ignore:validation is too rare")
+@pytest.mark.parametrize("width", [None, 3.3, 6.8])
+def test_every_area_of_a_map_is_named(width: float | None) -> None:
+    winners = of_curves(10)
+    inside, below = named(winners, None if width is None else plt.subplots(figsize=(width, 2.5))[1])
+    keys = {names if len(names) < 3 else () for names in firsts(winners)}
+    assert inside | below == {" or ".join(names) or "no clear winner" for names in keys} and not inside & below
+    assert {"rare", "dense or half"} <= inside | below
+    assert winners._repr_html_().startswith('<img alt="which strategy reaches loss 1 first')
+    ax = winners.plot()
     assert any(collection.get_hatch() or getattr(collection, "hatches", [None])[0] for collection in ax.collections)
+
+
+def test_three_that_tie_are_one_grey_area_and_are_named_below() -> None:
+    equal = {name: [reaches(10, seed=seed) for seed in (0, 1)] for name in ("d", "a", "b, c")}
+    last = {"late": [reaches(30, seed=seed) for seed in (0, 1)], "lost": [reaches(None, seed=seed) for seed in (0, 1)]}
+    winners = made(1, **equal, **last).winners(1.0, [1e6, 1e7], [0.1, 0.2], 1.0)
+    assert set(firsts(winners)) == {("a", "b, c", "d")}
+    assert named(winners) == ({"no clear winner"}, set())
+    (note, _) = sorted(winners.plot().texts, key=lambda text: -len(text.get_text()))
+    lines = note.get_text().replace("\n", " ")
+    assert "no clear winner: three or more are tied, among them" in lines and '"b, c"' in lines
+    assert "nowhere first: late" in lines and "not reached by lost" in lines
+
+
+def test_areas_of_strategies_with_one_colour_differ() -> None:
+    names = ["DiLoCo", "DiLoCo, small", "a", "b", "c", "d", "e", "f"]
+    own = {name: [reaches(10 + 5 * i, payload=10.0 ** (7 - i))] for i, name in enumerate(names)}
+    winners = made(1, **own).winners(1.0, compute=1.0)
+    tints = winners._tints()
+    assert len(tints) > 2 and len(set(tints.values())) == len(tints)
+    for name, tint in tints.items():  # the colour of its line, mixed with white
+        line, area = np.array(to_rgb(winners.looks.by_name[name].colour)), np.array(to_rgb(tint))
+        shares = ((1 - area) / np.where(line == 1, np.nan, 1 - line))[line < 0.99]
+        np.testing.assert_allclose(shares, shares[0], atol=0.02)
 
 
 def test_the_map_is_drawn(three: vsim.Comparison) -> None:
     ax = three.winners(1.0, compute=1.0).plot()
     ax.figure.canvas.draw()
-    missed = "not reached by sometimes (1 of 2 runs), lost (never)"
-    assert [text.get_text() for text in ax.texts] == [missed, "AllReduce", "local"]
-    assert ax.get_title("left") == "first to loss 1" and ax.get_xscale() == ax.get_yscale() == "log"
+    missed = "not reached by lost\nreached by only 1 of 2 runs of sometimes"
+    assert sorted(text.get_text() for text in ax.texts) == ["AllReduce", "local", missed]
+    assert ax.get_title("left") == "First to reach a validation loss of 1.0"
+    assert ax.get_xscale() == ax.get_yscale() == "log"
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1M", "10M", "100M", "1G", "10G", "100G"]
     assert three.winners(1.0, ["1 Mbit/s"], [0.1], 1.0).plot().texts[-1].get_text() == "local"
     nobody = three.winners(0.1, compute=1.0)
     assert set(nobody.never) == set(three) and not nobody.stretches() and nobody.first[0][0] == ()
     empty = nobody.plot()
-    assert empty.get_title("left") == "no strategy reaches 0.1" and empty.get_xscale() == empty.get_yscale() == "log"
+    assert empty.get_title("left").replace("\n", " ") == "No strategy reaches a validation loss of 0.1"
+    assert empty.get_xscale() == empty.get_yscale() == "log"
     (low, high), (bottom, top) = empty.get_xlim(), empty.get_ylim()
     assert 1e5 < low <= 1e6 and 1e11 <= high < 1e12 and 0.01 < bottom <= 0.1 and 1e3 <= top < 1e4  # bit/s, ms
     some = made(1_000_000, **{"A, wide": [reaches(5), reaches(None, seed=1)], "B": [reaches(None)]})
     ax = some.winners(1.0, compute=1.0).plot()
-    assert ax.get_title("left") == "no strategy reaches 1 with all seeds"
-    assert ax.texts[0].get_text().replace("\n", " ") == 'not reached by "A, wide" (1 of 2 runs), B (never)'
+    assert ax.get_title("left").replace("\n", " ") == "No strategy reaches a validation loss of 1.0 with all seeds"
+    assert ax.texts[0].get_text() == 'not reached by B\nreached by only 1 of 2 runs of "A, wide"'
     with refused(ValueError, "no strategy reaches loss 1 with all seeds: A, wide (1 of 2 runs)"):
         some.cheapest(1.0)
     lost = {f"run {i}": "never" for i in range(20)}
     (said,) = Winners(0.001, BANDWIDTHS, LATENCIES, {}, lost, looks_of([])).plot().texts
     text = said.get_text().replace("\n", " ")
-    assert "run 5 (never) and 14 others" in text and "run 6" not in text
+    assert "run 5 and 14 others" in text and "run 6" not in text
 
 
 def test_mistakes_are_named(three: vsim.Comparison) -> None:
@@ -302,7 +352,7 @@ def test_at_another_size_losses_stay_and_bytes_are_those_of_that_model(tmp_path:
     assert large["AllReduce"].history["wire_bytes"][1] == 5.2e9  # 2 (n - 1) / n of all weights
     loss = float(small["AllReduce"].history["global_loss"][3])
     title = large.winners(loss, [1e9, 1e11], [0.001], 0.8).plot().get_title("left")
-    assert title.startswith("first to loss") and "5.2 GB" in title and "0.10 MB" in title
+    assert title.startswith("First to reach") and "5.2 GB" in title and "0.10 MB" in title
     large.to_json(tmp_path / "large.json")
     assert repr(vsim.Comparison.from_json(tmp_path / "large.json")) == repr(large)  # both sizes in the title
     small.to_json(tmp_path / "small.json")

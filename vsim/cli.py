@@ -145,11 +145,12 @@ def compare(command: commands.Compare) -> int:
     )
     _print_table(comparison, priced.target_loss)
     picture, winners = _FIGURES["comparison"]
-    title = "; ".join([problem.title(priced.budget), *tuning(comparison)])
-    figures: dict[str, Any] = {picture: comparison.figure(title, x="step" if priced.network is None else "time")}
+    drawn = comparison.in_words()
+    title = "; ".join([problem.title(priced.budget), *tuning(drawn)])
+    figures: dict[str, Any] = {picture: drawn.figure(title, x="step" if priced.network is None else "time")}
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # an asynchronous run has one network
     if priced.network is not None and priced.target_loss is not None and in_lockstep:
-        figures[winners] = comparison.winners(priced.target_loss).plot()
+        figures[winners] = drawn.winners(priced.target_loss).plot()
     return _write(comparison, figures, out / "comparison")
 
 
@@ -191,7 +192,8 @@ def show(command: commands.Show) -> int:
         steps = {at for name, at in measured_at(comparison).items() if not note(comparison, name)}
         title = comparison.title + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
         table = comparison.table(loss=command.target_loss, network=command.network, compute=compute)
-        print(f"{name}: {title}\n\n{table}\n")
+        about = ", started ".join(filter(None, [comparison.trained, comparison.date]))
+        print("\n".join(filter(None, [about, f"{name}: {title}"])) + f"\n\n{table}\n")
     return 0
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
 from vsim.figures.style import STYLE, styled
 from vsim.records.compared import Runs
+from vsim.records.plots import COLOURS
 from vsim.records.size_order import FAR
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Law:
         """Draw loss against N on logarithmic axes: measured points, and a line of the law for each M and H."""
         import matplotlib.pyplot as plt
 
-        from vsim.figures.paper import axes_of  # loads matplotlib
+        from vsim.figures.paper import axes_of, plain_ticks  # loads matplotlib
 
         others = [name for name in ("M", "H") if name in self.data]
         values = np.array([*self.parameters.values()])
@@ -182,13 +183,14 @@ class Law:
             sizes = np.geomspace(self.data["N"].min(), self.data["N"].max(), 100)
             at = {"N": sizes, **{name: np.full(100, value) for name, value in zip(others, own, strict=True)}}
             label = ", ".join(f"{name} = {value:g}" for name, value in zip(others, own, strict=True))
-            ax.plot(sizes, np.exp(_log_loss(self.form, values, at)), color=f"C{number}", lw=1)
-            ax.plot(self.data["N"][same], self.data["loss"][same], "o", color=f"C{number}", ms=3, label=label)
+            colour = COLOURS[number % len(COLOURS)]
+            ax.plot(sizes, np.exp(_log_loss(self.form, values, at)), color=colour, lw=1)
+            ax.plot(self.data["N"][same], self.data["loss"][same], "o", color=colour, ms=3, label=label)
         ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel="loss")
-        for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            set_formatter("{x:g}")
+        for axis in (ax.xaxis, ax.yaxis):
+            plain_ticks(axis)
+        ax.xaxis.set_major_formatter("{x:g}")
         styled(ax)
-        ax.tick_params(axis="y", which="both", labelsize=STYLE["ytick.labelsize"])
         if others:
             ax.legend(frameon=False, fontsize=STYLE["legend.fontsize"])
         return ax

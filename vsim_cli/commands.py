@@ -220,7 +220,7 @@ class Report:
     """initial setting of the sliders, "200 Mbit/s, 50 ms" """
     compute: _Compute = None
     """time that a node computes in a step: 0.8, or '800 ms'"""
-    title: Annotated[str | None, _optional("TEXT", "the names of the files")] = None
+    title: Annotated[str | None, _optional("TEXT", "what was trained; of several files, their names")] = None
     """title of the page"""
 
 

@@ -441,6 +441,59 @@ def table(lines: Sequence[Mapping[str, Any]], base: str) -> str:
     return f"ms a step (ratio to {base})\n{text}"
 
 
+# The lines of the figure: name of a candidate → label, number of a colour of the palette, dash.
+_LINES = {
+    "separate": ("K modules", 0, ":"),
+    "auto": ("auto", 4, "-"),
+    "vmap": ("vmap", 2, "-"),
+    "compiled": ("compiled", 3, "-"),
+    "bare": ("bare", 1, "--"),
+    "jax": ("JAX", 6, "--"),
+}
+_TITLES = {"mlp": "MLP", "cnn": "CNN", "gpt": "GPT", "resnet": "ResNet-18-like"}
+
+
+def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw milliseconds per node and step against K, a panel a model, with the floor as an area."""
+    from vsim.figures.paper import new_figure, plain_ticks, save
+    from vsim.figures.style import styled
+    from vsim.records.plots import COLOURS, LEGEND, MARKERS
+
+    names = list(dict.fromkeys(line["model"] for line in lines))
+    figure = new_figure(1.7 * len(names), 2.6)
+    for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        own = [line for line in lines if line["model"] == name]
+
+        def times(label: str, own: Sequence[Mapping[str, Any]] = own) -> tuple[list[int], list[float]]:
+            known = [line for line in own if label in line["seconds"]]
+            return [one["num_nodes"] for one in known], [
+                1e3 * one["seconds"][label] / one["num_nodes"] for one in known
+            ]
+
+        for i, (label, (said, colour, dash)) in enumerate(_LINES.items()):
+            look: Any = {"color": COLOURS[colour], "linestyle": dash, "marker": MARKERS[i], "markerfacecolor": "white"}
+            ax.plot(*times(label), label=said, linewidth=1.3, markersize=4, **look)
+        ax.set(xscale="log", yscale="log", xlabel="nodes", title=_TITLES.get(name, name))
+        ax.title.set_fontsize(8.5)
+        x, floors = times("floor")
+        if floors:
+            ax.fill_between(x, floors, ax.get_ylim()[0] / 2, color="0.9", label="floor", linewidth=0)
+            ax.set_ylim(0.8 * min(floors), None)
+        styled(ax)
+        plain_ticks(ax.yaxis)
+        ax.set_xticks(x or times("separate")[0], [str(k) for k in x or times("separate")[0]])
+        ax.minorticks_off()
+    figure.axes[0].set_ylabel("ms per node and step")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    measured = [
+        (handle, label)
+        for handle, label in zip(handles, labels, strict=True)
+        if label == "floor" or len(handle.get_xdata())
+    ]
+    figure.legend(*zip(*measured, strict=True), loc="outside lower center", ncols=len(measured), **LEGEND)
+    save(figure, path)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["mlp", "cnn", "gpt", "resnet"])
@@ -454,6 +507,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
     parser.add_argument("--steps", type=int, help="steps of a turn (default: by model)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
+    parser.add_argument("--figure", type=Path, help="a figure of the numbers, such as docs/images/bench.png")
     options = parser.parse_args(argv)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(options.device or best)
@@ -473,6 +527,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n{table(lines, 'separate')}\n")
     if by_strategy:
         print(f"{table(by_strategy, options.strategies[0])}\n")
+    if options.figure is not None:
+        draw(lines, options.figure)
     print(f"{device}; {versions}; {torch.get_num_threads()} threads; {torch.backends.cpu.get_cpu_capability()}")
 
 

@@ -222,7 +222,7 @@ class Partition:
         above.yaxis.set_major_locator(MaxNLocator(2, integer=True))
         above.spines[["top", "right"]].set_visible(False)
         ticks = MaxNLocator(4, integer=True)
-        bar = ax.figure.colorbar(image, ax=ax, aspect=30, pad=0.02, label="of a class", ticks=ticks)
+        bar = ax.figure.colorbar(image, ax=ax, aspect=30, pad=0.02, label="examples of the class", ticks=ticks)
         bar.outline.set_visible(False)
         for axes in (ax, above, bar.ax):
             sized(axes)

@@ -1,13 +1,15 @@
 """Datasets without a download: the text in every CPython, text files, scikit-learn's digits, MNIST-1D, and MNIST and
 Fashion-MNIST from local files.
 
-Each function returns a pair (train, val) of TensorDatasets and draws nothing from the global generators.
+Each function returns a pair (train, val) of TensorDatasets, which have a `name`, and draws nothing from the global
+generators.
 """
 
 import gzip
 import math
 import zlib
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from vsim.reading import regular
 
 __all__ = ["TextDataset", "Vocabulary", "digits", "docs_text", "fashion_mnist", "mnist", "mnist1d", "text_file"]
 
+D = TypeVar("D", bound=TensorDataset)
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -122,7 +125,7 @@ def docs_text(
     from pydoc_data.topics import topics  # half a megabyte, which only this function needs
 
     text = "\n".join(topics[name] for name in sorted(topics))
-    return _windows(text, "pydoc_data.topics", block_size, stride, val_fraction)
+    return _named("docs", *_windows(text, "pydoc_data.topics", block_size, stride, val_fraction))
 
 
 def text_file(
@@ -152,7 +155,7 @@ def text_file(
         raise ValueError(f"text_file: unknown encoding {encoding!r}; 'utf-8' and 'latin-1' are common") from None
     except UnicodeError as error:
         raise ValueError(f"text_file: {path} is not {encoding} text ({error}); give its encoding=") from error
-    return _windows(text, str(path), block_size, stride, val_fraction)
+    return _named(path.name, *_windows(text, str(path), block_size, stride, val_fraction))
 
 
 def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
@@ -178,7 +181,7 @@ def digits(val_fraction: float = 0.2, seed: int = 0) -> tuple[TensorDataset, Ten
     order = torch.randperm(len(y), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     val_length = _val_length(len(y), val_fraction, 1)
     val, train = order[:val_length], order[val_length:]
-    return TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val])
+    return _named("digits", TensorDataset(x[train], y[train]), TensorDataset(x[val], y[val]))
 
 
 def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
@@ -204,7 +207,7 @@ def mnist(folder: str | Path) -> tuple[TensorDataset, TensorDataset]:
         (_find_idx(folder, f"{part}-images", 3), _find_idx(folder, f"{part}-labels", 1)) for part in ("train", "t10k")
     ]
     train, val = (_images_and_labels(images, labels) for images, labels in parts)
-    return train, val
+    return _named(folder.name, train, val)
 
 
 def fashion_mnist(folder: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
@@ -226,7 +229,14 @@ def fashion_mnist(folder: str | Path | None = None) -> tuple[TensorDataset, Tens
             f"fashion_mnist: no folder at {FASHION_MNIST}; install Debian's package dataset-fashion-mnist, or give "
             "folder="
         )
-    return mnist(FASHION_MNIST if folder is None else folder)
+    return _named("Fashion-MNIST", *mnist(FASHION_MNIST if folder is None else folder))
+
+
+def _named(name: str, train: D, val: D) -> tuple[D, D]:
+    """Give datasets the `name` by which records, titles and pages call them."""
+    for own in (train, val):
+        vars(own)["name"] = name
+    return train, val
 
 
 def _windows(
@@ -377,4 +387,4 @@ def mnist1d(size: int = 5000, val_fraction: float = 0.2, seed: int = 42) -> tupl
     x, y = ((x - x.mean()) / x.std()).astype(np.float32)[order], y[order]
     split = size - _val_length(size, val_fraction, 1)
     train, val = ((torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in (slice(split), slice(split, None)))
-    return TensorDataset(*train), TensorDataset(*val)
+    return _named("MNIST-1D", TensorDataset(*train), TensorDataset(*val))

@@ -8,13 +8,14 @@ import io
 import math
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
@@ -108,21 +109,44 @@ def plain_ticks(axis: Axis) -> None:
 
 
 class PlainLocator(Locator):
-    """Ticks of a logarithmic axis: decades; for few decades, 1, 2 and 5 in each; for less than one, linear ticks."""
+    """Ticks of a logarithmic axis: decades; for few decades, 1, 2 and 5 in each; for less than one, linear ticks.
+
+    On an axis, there are only as many as their labels leave room for.
+    """
 
     def __call__(self) -> Sequence[float]:
         assert self.axis is not None
-        return self.tick_values(*self.axis.get_view_interval())
+        low, high = self.axis.get_view_interval()
+        found = [self.tick_values(low, high, room) for room in range(2 * _MANY, 0, -1)]
+        return next((ticks for ticks in found if len(ticks) < 2 or self._fits(ticks, low, high)), found[-1][:1])
 
-    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+    def _fits(self, ticks: Sequence[float], low: float, high: float) -> bool:
+        """Return whether the labels of ticks do not touch."""
+        assert isinstance(self.axis, Axis) and isinstance(self.axis.axes, Axes)
+        (tick,), own = self.axis.get_major_ticks(1), self.axis.axes
+        is_x, size = isinstance(self.axis, XAxis), float(tick.label1.get_fontsize())
+        corners = own.get_window_extent()
+        length = (corners.width if is_x else corners.height) * 72 / own.get_figure(root=True).dpi  # type: ignore[union-attr]
+        labels = self.axis.get_major_formatter().format_ticks(list(ticks))
+        wide = [size * (0.65 * len(label) + 0.5 if is_x else 1.3) for label in labels]
+        at = length * np.log(np.array(ticks) / low) / math.log(high / low)
+        return all(b - a >= (v + w) / 2 for (a, v), (b, w) in pairwise(zip(at, wide, strict=True)))
+
+    def tick_values(self, vmin: float, vmax: float, room: int = 2 * _MANY) -> Sequence[float]:
+        """Return the ticks between two numbers, on an axis with room for so many evenly spaced labels."""
         low, high = min(vmin, vmax), max(vmin, vmax)
         if low <= 0:  # while the axis is empty
             return []
         decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for factors in ([1.0], [1.0, 2.0, 5.0]):
+        gap, most = math.log10(high / low) / max(1, room), max(2, min(_MANY, room))  # the least distance, in decades
+        for factors, least in (([1.0], 0.0), ([1.0, 2.0, 5.0], math.log10(2)), ([1.0, 3.0], math.log10(3))):
             ticks = np.outer(decades, factors).flatten()
             ticks = ticks[(low <= ticks) & (ticks <= high)]
-            if len(ticks) >= _FEW:
-                return [float(tick) for tick in ticks[:: -(-len(ticks) // _MANY)]]
-        linear = MaxNLocator(_MANY - 2, steps=[1, 2, 5, 10]).tick_values(low, high)
-        return [float(tick) for tick in linear if low <= tick <= high]
+            if len(ticks) >= min(_FEW, most) and (least >= gap or len(factors) == 1):
+                return [float(tick) for tick in ticks[:: -(-len(ticks) // most)]]
+        for bins in range(min(_MANY - 2, most), 0, -1):
+            linear = np.asarray(MaxNLocator(bins, steps=[1, 2, 5, 10]).tick_values(low, high))
+            ticks = linear[(low <= linear) & (linear <= high)]
+            if len(ticks) < 2 or math.log10(ticks[-1] / ticks[-2]) >= gap:
+                break
+        return [float(tick) for tick in ticks]

@@ -238,15 +238,17 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
             ax.text(middle, -0.38, text, ha="center", va="bottom", fontsize=7, color="0.35")
             numbered = middle
     ax.set(xlim=(began, end), ylim=(len(nodes) - 0.4, -0.75), xlabel="seconds")
+    if began > 0:
+        ax.set_xlabel(f"seconds from the start of the run; drawn from step {steps[0]}")
     ax.set_yticks(range(len(nodes)), [f"node {node}" for node in nodes])
     ax.tick_params(axis="y", length=0)
     styled(ax)
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     handles = [Patch(**look["compute"], label="computes"), Patch(**look["wait"], label="waits")]
-    handles += [Patch(facecolor=colour, label=f"its line: {label}") for label, colour in colours.items()]
+    handles += [Patch(facecolor=colour, label=f"sends: {label}") for label, colour in colours.items()]
     width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
-    columns = max(1, int(width * 15 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
+    columns = max(1, int(width * 18 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
     size: Any = {"fontsize": STYLE["legend.fontsize"], "handlelength": 1.4, "columnspacing": 1.2}
     ax.legend(handles=handles, ncols=columns, frameon=False, **place, **size)

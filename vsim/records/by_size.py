@@ -311,10 +311,8 @@ class Ladder:
         ax.set(xscale="log", yscale="log", xlabel="parameters", ylabel=title)
         plain_ticks(ax.xaxis)
         ax.xaxis.set_major_formatter(lambda value, _: in_short(value))
-        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            axis("{x:g}")
+        plain_ticks(ax.yaxis)
         styled(ax)
-        ax.tick_params(axis="y", which="both", labelsize=7)
         add_legend(ax, Looks(looks.by_name), {}, own)
         return ax
 

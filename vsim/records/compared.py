@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +17,17 @@ from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network
 from vsim.records.describe import BY_NAME, describe
 from vsim.records.history import History
-from vsim.records.plots import MANY, Y_LABELS, Looks, looks_of
+from vsim.records.plots import MANY, SETTING, Y_LABELS, Looks, looks_of
 from vsim.records.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, spent
 from vsim.records.tables import quoted
 
 if TYPE_CHECKING:
     from torch import nn
 
+# Classes of datasets that say nothing of the data.
+_UNNAMED = ("", "TensorDataset", "Subset", "ConcatDataset", "Dataset", "TextDataset", "FlippedLabels")
+# Names of classes, if not their names without "Strategy".
+_IN_WORDS = {"SimpleReduce": "AllReduce", "SPARTADiLoCo": "SPARTA-DiLoCo"}
 # Attributes of a run that files hold besides its history.
 _PLAIN = ("failure", "seed", "diverged_at", "stopped_at")
 
@@ -225,6 +231,62 @@ class Runs(Mapping[str, ComparedRun]):
         return list(dict.fromkeys(h.validated_on for h in self.all_histories if " of " in h.validated_on))
 
     @property
+    def trained(self) -> str:
+        """The model, data, nodes and steps, such as "MLP on digits, 4 nodes × batch 16, 40 steps"; "" if unknown."""
+        configs = [history.config for history in self.all_histories]
+        config = next((own for own in configs if isinstance(own.get("model"), Mapping)), None)
+        if config is None:
+            return ""
+        data = config["train_dataset"] if isinstance(config.get("train_dataset"), Mapping) else {}
+        name, examples = str(data.get("name", data.get("class", ""))), data.get("examples")
+        named = name if name not in _UNNAMED else f"{examples:,} examples" if isinstance(examples, int) else "own data"
+        batch = f" × batch {config['batch_size']}" if isinstance(config.get("batch_size"), int) else ""
+        asked = {run: run.history.config.get("max_steps") for run in self.all_runs}
+        steps = sorted({most if isinstance(most, int) else run.ledger.steps for run, most in asked.items()})
+        length = f"{steps[0]:,} to {steps[-1]:,} steps" if len(steps) > 1 else f"{steps[0]:,} steps"
+        if self.budget:
+            length = f"within {' and '.join(f'{most} ({of})' for of, most in self.budget.items())}"
+        return f"{config['model'].get('class', 'a model')} on {named}, {self._nodes}{batch}, {length}"
+
+    @property
+    def date(self) -> str:
+        """The day on which the first run started, such as "28 November 2026"; "" if unknown."""
+        started = sorted(str(history.config.get("started", "")) for history in self.all_histories)
+        found = re.match(r"(\d{4})-(\d\d)-(\d\d)", next(filter(None, started), ""))
+        if found is None or not 1 <= int(found[2]) <= 12:
+            return ""
+        return f"{int(found[3])} {calendar.month_name[int(found[2])]} {found[1]}"
+
+    @property
+    def _nodes(self) -> str:
+        nodes = " or ".join(map(str, sorted({history.num_nodes for history in self.all_histories})))
+        if not self.of_clients:
+            return f"{nodes} nodes"
+        clients = sorted({history.ledger.num_nodes for history in self.all_histories})
+        return f"cohorts of {nodes} of {' or '.join(f'{n:,}' for n in clients)} clients"
+
+    def in_words(self) -> Self:
+        """Return the same runs with names in words, where names are spelled as on the command line.
+
+        For example, "sparta_diloco:H=10,outer_lr=0.4" becomes "SPARTA-DiLoCo, H = 10, outer_lr = 0.4".
+        """
+        new = {name: name for name in self.names}
+        for name in self:
+            kind, _, settings = name.partition(":")
+            about = self.runs(name)[0].history.config.get("strategy")
+            cls = str(about.get("class", "")).removesuffix("Strategy") if isinstance(about, Mapping) else ""
+            cls, own = _IN_WORDS.get(cls, cls), re.sub("[_-]", "", kind)
+            whole = re.sub("[_-]", "", cls).lower()
+            is_its = own == whole or (len(own) > 4 and whole.startswith(own))
+            parts = SETTING.findall(settings)
+            if ",".join(f"{key}={value}" for key, value in parts) == settings:
+                new[name] = ", ".join([cls if is_its else kind, *(f"{key} = {value}" for key, value in parts)])
+        if len(set(new.values())) < len(new):  # two spellings of one strategy
+            return self
+        tuned = {new[name]: sweep for name, sweep in self.tuned.items()}
+        return self.holding({new[name]: self.runs(name) for name in self}, names=[*new.values()], tuned=tuned)
+
+    @property
     def title(self) -> str:
         """Nodes, size of the model and number of seeds, as text."""
         numbers = sorted({len(runs) for runs in self._runs.values()})
@@ -234,13 +296,8 @@ class Runs(Mapping[str, ComparedRun]):
         size = size_text(self.allreduce_bytes)
         if self.measured_bytes is not None:
             size += f" (losses of {size_text(self.measured_bytes)})"
-        nodes = " or ".join(map(str, sorted({history.num_nodes for history in self.all_histories})))
-        who = f"{nodes} nodes"
-        if self.of_clients:
-            clients = sorted({history.ledger.num_nodes for history in self.all_histories})
-            who = f"cohorts of {nodes} of {' or '.join(f'{n:,}' for n in clients)} clients"
         sampled = "".join(f", validated on {examples} examples" for examples in self.sampled)
-        return f"{who}, {size} of weights each{repeated}{sampled}"
+        return f"{self._nodes}, {size} of weights each{repeated}{sampled}"
 
     def labels(self, name: str) -> dict[str, Any]:
         """Return the first columns of a row of the table: title → text."""

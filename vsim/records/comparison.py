@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from typing_extensions import Self
 
-from vsim.arguments import a_list, a_text, encodable, one_of
+from vsim.arguments import a_list, a_text, encodable, one_of, true_or_false
 from vsim.network import Compute, Network
 from vsim.records import best, cheapest, crossings, differences, fronts, provenance, resized, summary, winners
 from vsim.records.compared import ComparedRun, Runs
@@ -238,6 +238,8 @@ class Comparison(Runs):
         ax: Axes | None = None,
         *,
         logy: bool = False,
+        from_step: int = 0,
+        legend: bool = True,
         network: AnyNetwork = None,
         compute: AnyCompute = None,
     ) -> Axes:
@@ -249,11 +251,14 @@ class Comparison(Runs):
                 the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: the axes to draw on; default: a new figure.
-            logy: whether the y axis is logarithmic.
+            logy: whether the y axis is logarithmic; divergence always is.
+            from_step: the first step to draw, as the first losses may flatten all others.
+            legend: whether to add a legend; on your own axes, one with many names has two columns below them.
             network, compute: determine "time", see `vsim.timeline`; default: the comparison's.
         """
         axis, y = self._x_axis(x, network, compute), self.loss_column if y is None else y
-        return bands(self._drawn(), axis, y, ax, True, self.looks(), diverged(self), logy)
+        true_or_false("legend", legend)
+        return bands(self._drawn(), axis, y, ax, legend, self.looks(), diverged(self), logy, from_step)
 
     def _drawn(self) -> dict[str, list[History]]:
         return {name: [run.history for run in sound(self.runs(name))] for name in self}
@@ -271,6 +276,7 @@ class Comparison(Runs):
         strategies: list[str] | None = None,
         x: str = "step",
         logy: bool = False,
+        from_step: int = 0,
         width: float = PAGE,
         network: AnyNetwork = None,
         compute: AnyCompute = None,
@@ -283,7 +289,7 @@ class Comparison(Runs):
             title: the title; default: nodes and size; "" for no title, as in a paper.
             strategies: names to draw, default all.
             x, network, compute: for the first panel, see `plot`.
-            logy: whether the loss is on a logarithmic axis.
+            logy: whether the loss is on a logarithmic axis. from_step: the first step to draw.
             width: in inches: a page's width (6.8) or a column's (3.3); in a column, the panels are stacked.
         """
         if title is not None and not isinstance(title, str):
@@ -291,7 +297,8 @@ class Comparison(Runs):
         shown = self if strategies is None else self[a_list("strategies", strategies)]
         title = "; ".join([shown.title, *summary.tuning(shown)]) if title is None else title
         axis = shown._x_axis(x, network, compute)
-        return overview(shown._drawn(), title, self.loss_column, shown.looks(), diverged(shown), axis, logy, width)
+        looks, lost = shown.looks(), diverged(shown)
+        return overview(shown._drawn(), title, self.loss_column, looks, lost, axis, logy, width, from_step)
 
     @overload
     def report(
@@ -318,7 +325,7 @@ class Comparison(Runs):
             path: the path of the file. Default: write no file, and let a notebook show the page.
             network, compute: initial values of the sliders; default: the comparison's. Without them, the page has no
                 hours until a slider moves.
-            title: the title of the page; default: the names of the strategies.
+            title: the title of the page; default: what was trained.
 
         Returns:
             The path; without a path, the page as a `Report`.

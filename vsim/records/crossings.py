@@ -96,7 +96,11 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
     """Return notes on the certainty of crossings: a single seed, and noise."""
     said = []
     if all(len(runs.runs(name)) == 1 for name in runs):
-        errors = "ties by the standard errors of validation" if runs.has("global_loss_se") else "no intervals"
+        errors = (
+            "a tie is a difference within the standard error of validation"
+            if runs.has("global_loss_se")
+            else "ties are not tested"
+        )
         said.append(f"one seed: {errors}")
     return [*said, *noise(runs, stays)]
 

@@ -302,7 +302,7 @@ def describe_problem(model: nn.Module, train_dataset: Any, val_dataset: Any, los
 
 
 def _described_data(dataset: Any) -> Any:
-    """Describe a dataset by its size and digest.
+    """Describe a dataset by its size and digest, and by its attribute `name` if that is text.
 
     A function that makes datasets is not called again: it is described by its name, and by the numbers, texts and
     partitions that it uses.
@@ -310,7 +310,9 @@ def _described_data(dataset: Any) -> Any:
     if dataset is None:
         return None
     if not is_factory(dataset):
-        return {"class": type(dataset).__qualname__, **_sized(len(dataset), digest_of(dataset))}
+        known = {"class": type(dataset).__qualname__, **_sized(len(dataset), digest_of(dataset))}
+        name = getattr(dataset, "name", None)
+        return known | ({"name": _plain(name)} if isinstance(name, str) else {})
     dealt = getattr(dataset, "dataset", None)
     if dealt is not None:  # a Partition
         return {"partition": repr(dataset), **_described_data(dealt)}
@@ -418,6 +420,9 @@ class Conditions:
             )
         own = {key: value for key, value in config.items() if key not in self._free}
         own["model"] = {**own["model"], "digest": None}  # the digest depends on the seed
+        for data in ("train_dataset", "val_dataset"):  # equal data may have different names
+            if isinstance(own.get(data), Mapping):
+                own[data] = {key: value for key, value in own[data].items() if key != "name"}
         steps, within, epochs = own.pop("max_steps", None), own.get("budget"), own.pop("num_epochs", None)
         if steps is None and within is None:  # else the epochs do not end the run
             own["num_epochs"] = epochs or 1

@@ -103,7 +103,7 @@ class Front:
         Args:
             ax: default: the axes of a new figure as wide as a column.
         """
-        from vsim.figures.paper import axes_of
+        from vsim.figures.paper import axes_of, plain_ticks
 
         own, ax = ax is None, axes_of(ax, 3.3, 2.5)
         kind = COSTS[self.cost]
@@ -113,6 +113,7 @@ class Front:
             positive = costs[costs > 0]
             none_free = bool((costs > 0).all())
             ax.set_xscale("log") if none_free else ax.set_xscale("symlog", linthresh=float(positive.min()) / 3)
+            plain_ticks(ax.xaxis) if none_free else ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         front = known[known["front"]].sort_values(kind.column)
         ax.plot(front[kind.column], front["loss"], drawstyle="steps-post", color="0.6", linewidth=1.0, zorder=1)
         low, high = within(*known[["loss", "low", "high"]].to_numpy().T) if len(known) else (0.0, 1.0)

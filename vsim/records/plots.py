@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_text, one_of, real_number, true_or_false
+from vsim.arguments import a_text, one_of, real_number, true_or_false, whole_number
 from vsim.figures.style import STYLE, literal, sized, styled
 from vsim.network import Compute, Network
 from vsim.records.tables import quoted
@@ -37,14 +37,16 @@ COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#C
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (9, 2)))
 # Names with a reserved look, so that no two of them share one; only letters and digits are compared.
-_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone")
+_KNOWN = ("allreduce", "fedavg", "diloco", "sparta", "spartadiloco", "demo", "alone", "streamingdiloco")
+# Added to other names before they are hashed: chosen so that few of vsim's strategies share a colour.
+_SALT = 663
 # With more lines than this, a legend lists families, not lines.
 MANY = 12
 # A legend names at most this many values of one setting, evenly spaced among all.
 _KEYS = 8
 
 # A setting in a name, such as "H=5" or "inner_optim=SGD(lr=0.1, momentum=0.9)".
-_SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
+SETTING = re.compile(r"(\w+)=([^,(]*(?:\([^)]*\))?)")
 
 
 @dataclass(frozen=True)
@@ -70,53 +72,79 @@ class Looks:
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return looks for names. Names that differ only in settings are a family and share a colour.
+    """Return looks for names. The colour of a strategy does not depend on the other names.
 
-    If all are of one family, the settings in their names decide the look, see `looks_by`.
+    Names that differ only in settings, or that begin with the same reserved name, are a family and share a colour, in
+    tints. If all names are of one family, the settings in the names decide the look, see `looks_by`.
 
-    >>> [looks_of(names).by_name["DiLoCo"].colour for names in (["DiLoCo"], ["AllReduce", "DiLoCo"])]
+    >>> [looks_of(names).by_name["DiLoCo, small"].colour for names in (["DiLoCo, small"], ["mine", "DiLoCo, small"])]
     ['#56B4E9', '#56B4E9']
     >>> [text for text, _ in looks_of(["AllReduce", *(f"DiLoCo H={H}, lr=0.1" for H in range(20))]).key[""]]
     ['AllReduce', 'DiLoCo (20)']
     """
-    # "DiLoCo H=5, lr=0.1", "DiLoCo, H = 5" and "diloco:H=5" are of the families DiLoCo, DiLoCo and diloco.
     families: dict[str, list[str]] = {}
     for name in names:
-        families.setdefault(re.split(r"[\s,:]*\w+\s*=", name)[0], []).append(name)
+        families.setdefault(_family(name), []).append(name)
     few = len(names) <= MANY
     if len(families) == 1 and len(names) > 1:
-        settings = {name: dict(_SETTING.findall(name)) for name in names}
+        settings = {name: dict(SETTING.findall(name)) for name in names}
         if not few and len({tuple(own) for own in settings.values()}) == 1:
             return looks_by(settings, list(settings[names[0]]), names)
         if few:
-            return Looks({name: _look(i) for i, name in enumerate(names)})
+            return Looks({name: _look(i, i, i) for i, name in enumerate(names)})
     looks, key = {}, []
-    for family, place in _places(families).items():
+    for family, places in _places(families).items():
         members = families[family]
-        first = _look(place)
+        first = _look(*places)
         key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", first))
         for j, name in enumerate(members):
-            own = _look(place + j)
+            own = _look(*(place + j for place in places))
             looks[name] = Look(
                 _lighter(first.colour, 0.65 * j / len(members)), own.dash, own.marker if few else first.marker
             )
     return Looks(looks, {} if few else {"": key})
 
 
-def _places(families: Iterable[str]) -> dict[str, int]:
-    """Return family → number of its look: reserved for known names, else the first free from a hash of the name on."""
-    words = {family: re.sub(r"[^a-z0-9]", "", family.lower()) for family in families}
-    known = {word: family for family, word in words.items() if word in _KNOWN}
-    places = {family: _KNOWN.index(word) for word, family in known.items()}
-    for family in sorted(words.keys() - places.keys()):
-        wish = zlib.crc32(words[family].encode())
-        order = [*((wish + i) % len(COLOURS) for i in range(len(COLOURS))), *range(len(COLOURS), 2 * len(words) + 7)]
-        places[family] = next(place for place in order if place not in places.values())
+def _family(name: str) -> str:
+    """Return the strategy in a name: a reserved name that it is or begins with, else the name before its settings.
+
+    >>> [_family(name) for name in ("DiLoCo H=5", "AllReduce, all", "SPARTA + DiLoCo", "diloco:H=5", "mine, H = 5")]
+    ['DiLoCo', 'AllReduce', 'SPARTA + DiLoCo', 'diloco', 'mine']
+    """
+    family = re.split(r"[\s,:]*\w+\s*=", name)[0]
+    first = re.split(r"[^\w-]", family)[0]
+    return family if _plain(family) in _KNOWN or _plain(first) not in _KNOWN else first
+
+
+def _plain(name: str) -> str:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return "streamingdiloco" if plain == "streaming" else plain
+
+
+def _places(families: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """Return family → numbers of its colour, dash and marker: reserved for known names, else from a hash of the name.
+
+    Other names get a dash that no family has, if one is left, and never the dash of a family with the same colour.
+    """
+    words = {family: _plain(family) for family in families}
+    places, taken = {}, set[tuple[int, int]]()
+    for family in sorted(words, key=lambda one: (words[one] not in _KNOWN, one)):
+        if words[family] in _KNOWN:
+            colour = shift = _KNOWN.index(words[family])
+        else:
+            code = zlib.crc32(f"{_SALT}{words[family]}".encode())
+            colour = code % len(COLOURS)
+            shift = colour + 1 + code // len(COLOURS) % (len(DASHES) - 1)  # not the dash of the known name
+            used = {dash for _, dash in taken}
+            used = used if len(used) < len(DASHES) else {dash for other, dash in taken if other == colour}
+            shift += next((i for i in range(len(DASHES)) if (shift + i) % len(DASHES) not in used), 0)
+        taken.add((colour, shift % len(DASHES)))
+        places[family] = colour, shift, shift
     return {family: places[family] for family in words}
 
 
-def _look(place: int) -> Look:
-    return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
+def _look(colour: int, dash: int, marker: int) -> Look:
+    return Look(COLOURS[colour % len(COLOURS)], DASHES[dash % len(DASHES)], MARKERS[marker % len(MARKERS)])
 
 
 def looks_by(settings: Mapping[str, Mapping[str, str]], order: Sequence[str], shown: Sequence[str]) -> Looks:
@@ -292,6 +320,8 @@ _MEASURED_BY = {
 PAGE = 6.8  # inches: the width of a page of text; a column has 3.3
 # Characters of a legend that fit into an inch, and the width of a line's sample with its gaps, in characters.
 _CHARACTERS, _BESIDE = 17, 9
+# The same in the small letters of a legend on the caller's axes.
+_SMALL, _SAMPLE = 20, 8
 # A legend with more entries or longer names than this stands below its axes.
 _INSIDE, _SHORT = 4, 40
 _MEAN_REPLICA = "mean replica"
@@ -311,6 +341,7 @@ def bands(
     looks: Looks | None = None,
     diverged: Mapping[str, str] | None = None,
     logy: bool = False,
+    from_step: int = 0,
 ) -> Axes:
     """Draw a column of several runs, one line for each name; with several seeds, draw their mean and a band.
 
@@ -332,14 +363,16 @@ def bands(
         legend: whether to add a legend; one with many entries stands below the axes.
         looks: the looks of the lines; default: by their names.
         diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
-        logy: whether the y axis is logarithmic.
+        logy: whether the y axis is logarithmic; divergence always is, from its first value above 0.
+        from_step: the first step to draw, as the first losses may flatten all others.
 
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has measured y or has tokens.
     """
     from vsim.figures.paper import axes_of, fit, plain_ticks
 
-    true_or_false("logy", logy)
+    logy = true_or_false("logy", logy) or y == "divergence"
+    from_step = whole_number("from_step", from_step, at_least=0)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
     looks, diverged = looks or looks_of(list(runs)), diverged or {}
@@ -351,7 +384,9 @@ def bands(
     _check_measured(y, [history for histories in lists.values() for history in histories])
     silent, drawn, thin = [], [], len(runs) > MANY
     for i, (name, histories) in enumerate(lists.items()):
-        xs, mean, deviation = _points(histories, axis, y)
+        xs, mean, deviation = _points(histories, axis, y, from_step)
+        if logy:
+            xs, mean, deviation = xs[mean > 0], mean[mean > 0], deviation[mean > 0]
         look = looks.by_name[name]
         label = literal(f"{name}, {diverged[name]}" if name in diverged else name)
         drawn.append(mean)
@@ -367,7 +402,7 @@ def bands(
         if deviation.any() and not thin:
             ax.fill_between(xs, mean - deviation, mean + deviation, color=look.colour, alpha=0.18, linewidth=0)
         if y == "global_loss" and not (axis.is_bytes or thin or looks.key):
-            _draw_mean_replica(ax, histories, axis, look.colour)
+            _draw_mean_replica(ax, histories, axis, look.colour, from_step)
         end = max((np.nanmax(axis.values(history), initial=0) for history in histories), default=0.0)
         if name in diverged and not (axis.is_bytes and end <= 0):
             cross: Any = {"color": look.colour, "marker": "x", "linestyle": "none", "label": "_"}
@@ -386,7 +421,8 @@ def bands(
     if silent:
         # Names must fit above the axes.
         which = literal(", ".join(quoted(silent).values())) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
-        ax.set_title(f"horizontal, as nothing is sent: {which}", fontsize=7.5, color="0.4", loc="right")
+        said = f"{which} sends nothing (horizontal line)" if len(silent) == 1 else f"{which} send nothing (horizontal)"
+        ax.set_title(said, fontsize=7.5, color="0.4", loc="right")
     if legend and ax.get_lines():
         add_legend(ax, looks, diverged, own)
     elif legend:
@@ -417,11 +453,12 @@ def overview(
     x: str | XAxis = "step",
     logy: bool = False,
     width: float = PAGE,
+    from_step: int = 0,
 ) -> PaperFigure:
     """Return a figure of two panels: loss against step, and the same loss against bytes on the wire (log).
 
     Args:
-        runs, y, looks, diverged, logy: see `bands`. x: the x axis of the first panel.
+        runs, y, looks, diverged, logy, from_step: see `bands`. x: the x axis of the first panel.
         title: the title; "" for no title, as in a paper, whose caption has it.
         width: in inches: a page's width, or a column's (3.3); in a column, the panels are stacked.
 
@@ -434,8 +471,8 @@ def overview(
     beside = real_number("width", width, at_least=1, at_most=100) >= 5
     figure = PaperFigure(figsize=(width, 3.1 if beside else 4.4), dpi=150, layout="constrained")
     first, second = figure.subplots(*((1, 2) if beside else (2, 1)), sharey=True)
-    bands(runs, x, y, first, False, looks, diverged, logy)
-    bands(runs, "wire", y, second, False, looks, diverged, logy)
+    bands(runs, x, y, first, False, looks, diverged, logy, from_step)
+    bands(runs, "wire", y, second, False, looks, diverged, logy, from_step)
     if beside:
         second.set_ylabel("")
     handles, labels, columns = _legend(first, looks, diverged or {}, width)
@@ -481,9 +518,10 @@ def x_axis(
 
 
 def mean_over_seeds(
-    histories: Sequence[History], axis: XAxis, y: str
+    histories: Sequence[History], axis: XAxis, y: str, from_step: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both.
+    """Return x, the mean of y and its standard deviation, at every step at which all `histories` have measured both;
+    `from_step` is the first step.
 
     >>> from vsim import History
     >>> runs = [History(), History()]
@@ -492,7 +530,7 @@ def mean_over_seeds(
     (array([0.]), array([2.]), array([1.41421356]))
     """
     tables = [np.stack([history["step"], axis.values(history), history[y]]) for history in histories]  # (3, rows)
-    measured = [table[:, ~np.isnan(table).any(0)] for table in tables]
+    measured = [table[:, ~np.isnan(table).any(0) & (table[0] >= from_step)] for table in tables]
     steps = sorted(set.intersection(*(set(m[0].tolist()) for m in measured))) if measured else []
     if not steps:
         return np.empty(0), np.empty(0), np.empty(0)
@@ -563,7 +601,8 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
     """Add a legend: inside the axes if it is short, below them if it would cover the lines.
 
     Args:
-        own: whether vsim made the figure, which then may grow; otherwise, names are cut to leave room for the axes.
+        own: whether vsim made the figure, which then may grow; otherwise, the legend has at most two columns, and its
+            letters are smaller.
         inside: whether a legend may be inside.
     """
     from matplotlib.transforms import ScaledTranslation
@@ -574,36 +613,37 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
     assert figure is not None
     width = 1.2 * figure.get_figwidth() * ax.get_position().width  # including the tick labels of the y axis
     handles, labels, columns = _legend(ax, looks, diverged, width)
-    place: Any = {}
+    style, place = dict(LEGEND), dict[str, Any]()
     is_below = not inside or bool(looks.key) or len(labels) > _INSIDE or max(map(len, labels)) > _SHORT
     if not own and not looks.key:
-        most = int(_CHARACTERS * width) // (2 if is_below else 1) - _BESIDE
-        cut = [label if len(label) <= most + 2 else f"{' '.join(label.split())[: most - 1]}…" for label in labels]
-        labels = cut if len(set(cut)) == len(cut) else labels
+        style |= {"fontsize": 7, "handlelength": 2.4, "columnspacing": 0.8, "handletextpad": 0.5}
+        columns = 2 if is_below and len(labels) > 1 else 1
+        most = int(_SMALL * width / columns) - _SAMPLE
+        labels = [textwrap.fill(label, most, max_lines=3, placeholder=" …") for label in labels]
     if is_below:
         below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": ax.transAxes + below}
-        columns = columns if looks.key else legend_columns(labels, width)
-    ax.legend(handles, labels, ncols=columns, **LEGEND, **place)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.45, 0), "bbox_transform": ax.transAxes + below}
+        columns = legend_columns(labels, width) if own and not looks.key else columns
+    ax.legend(handles, labels, ncols=columns, **style, **place)
     if not own:
         fit(ax)
     elif is_below:
         figure.set_figheight(figure.get_figheight() + 0.15 * _rows(labels, columns))
 
 
-def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str) -> None:
+def _draw_mean_replica(ax: Axes, histories: Sequence[History], axis: XAxis, colour: str, from_step: int) -> None:
     """Draw the mean replica's loss as a thin line if it differs from the global model's."""
-    xs, mean, _ = _points(histories, axis, "average_loss")
-    whole = _points(histories, axis, "global_loss")[1]
+    xs, mean, _ = _points(histories, axis, "average_loss", from_step)
+    whole = _points(histories, axis, "global_loss", from_step)[1]
     if len(mean) and not np.array_equal(mean, whole):
         ax.plot(xs, mean, color=colour, label="_", gid=_MEAN_REPLICA, **_THIN)
 
 
 def _points(
-    histories: Sequence[History], axis: XAxis, y: str
+    histories: Sequence[History], axis: XAxis, y: str, from_step: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the points to draw: x in its unit, mean and deviation of y; of points with equal bytes, only the last."""
-    xs, mean, deviation = mean_over_seeds(histories, axis, y)
+    xs, mean, deviation = mean_over_seeds(histories, axis, y, from_step)
     if (axis.is_bytes or axis.is_wide) and len(xs):
         last = last_of_equal(xs) & ((xs > 0) | (xs[-1] == 0))  # if nothing is sent, keep the last point
         xs, mean, deviation = xs[last], mean[last], deviation[last]

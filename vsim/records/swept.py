@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vsim.arguments import one_of
+from vsim.arguments import one_of, true_or_false
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.history import COLUMNS
@@ -118,6 +118,8 @@ class Sweep(Comparison):
         ax: Axes | None = None,
         *,
         logy: bool = False,
+        from_step: int = 0,
+        legend: bool = True,
         network: AnyNetwork = None,
         compute: AnyCompute = None,
         colour: str | None = None,
@@ -125,13 +127,14 @@ class Sweep(Comparison):
         """Draw the loss of every run; runs with the same value of one setting share a colour, as the legend shows.
 
         Args:
-            x, y, ax, logy, network, compute: see `Comparison.plot`.
+            x, y, ax, logy, from_step, legend, network, compute: see `Comparison.plot`.
             colour: the setting that colours stand for; default: the first. Dashes stand for the next setting, markers
                 for all others.
         """
         first = None if colour is None else one_of("colour", colour, self.varied)
         axis, y = self._x_axis(x, network, compute), self.loss_column if y is None else y
-        return bands(self._drawn(), axis, y, ax, True, self.looks(first), diverged(self), logy)
+        true_or_false("legend", legend)
+        return bands(self._drawn(), axis, y, ax, legend, self.looks(first), diverged(self), logy, from_step)
 
     def heatmap(self, x: str, y: str, /, *, ax: Axes | None = None, **fixed: Any) -> Axes:
         """Draw a map of the final loss, averaged over the seeds, by the values of two settings as ordered categories.

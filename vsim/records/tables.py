@@ -166,12 +166,13 @@ def _float(table: str, notes: Sequence[str], format: str, caption: str) -> str:
         own = own if format == "latex_raw" else "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in own)
         return own.replace("†", r"$^{\dagger}$")
 
+    needs = [rf"% needs \usepackage{{{package}}}" for package in ("booktabs", "longtable") if package in format]
     for mark, command in _COMMANDS.items():
         table = table.replace(mark, command)
     below = [r"\par\smallskip", *(rf"{{\footnotesize {text(note)}\par}}" for note in notes)] if notes else []
     if not caption or format == "latex_longtable":
-        return "\n".join([table, *below])
-    head = [r"\begin{table}", r"\centering", rf"\caption{{{text(caption)}}}", r"\label{tab:comparison}"]
+        return "\n".join([*needs, table, *below])
+    head = [*needs, r"\begin{table}", r"\centering", rf"\caption{{{text(caption)}}}", r"\label{tab:comparison}"]
     return "\n".join([*head, table, *below, r"\end{table}"])
 
 

@@ -20,9 +20,9 @@ from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, delay, rate
 from vsim.network.links import seconds as delay_of
 from vsim.network.timeline import duration, seconds_on
-from vsim.records.compared import ComparedRun, Runs, size_text
+from vsim.records.compared import ComparedRun, Runs, brief_list, size_text
 from vsim.records.crossings import doubts, never, racers
-from vsim.records.plots import Looks
+from vsim.records.plots import LEGEND, Looks, legend_columns
 from vsim.records.spent import AnyCompute, forming_seconds
 from vsim.records.statistics import Crossing, shared_seeds
 from vsim.records.summary import tuning
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 # Default bandwidths in bit/s, and latencies in seconds.
 BANDWIDTHS, LATENCIES = np.logspace(6, 11, 61), np.logspace(-4, 0, 41)
-# About how many latencies a table shows, and how many of the strategies that do not reach the loss a map names.
+# About how many latencies a table shows, and how many strategies a note names.
 _ROWS, _NAMED = 5, 6
-# The smallest share of the map for which a region gets a label next to the map; and the most such labels.
-_SMALL, _BESIDE = 0.004, 4
-# The most names in the label of a tie, and the most letters of a name.
-_TIED, _LONG = 4, 24
+# So many tied strategies are one grey area of the map, with this name.
+_CROWD, _OPEN, _GREY, _HATCH = 3, "no clear winner", "#D9D9D9", "//////"
+# Letters of a note in an inch.
+_LETTERS = 19
 # Costs within this factor are equal but for rounding.
 _EQUAL = 1 + 1e-9
 
@@ -101,7 +101,8 @@ def winners(
     if comparison.measured_bytes is not None:
         note += f", {size_text(size)} of weights\n(losses of {size_text(comparison.measured_bytes)})"
     remarks = [*doubts(comparison, stays), *tuning(comparison)]
-    found = Winners(loss, bits, delays, times, never(comparison, loss, stays), comparison.looks(), note, remarks)
+    lost, looks, measure = never(comparison, loss, stays), comparison.looks(), comparison.loss_title
+    found = Winners(loss, bits, delays, times, lost, looks, note, remarks, measure)
     if found.left_open > 0.1:
         warnings.warn(
             f"validation is too rare to tell which strategy is first to loss {loss:g} on {found.left_open:.0%} "
@@ -214,6 +215,7 @@ class Winners:
         times: name → seed → (3, L, B) seconds; see `Race`. Empty if no strategy reaches the loss with all seeds.
         never: name → text about a strategy that does not reach the loss with all seeds.
         looks: looks of the strategies. note: text that is added to the title. remarks: sentences below map and table.
+        measure: the name of the loss.
     """
 
     loss: float
@@ -224,6 +226,7 @@ class Winners:
     looks: Looks
     note: str = ""
     remarks: Sequence[str] = ()
+    measure: str = "loss"
 
     @cached_property
     def _race(self) -> Race:
@@ -290,63 +293,78 @@ class Winners:
         return with_notes(aligned(rows, header, format), self.remarks, format)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the map: a colour for each strategy that is first somewhere; hatched in both colours where two are tied.
+        """Draw the map: a colour for each strategy that is first somewhere; hatched in the second colour where two are
+        tied, and grey where more are.
 
-        A label that does not fit into its region stands next to the map, with a line to the region.
+        The legend below the map names the areas that are too small for their names. Notes below it name the strategies
+        that are nowhere first.
 
         Args:
             ax: default: the axes of a new figure as wide as a column.
         """
         from vsim.figures.paper import axes_of, plain_ticks
 
-        ax = axes_of(ax, 3.3, 2.7)
+        own, ax = ax is None, axes_of(ax, 3.3, 2.5)
         bits, milliseconds = self.bandwidths, np.maximum(self.latencies, 1e-9) * 1e3
         ax.set(xscale="log", yscale="log", xlabel="bandwidth (bit/s)", ylabel="latency (ms)")
-        shown = sorted({names for row in self.first for names in row if names})
-        index = np.array([[shown.index(names) if names else -1 for names in row] for row in self.first])
-        ax.plot(bits[[0, -1]], milliseconds[[0, -1]], linestyle="none")  # the map's width, even without winners
-        for i, names in enumerate(shown):
-            self._fill(ax, bits, milliseconds, index == i, names)
+        areas = self._areas()
+        ax.plot(
+            bits[[0, -1]], milliseconds[[0, -1]], color="0", linestyle="none"
+        )  # the map's width, even without winners
+        tints = self._tints()
+        for names, cells in areas.items():
+            _fill(ax, bits, milliseconds, cells, [tints[name] for name in names])
         plain_ticks(ax.xaxis)
         ax.xaxis.set_major_formatter(lambda value, _: rate(value).removesuffix("bit/s").replace(" ", ""))
         plain_ticks(ax.yaxis)
         sized(ax)
-        some = any(said != "never" for said in self.never.values())
-        none = f"no strategy reaches {self.loss:g}{' with all seeds' if some else ''}"
-        title = f"first to loss {self.loss:g}" if shown else none
-        ax.set_title(literal(f"{title}{self.note}"), fontsize=8, loc="left")
-        self._say_below(ax)
-        _label(ax, bits, milliseconds, {names: index == i for i, names in enumerate(shown)})
+        width = ax.get_position().width * ax.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
+        title = "\n".join(textwrap.fill(line, int(17 * width)) for line in self._title(bool(areas)).split("\n"))
+        ax.set_title(literal(title), fontsize=8, loc="left")
+        notes = [textwrap.fill(literal(one), int(_LETTERS * width)) for one in self._notes(areas)]
+        _label(ax, bits, milliseconds, areas, tints, "\n".join(notes), own)
         return ax
 
-    def _fill(self, ax: Axes, bits: Floats, milliseconds: Floats, own: NDArray[np.bool_], names: Sequence[str]) -> None:
-        from matplotlib.colors import ListedColormap, to_rgb
+    def _title(self, is_reached: bool) -> str:
+        target = f"{self.loss:.1f}" if self.loss == round(self.loss, 1) else f"{self.loss:g}"
+        if is_reached:
+            return f"First to reach a {self.measure} of {target}{self.note}"
+        seeds = " with all seeds" if any(said != "never" for said in self.never.values()) else ""
+        return f"No strategy reaches a {self.measure} of {target}{seeds}{self.note}"
 
-        colours = [tuple(0.45 * c + 0.55 for c in to_rgb(self.looks.by_name[name].colour)) for name in names]
-        cells = np.ma.masked_where(~own, np.zeros(own.shape))
-        kind: Any = {"shading": "nearest", "rasterized": True, "vmin": 0, "vmax": 1}
-        ax.pcolormesh(bits, milliseconds, cells, cmap=ListedColormap(colours[:1]), **kind)
-        if min(own.shape) < 2:
-            return
-        # Extend hatches to the edges of the outer cells, not only to their centres.
-        level = np.pad(own.astype(float), 1, mode="edge")
-        x, y = (
-            np.concatenate([[v[0] ** 1.5 / v[1] ** 0.5], v, [v[-1] ** 1.5 / v[-2] ** 0.5]])
-            for v in (bits, milliseconds)
-        )
-        for colour, hatch in zip(colours[1:], ("//////", "\\\\\\\\\\\\", "......"), strict=False):
-            striped = ax.contourf(x, y, level, levels=[0.5, 1.5], colors="none", hatches=[hatch])
-            striped.set(edgecolor=colour, linewidth=0.0)
-        if not own.all():
-            ax.contour(x, y, level, levels=[0.5], colors="white", linewidths=1.0)
+    def _areas(self) -> dict[tuple[str, ...], NDArray[np.bool_]]:
+        """Return names → cells (L, B) where these one or two are first; () → cells where three or more are tied."""
+        keys = [[None if not names else names if len(names) < _CROWD else () for names in row] for row in self.first]
+        shown = sorted({key for row in keys for key in row if key is not None}, key=lambda key: (not key, key))
+        return {key: np.array([[own == key for own in row] for row in keys]) for key in shown}
 
-    def _say_below(self, ax: Axes) -> None:
-        names = [f"{name} ({self.never[own]})" for own, name in quoted(self.never).items()]
-        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-        never = [textwrap.fill(literal(f"not reached by {', '.join(names[:_NAMED])}{more}"), 55)] if names else []
-        if said := [*never, *(textwrap.fill(literal(one), 42) for one in self.remarks)]:
-            below: Any = {"xytext": (0, -32), "xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
-            ax.annotate("\n".join(said), (0, 0), fontsize=7, color="0.4", **below)
+    def _tints(self) -> dict[str, str]:
+        """Return name → the colour of its area: a pale tint of its line's colour, or a paler one if that is taken."""
+        from matplotlib.colors import to_hex, to_rgb
+
+        found: dict[str, str] = {}
+        for name in dict.fromkeys(name for row in self.first for names in row for name in sorted(names)):
+            line = np.array(to_rgb(self.looks.by_name[name].colour))
+            options = [to_hex(tuple(share * line + 1 - share)) for share in (0.45, 0.25, 0.65, 0.35)]
+            found[name] = next((tint for tint in options if tint not in found.values()), options[0])
+        return found
+
+    def _notes(self, areas: Mapping[tuple[str, ...], NDArray[np.bool_]]) -> list[str]:
+        """Return sentences about the strategies that no area names, and the remarks."""
+        ahead = {name for row in self.first for names in row for name in names}
+        named = {name for names in areas for name in names}
+        crowd = [name for name in self.looks.by_name if name in ahead - named]
+        behind = [name for name in self.seconds if name not in ahead and name not in self.never]
+        return [
+            *(
+                [f"{_OPEN}: three or more are tied{', among them ' + _listed(crowd) if crowd else ''}"]
+                if () in areas
+                else []
+            ),
+            *([f"nowhere first: {_listed(behind)}"] if behind else []),
+            *missed(self.never),
+            *self.remarks,
+        ]
 
     def _repr_html_(self) -> str:
         from vsim.figures.paper import image_html
@@ -363,51 +381,129 @@ def _range(stretch: Stretch, bandwidths: Floats) -> str:
     return " ".join(filter(None, texts)) or "any"
 
 
-# Labels of regions ----------------------------------------------------------------------------------------------------
+def missed(never: Mapping[str, str]) -> list[str]:
+    """Return sentences about the strategies that do not reach the loss with all seeds.
+
+    >>> missed({"lost": "never", "sometimes": "1 of 2 runs", "alone": "never"})
+    ['not reached by lost, alone', 'reached by only 1 of 2 runs of sometimes']
+    """
+    lost = [name for name, said in never.items() if said == "never"]
+    partly = [f"{said} of {name}" for name, said in zip(quoted(never).values(), never.values(), strict=True)]
+    partly = [text for text in partly if not text.startswith("never")]
+    return [
+        *([f"not reached by {_listed(lost)}"] if lost else []),
+        *([f"reached by only {brief_list(partly, _NAMED)}"] if partly else []),
+    ]
 
 
-def _label(ax: Axes, x: Floats, y: Floats, regions: Mapping[tuple[str, ...], NDArray[np.bool_]]) -> None:
-    """Name regions of a map: inside where the text fits, otherwise next to the map with a line to the region.
+def _listed(names: Sequence[str]) -> str:
+    return brief_list(list(quoted(names).values()), _NAMED)
+
+
+# Areas and their names ------------------------------------------------------------------------------------------------
+
+
+def _fill(ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], colours: Sequence[str]) -> None:
+    """Fill cells in the first colour, hatched in the second; in grey if there is no colour."""
+    from matplotlib.colors import ListedColormap
+
+    cells = np.ma.masked_where(~own, np.zeros(own.shape))
+    kind: Any = {"shading": "nearest", "rasterized": True, "vmin": 0, "vmax": 1}
+    ax.pcolormesh(x, y, cells, cmap=ListedColormap([*colours[:1], _GREY][:1]), **kind)
+    if min(own.shape) < 2:
+        return
+    # Extend hatches to the edges of the outer cells, not only to their centres.
+    level = np.pad(own.astype(float), 1, mode="edge")
+    wide, high = (np.concatenate([[v[0] ** 1.5 / v[1] ** 0.5], v, [v[-1] ** 1.5 / v[-2] ** 0.5]]) for v in (x, y))
+    for colour in colours[1:]:
+        striped = ax.contourf(wide, high, level, levels=[0.5, 1.5], colors="none", hatches=[_HATCH])
+        striped.set(edgecolor=colour, linewidth=0.0)
+    if not own.all():
+        ax.contour(wide, high, level, levels=[0.5], colors="white", linewidths=1.0)
+
+
+def _label(
+    ax: Axes,
+    x: Floats,
+    y: Floats,
+    areas: Mapping[tuple[str, ...], NDArray[np.bool_]],
+    tints: Mapping[str, str],
+    notes: str,
+    own: bool,
+) -> None:
+    """Name the areas of a map: inside where the text fits, otherwise in a legend below the map, above the notes.
 
     Args:
-        x, y: positions (B,) and (L,) of the cells, in data coordinates. regions: names → the region's cells (L, B).
+        x, y: positions (B,) and (L,) of the cells, in data coordinates. areas: names → the area's cells (L, B).
+        tints: name → the colour of its area. notes: text below map and legend.
+        own: whether vsim made the figure, which then may grow.
     """
+    from matplotlib.patches import Patch
+    from matplotlib.transforms import ScaledTranslation
+
     from vsim.figures.paper import fit
 
-    depths = {names: _depth(own) for names, own in regions.items()}
-    outside: list[tuple[str, ...]] = []
-    while True:  # a label next to the map makes the map narrower
-        placed = _outside(ax, x, y, {names: depths[names] for names in outside})
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    depths = {names: _depth(cells) for names, cells in areas.items()}
+    listed, height = list[tuple[str, ...]](), figure.get_figheight()
+    blank = bool(areas) and not np.any(list(areas.values()), axis=0).all()
+    width = 1.2 * figure.get_figwidth() * ax.get_position().width
+    below: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+    while True:  # a legend makes the map smaller
+        labels = [textwrap.fill(_name(names), int(_LETTERS * width) - 8) for names in listed]
+        labels += ["none"] if blank else []
+        columns = min(2, legend_columns(labels, width)) if labels else 1
+        rows = -(-sum(1 + label.count("\n") for label in labels) // columns)
+        if own:
+            figure.set_figheight(height + 0.14 * rows + 0.13 * (notes.count("\n") + 1 if notes else 0))
+        if labels:
+            looks = [
+                ([*(tints[name] for name in names), _GREY][0], [tints[name] for name in names[1:]]) for names in listed
+            ]
+            patches = [
+                Patch(facecolor=face, hatch=_HATCH if edge else "", edgecolor=(*edge, face)[0]) for face, edge in looks
+            ]
+            patches += [Patch(facecolor="white", edgecolor="0.6", linewidth=0.6)] if blank else []
+            place = ScaledTranslation(0, -32 / 72, figure.dpi_scale_trans)
+            style: Any = {**LEGEND, "handlelength": 1.6, "fontsize": 7, "borderaxespad": 0, "borderpad": 0}
+            ax.legend(
+                patches,
+                labels,
+                loc="upper left",
+                bbox_to_anchor=(0, 0),
+                ncols=columns,
+                bbox_transform=ax.transAxes + place,
+                **style,
+            )
+        placed = [ax.annotate(notes, (0, 0), (0, -34 - 11 * rows), fontsize=7, color="0.4", **below)] if notes else []
         fit(ax)
-        ax.get_figure(root=True).draw_without_rendering()  # type: ignore[union-attr]
+        figure.draw_without_rendering()
         missing = []
-        for names, own in regions.items():
-            if names not in outside:
-                fitted = _inside(ax, x, y, own, depths[names], names)
+        for names, cells in areas.items():
+            if names not in listed:
+                fitted = _inside(ax, x, y, cells, depths[names], names)
                 placed += [fitted] if fitted is not None else []
-                missing += [names] if fitted is None and own.mean() >= _SMALL else []
-        missing = sorted(missing, key=lambda names: -regions[names].sum())[: max(0, _BESIDE - len(outside))]
+                missing += [names] if fitted is None else []
         if not missing:
             return
-        outside += missing
+        listed += missing
         for text in placed:
             text.remove()
 
 
+def _name(names: tuple[str, ...]) -> str:
+    return literal(" or ".join(names)) or _OPEN
+
+
 def _texts(names: tuple[str, ...]) -> list[str]:
-    """Return ways to break the names of a region into lines, the widest first; see `_short` for many names."""
-    names = _short(names)
-    whole = literal(" or ".join(names))
-    lines = literal(" or\n".join(names))
+    """Return ways to break the name of an area into lines, the widest first."""
+    lines = _name(names).replace(" or ", " or\n")
     return list(
-        dict.fromkeys([whole, lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")])
+        dict.fromkeys(
+            [_name(names), lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
+        )
     )
-
-
-def _short(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return tied names for a label, and cut long ones; of more than four, the first three and the number of others."""
-    few = names if len(names) <= _TIED else (*names[: _TIED - 1], f"{len(names) - _TIED + 1} others")
-    return tuple(name if len(name) <= _LONG else f"{name[: _LONG - 1]}…" for name in few)
 
 
 def _inside(
@@ -416,13 +512,16 @@ def _inside(
     """Write the names into their region, as deep inside as they fit; return the text, None if they do not fit."""
     columns = ax.transData.transform(np.stack([x, np.full(len(x), y[0])], 1))[:, 0]
     rows = ax.transData.transform(np.stack([np.full(len(y), x[0]), y], 1))[:, 1]
+    from matplotlib.patheffects import withStroke
+
     frame = ax.get_window_extent()
-    style: Any = {"ha": "center", "va": "center", "fontsize": STYLE["legend.fontsize"]}
+    halo = [withStroke(linewidth=2, foreground="white", alpha=0.7)]
+    style: Any = {"ha": "center", "va": "center", "fontsize": STYLE["legend.fontsize"], "path_effects": halo}
     deepest = np.argwhere(depth > 0)[np.argsort(-depth[depth > 0], kind="stable")][:200]
     for said in _texts(names):
         if own.all():
-            text = ax.text(0.5, 0.5, said, transform=ax.transAxes, clip_on=True, **style)
-            if text.get_window_extent().width <= frame.width or said == _texts(names)[-1]:
+            text = ax.text(0.5, 0.5, said, transform=ax.transAxes, **style)
+            if text.get_window_extent().width <= frame.width:
                 return text
             text.remove()
             continue
@@ -438,34 +537,6 @@ def _inside(
                 return text
         text.remove()
     return None
-
-
-def _outside(ax: Axes, x: Floats, y: Floats, depths: Mapping[tuple[str, ...], NDArray[np.int64]]) -> list[Any]:
-    """Write names to the right of the map, one below the other, with lines to the deepest cells of their regions."""
-    from matplotlib.text import Text
-
-    line: Any = {"arrowstyle": "-", "color": "0.2", "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
-    frame = ax.get_window_extent()
-    labels: list[tuple[float, float, Any]] = []  # heights of region and text (shares of the axes), the text
-    for names, depth in sorted(depths.items(), key=lambda one: -int((one[1] > 0).sum())):  # the largest first
-        deepest = np.argwhere(depth == depth.max())
-        i, j = deepest[deepest[:, 1].argmax()]  # the nearest to the text, so that the line crosses least of the map
-        lines = [" or ".join(names)] if len(names) <= 2 else _short(names)
-        said = literal("\n".join(textwrap.fill(line, 16, break_long_words=False) for line in lines))
-        where: Any = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "top"}
-        text = ax.annotate(said, (x[j], y[i]), fontsize=6.5, arrowprops=line, **where)
-        height = Text.get_window_extent(text).height / frame.height + 0.05  # without the line to the region
-        if sum(own for _, own, _ in labels) + height > 1.1:
-            text.remove()
-            continue
-        row = ax.transData.transform((x[j], y[i]))[1]
-        labels.append(((row - frame.y0) / frame.height, height, text))
-    top, below = 1.02, sum(height for _, height, _ in labels)
-    for row, height, text in sorted(labels, key=lambda label: -label[0]):
-        top = min(top, max(row + height / 2, below - 0.05))
-        text.set_position((1.05, top))
-        top, below = top - height, below - height
-    return [text for _, _, text in labels]
 
 
 def _depth(region: NDArray[np.bool_]) -> NDArray[np.int64]:

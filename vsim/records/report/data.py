@@ -6,7 +6,8 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,17 @@ from vsim.network.planes import Planes, planes
 from vsim.network.timeline import around_first_event
 from vsim.records import summary
 from vsim.records.cache import Cache
-from vsim.records.compared import ComparedRun, Runs
+from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import doubts
 from vsim.records.history import History, mean_present
 from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, loss_interval, note, sound
 from vsim.records.losses import diverged as diverged_in
 from vsim.records.losses import ties as ties_in
 from vsim.records.plots import Y_LABELS, Look, rounds
-from vsim.records.provenance import describe
+from vsim.records.provenance import Provenance, describe
 from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
-from vsim.records.statistics import contenders
-from vsim.records.tables import DIGITS, PERCENT, UNDECIDED
+from vsim.records.statistics import Ranking, contenders
+from vsim.records.tables import DIGITS, PERCENT, UNDECIDED, cell, quoted
 
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -37,13 +38,20 @@ NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
 # a clock, rows of `node_losses`. Then the most runs that count as few, nodes with losses shown, and bars of a timeline.
 _FEW = {"losses": 1000, "others": 150, "steps": 300, "rows": 80}
 _MANY = {"losses": 100, "others": 0, "steps": 40, "rows": 0}
-_MANY_RUNS, _MOST_NODES, _MOST_BARS = 60, 12, 400
+_MANY_RUNS, _MOST_NODES, _MOST_BARS, _NAMED = 60, 12, 400, 6
 # Columns without curves: they are shown elsewhere on the page, or do not describe the training.
 _NO_CURVES = (
     *("step", "examples", "tokens", "payload_bytes", "wire_bytes", "seconds", "validation_seconds", "memory_bytes"),
     *("global_loss_se", "global_formed", "val_examples", "val_total", "node_loss_min", "node_loss_max"),
     *("clock_seconds", "compute_seconds"),
 )
+_COLLECTIVES = {
+    None: "through a server for clients, all-reduce as a ring for nodes",
+    "ring": "all-reduce as a ring",
+    "tree": "all-reduce as a tree",
+    "halving-doubling": "all-reduce by halving and doubling",
+    "server": "through a server",
+}
 _LABELS = {
     **Y_LABELS,
     "lr": "inner learning rate",
@@ -76,7 +84,9 @@ class _Page:
     """Collects the content of the page of one comparison; equal ledgers are priced once."""
 
     def __init__(self, comparison: Runs, network: AnyNetwork, compute: AnyCompute, cache: Cache) -> None:
-        self.comparison, self.cache = comparison, cache
+        typed = any(str(call).startswith("vsim ") for call in comparison.calls)
+        typed |= any(re.match(r"[a-z0-9_-]+:\w+=", name) for name in comparison)
+        self.comparison, self.cache = comparison.in_words() if typed else comparison, cache
         network = comparison.network if network is None else network
         compute = comparison.compute if compute is None else compute
         self.assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
@@ -130,11 +140,16 @@ class _Page:
                 }
             )
         first = next(iter(rows.values()))
+        for run in runs:
+            run["note"] = _without_paths(run["note"])
         titles = list(comparison.labels(next(iter(rows))))
         table = [key for key in first if not key.endswith(" std") and key not in titles and key != "note"]
         seeds, more = max(len(run["seeds"]) for run in runs), summary.on_demand(comparison)
         return {
             "title": comparison.title,
+            "trained": comparison.trained,
+            "date": comparison.date,
+            "answer": self._answer(found, values),
             "loss": comparison.loss_column,
             "columns": {column: _LABELS.get(column, column.replace("_", " ")) for column in self.columns},
             "titles": titles,
@@ -173,6 +188,23 @@ class _Page:
             "about": self._about(),
         }
 
+    def _answer(self, found: Ranking, losses: Mapping[str, Mapping[int, float]]) -> str:
+        """Return a sentence on which strategy is lowest, and one on whether the seeds decide it."""
+        if not found.best or len(losses) < 2:
+            return ""
+        own = [loss for loss in losses[found.best[0]].values() if math.isfinite(loss)]
+        best = _joined(found.best)
+        ends = f"{best} {'end' if len(found.best) > 1 else 'ends'} with the lowest {self.comparison.loss_title}"
+        ends += f", {cell(self.comparison.loss_title, float(np.mean(own)))}."
+        seeds = max(map(len, losses.values()))
+        if not found.tested:
+            few = "One seed does" if seeds == 1 else "The seeds that all have do"
+            return f"{ends} {few} not show whether that is chance: train several."
+        if found.undecided:
+            them = "them" if len(found.best) > 1 else "it"
+            return f"{ends} These {seeds} seeds do not tell {them} from {_joined(found.undecided)}."
+        return f"{ends} These {seeds} seeds tell it from all others (p ≤ 0.05)."
+
     def _values(self) -> dict[str, list[str]]:
         """Setting of a sweep → the text of its values, in their order."""
         points = getattr(self.comparison, "points", {})
@@ -183,18 +215,21 @@ class _Page:
         """The description of the runs, as pairs of title and text."""
         comparison = self.comparison
         histories = comparison.all_histories
+        examples = ", ".join(comparison.sampled) or histories[0].validated_on
         found = [
+            ["started", comparison.date],
             ["nodes", ", ".join(str(n) for n in sorted({history.num_nodes for history in histories}))],
             ["clients", ", ".join(str(n) for n in sorted({h.ledger.num_nodes for h in histories if h.is_of_cohorts}))],
             ["steps", ", ".join(f"{n:,}" for n in sorted({history.ledger.steps for history in histories}))],
             ["seeds", ", ".join(str(n) for n in sorted({r.seed for n in comparison for r in comparison.runs(n)}))],
             ["weights", f"{comparison.allreduce_bytes:,} bytes"],
-            ["validated on", ", ".join(comparison.sampled) or histories[0].validated_on],
+            ["data", _data(histories[0].config.get("train_dataset"))],
+            ["validated on", f"{examples} examples" if examples else ""],
             ["executor", ", ".join(dict.fromkeys(history.executor for history in histories))],
             ["network", "none given" if "network" in self.assumed else repr(self.shown)],
             ["compute", "none given" if "compute" in self.assumed else repr(self.compute)],
         ]
-        found.append(["provenance", str(describe(comparison))])
+        found.append(["provenance", _without_paths(str(_to_send(describe(comparison))))])
         settings = getattr(comparison, "settings", {})
         if len(settings) <= _MANY_RUNS:
             for name, own in settings.items():
@@ -335,6 +370,59 @@ class _Page:
         return {"steps": [first, last], "nodes": len(nodes), "bars": bars[:_MOST_BARS]} if bars else None
 
 
+def _joined(names: Sequence[str]) -> str:
+    """Return names as text, such as 'A, "B, H = 5" and C'."""
+    own = list(quoted(names).values())
+    return (
+        " and ".join(filter(None, [", ".join(own[:-1]), *own[-1:]])) if len(own) <= _NAMED else brief_list(own, _NAMED)
+    )
+
+
+def _data(about: Any) -> str:
+    """Return the name and the size of the training data."""
+    if not isinstance(about, Mapping):
+        return ""
+    examples = f"{about['examples']:,} examples" if isinstance(about.get("examples"), int) else ""
+    return ", ".join(filter(None, [str(about.get("name", about.get("class", about.get("function", "")))), examples]))
+
+
+# Options of commands whose values are paths, and entries of a description that say where the sender's files are.
+_OF_PATHS = ("--out", "--extend", "--save-dir", "--log-dir", "--text", "--mnist-folder")
+_OF_SENDER = ("save_dir", "resume")
+_PATH = re.compile(r"(?<![\w/.~<-])(?:[A-Za-z]:[\\/]+|~[\\/]|\.{0,2}/)(?:[^\s'\"/\\,;:()]+[\\/]+)*([^\s'\"/\\,;:()]+)")
+
+
+def _to_send(about: Provenance) -> Provenance:
+    """Return a description of runs without what concerns only the sender: folders, files and operating system."""
+    kept = {name: value for name, value in about.items() if name not in _OF_SENDER}
+    if isinstance(kept.get("machine"), Mapping):
+        kept["machine"] = {name: value for name, value in kept["machine"].items() if name != "system"}
+    kept["calls"] = [_without_options(str(call)) for call in about["calls"]]
+    return Provenance(kept)
+
+
+def _without_options(call: str) -> str:
+    """Return a command, or a call in Python, without the options that say where files are.
+
+    >>> _without_options("vsim compare --out vsim-out --steps 40 --text=notes.txt")
+    'vsim compare --steps 40'
+    >>> _without_options("vsim.compare(num_nodes=4, save_dir='runs', max_steps=40)")
+    'vsim.compare(num_nodes=4, max_steps=40)'
+    """
+    options, entries = "|".join(_OF_PATHS), "|".join(_OF_SENDER)
+    call = re.sub(rf" (?:{options})(?:=| +)(?:'[^']*'|\S+)", "", call)
+    return re.sub(rf"(?:, )?\b(?:{entries})=(?:'[^']*'|\w+\('[^']*'\)|\w+)", "", call)
+
+
+def _without_paths(text: str) -> str:
+    """Return text with only the last part of each path.
+
+    >>> _without_paths("no space left: '/home/me/runs/a.json', at 1 Gbit/s")
+    "no space left: 'a.json', at 1 Gbit/s"
+    """
+    return _PATH.sub(r"\1", text)
+
+
 def _recorded(history: History, network: Network, compute: Compute) -> Any:
     """Return the timeline of a run on this network or, if another network decided its course, on that one."""
     try:
@@ -418,7 +506,7 @@ def _network(network: Network) -> dict[str, Any]:
         "equal": equal,
         "bandwidth": min(bandwidth, 1e15),
         "latency": latency,
-        "collective": network.collective or "a server for clients, a ring for nodes",
+        "collective": _COLLECTIVES[network.collective],
         "text": repr(network),
     }
 

@@ -5,6 +5,7 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let P; // the comparison that is shown
   let state; // the positions of the sliders, and the choices
+  const every = Number(document.body.dataset.watch || 0); // seconds after which a served page asks again
 
   // Numbers and text -------------------------------------------------------------------------------------------------
 
@@ -54,6 +55,14 @@
     const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ±\u00a0${text(spread)}` : "";
     return text(v) + shown + (percent ? "\u00a0%" : large ? "\u00a0TB" : times ? "×" : "");
   };
+
+  /** A cell of the table: hours are in the page's unit of time. */
+  const cellOf = (key, value, sd) => {
+    const own = key.startsWith("hours") ? 3600 / unit[0] : 1;
+    return cell(key, finite(value) ? value * own : value, finite(sd) ? sd * own : sd);
+  };
+  let unit = TIMES[1]; // of time on the network, one for the whole page: [seconds, name]
+  const unitOf = (seconds) => TIMES.find(([own]) => seconds >= 2 * own) || TIMES[TIMES.length - 1];
 
   // The clock: the largest of planes, see vsim.network.planes -----------------------------------------------------------
 
@@ -179,7 +188,7 @@
     round: { label: "round", of: (seed, step) => along(seed, "rounds", step) },
     payload: { label: "payload", unit: 1e6, bytes: true },
     wire: { label: "bytes on the wire", unit: 1e6, bytes: true },
-    hours: { label: "hours", time: true },
+    hours: { label: "time on the network", time: true },
   };
   const along = (seed, what, step) => {
     const steps = (seed.curves[P.loss] || [[]])[0];
@@ -372,13 +381,9 @@
     }
     return [low, high];
   };
-  const timeUnit = (all) => {
-    const last = all.map((own) => own.xs[own.xs.length - 1] || 0);
-    return TIMES.find(([unit]) => Math.max(0, ...last) >= 2 * unit) || TIMES[TIMES.length - 1];
-  };
-  const axisLabel = (axis, unit) => {
+  const axisLabel = (axis) => {
     const each = P.clients ? "per client" : "per node";
-    if (axis === "hours") return `time on the network (${unit})`;
+    if (axis === "hours") return `time on the network (${unit[1]})`;
     return axis === "wire" ? `sent on the wire ${each} (MB)` : axis === "payload" ? `payload communicated ${each} (MB)` : AXES[axis].label;
   };
 
@@ -387,8 +392,8 @@
     if (axis.time && !isPriced()) return empty(host, unpriced());
     const all = shownRuns().map((run) => points(run, state.y, state.x)).filter((own) => own.ys.length);
     if (!all.length) return empty(host, "No run is shown: choose some below, or in the table.");
-    const [unit, unitName] = axis.time ? timeUnit(all) : [axis.unit || 1, ""];
-    const shown = all.map((own) => ({ ...own, xs: own.xs.map((x) => x / unit) }));
+    const size = axis.time ? unit[0] : axis.unit || 1;
+    const shown = all.map((own) => ({ ...own, xs: own.xs.map((x) => x / size) }));
     const last = shown.map((own) => own.xs[own.xs.length - 1]).filter((x) => x > 0);
     const wide = axis.bytes || (axis.time && Math.max(...last) > 10 * Math.min(...last));
     const logx = (state.logx === "" ? wide : state.logx === "1") && last.length > 0, logy = state.logy === "1";
@@ -398,11 +403,11 @@
     const start = logx ? Math.min(...positive) : Math.min(0, ...shown.map((own) => own.xs[0])), end = Math.max(...last, logx ? 0 : 1e-12);
     const first = logy ? Math.max(low, high / 1e6, 1e-12) : low - 0.04 * (high - low);
     const label = P.columns[state.y];
-    const summary = `${label} against ${axisLabel(state.x, unitName)}. ` + shown.slice(0, 12).map((own) => {
+    const summary = `${label} against ${axisLabel(state.x)}. ` + shown.slice(0, 12).map((own) => {
       const i = own.ys.length - 1;
       return `${isolated(own.run.name)}: ${digits(own.ys[0])} to ${digits(own.ys[i])} at ${digits(own.xs[i])}`;
     }).join("; ");
-    const f = frame(host, { summary, xlabel: axisLabel(state.x, unitName), ylabel: label,
+    const f = frame(host, { summary, xlabel: axisLabel(state.x), ylabel: label,
       x: (a, b) => scale(start, end, a, b, logx), y: (a, b) => scale(first, high + (logy ? 0 : 0.04 * (high - low)), a, b, logy) });
     const sit = (own) => own.xs.map((x, i) => [logx && x <= 0 ? null : f.x(x), f.y(logy ? Math.max(own.ys[i], first) : own.ys[i]), i]).filter(([x]) => x !== null);
     const path = (pairs) => pairs.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
@@ -447,7 +452,7 @@
         return [own.run.name, digits(own.ys[i], 4) + sd, String(step), scaled(mean(seeds.map((seed) => bytesAt(seed, step, "wire"))), BYTES),
                 scaled(mean(seeds.map((seed) => bytesAt(seed, step, "payload"))), BYTES), took(mean(seeds.map((seed) => secondsAt(seed, step))))];
       });
-      const title = `${axisLabel(state.x, unitName)}: ${digits(f.x.back(px))}`;
+      const title = `${axisLabel(state.x)}: ${digits(f.x.back(px))}`;
       showTip(rows.length > 14 ? `${title} (the lowest 14 of ${rows.length})` : title, ["", label, "step", "wire", "payload", "time"], table, ...screen);
     };
     readable(host, `${label}, plot; arrow keys read the values`, (px, py, sx, sy) => {
@@ -481,7 +486,7 @@
     P.runs.forEach((run, i) => {
       const at = crossings(run), said = never(at);
       const timed = run.seeds.every((seed) => P.ledgers[seed.ledger].planes[0][0] !== null);
-      if (said || !timed) missing.push(`${isolated(run.name)} (${said || "no hours"})`);
+      if (said || !timed) missing.push([isolated(run.name), said || "no hours"]);
       if (state.hide.has(i) || !timed || !at.some(Boolean)) return;
       /** The first step that might have reached the target, but for noise; null if it is not before the measured step. */
       const might = (seed, own) => {
@@ -527,39 +532,40 @@
 
   const drawMap = () => {
     const host = $("map"), { found, missing, spots } = racers(), { bits, delays } = grid();
-    const left = missing.length ? [`Not reached by ${missing.slice(0, 6).join(", ")}${missing.length > 6 ? ` and ${missing.length - 6} others` : ""}`] : [];
+    const named = (what, own) => (own.length ? [`${what} ${own.slice(0, 6).join(", ")}${own.length > 6 ? ` and ${own.length - 6} others` : ""}`] : []);
+    const lost = (why) => missing.filter(([, said]) => said === why).map(([name]) => name);
+    const partly = missing.filter(([, said]) => said !== "never" && said !== "no hours").map(([name, said]) => `${said} of ${name}`);
+    const left = [...named("not reached by", lost("never")), ...named("reached by only", partly), ...named("without events, and so without times:", lost("no hours"))];
     $("never").textContent = [...left, ...P.doubts].map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`).join(" ");
-    $("map-title").textContent = `First to ${P.columns[P.loss]} ${digits(state.target, 4)}`;
+    $("map-title").textContent = `First to reach a ${P.columns[P.loss]} of ${digits(state.target, 4)}`;
     if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);
     if (!isGiven("compute")) return empty(host, unpriced());
     const inputs = [pages.indexOf(P), state.sec, state.size, state.target, ...state.hide].join();
     if (raced.key !== inputs) raced = { key: inputs, cells: delays.map((lat) => bits.map((bw) => race(found, spots, { ...place(), bw, lat }))) };
     const { cells } = raced;
-    const unit = P.network.equal;
+    const equal = P.network.equal;
     const half = [Math.sqrt(bits[1] / bits[0]), Math.sqrt(delays[1] / delays[0])];
-    const key = (one) => one.key;
+    const key = (one) => (one.tied.length > 2 ? "" : one.key); // "": no clear winner
     const counts = new Map();
     cells.flat().forEach((one) => counts.set(key(one), (counts.get(key(one)) || 0) + 1));
     const order = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a));
-    const tiedIn = (own) => own.split(",").map((k) => brief(found[k].run.name));
-    const crowds = order.filter((own) => tiedIn(own).length > 2); // named below the map, by a letter
-    const text = (own) => {
-      const tied = tiedIn(own), letter = crowds.indexOf(own);
-      return letter < 0 ? tied.join(" or ") : `${tied.length} tied${crowds.length > 1 ? ` (${letter < 26 ? String.fromCharCode(97 + letter) : letter + 1})` : ""}`;
-    };
-    const whole = (own) => (crowds.includes(own) ? `${text(own)}: ${tiedIn(own).slice(0, 12).join(", ")}${tiedIn(own).length > 12 ? ", …" : ""}` : text(own));
+    const text = (own) => (own ? own.split(",").map((k) => brief(found[k].run.name)).join(" or ") : "no clear winner");
+    const whole = (own) => (own ? text(own) : "no clear winner: three or more are tied, as the map says at each point");
     const summary = `Which run is first to the target, over bandwidth and latency: ${order.slice(0, 8).map((own) => `${whole(own)} on ${Math.round((100 * counts.get(own)) / cells.flat().length)} % of the map`).join("; ")}`;
     const f = frame(host, { summary, height: clamp(widths.get(host) * 0.66, 240, 380), left: 62,
-      xlabel: unit ? "bandwidth" : "bandwidth, times the given", ylabel: unit ? "latency" : "latency, times the given",
-      xtext: unit ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: unit ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(widths.get(host) / 75)),
+      xlabel: equal ? "bandwidth" : "bandwidth, times the given", ylabel: equal ? "latency" : "latency, times the given",
+      xtext: equal ? (v) => scaled(v, RATES).replace("bit/s", "").replace(" ", "") : tick, ytext: equal ? (v) => delay(v) : tick, xticks: Math.max(3, Math.floor(widths.get(host) / 75)),
       x: (a, b) => scale(bits[0] / half[0], bits[bits.length - 1] * half[0], a, b, true), y: (a, b) => scale(delays[0] / half[1], delays[delays.length - 1] * half[1], a, b, true) });
     const fills = new Map();
     const fill = (own) => {
       if (!fills.has(own)) fills.set(own, paint(own));
       return fills.get(own);
     };
+    /** The number of runs before one that have its colour: its area is paler. */
+    const sharing = (k) => found.slice(0, k).filter((other) => ink(other.run) === ink(found[k].run)).length;
     const paint = (own) => {
-      const colours = own.split(",").slice(0, 4).map((k) => blend(ink(found[k].run), panel(), dark.matches ? 0.45 : 0.5));
+      if (!own) return dark.matches ? "#3a3f46" : "#d9d9d9";
+      const colours = own.split(",").map((k) => blend(ink(found[k].run), panel(), (dark.matches ? 0.45 : 0.5) + 0.2 * Math.min(2, sharing(Number(k)))));
       if (colours.length === 1) return colours[0];
       const id = `tie-${fills.size}`, wide = 6 * colours.length;
       f.root.querySelector("defs").append(svg("pattern", { id, width: wide, height: wide, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
@@ -589,10 +595,10 @@
     const at = [clamp(state.bw, bits[0], bits[bits.length - 1]), clamp(state.lat, delays[0], delays[delays.length - 1])].map((v, i) => (i ? f.y(v) : f.x(v)));
     if (isGiven("network")) f.plot.append(svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: panel(), "stroke-width": 4 }),
       svg("circle", { cx: at[0], cy: at[1], r: 7, fill: "none", stroke: dark.matches ? "#ffffff" : "#000000", "stroke-width": 1.8 }));
-    host.append(...order.filter((own) => beside.includes(own) || crowds.includes(own)).slice(0, 8).map((own) => el("p", { class: "remark key" },
+    host.append(...order.filter((own) => beside.includes(own) || !own).slice(0, 8).map((own) => el("p", { class: "remark key" },
       svg("svg", { viewBox: "0 0 26 12", "aria-hidden": "true" }, svg("rect", { width: 26, height: 12, fill: fill(own) })), el("span", {}, whole(own)))));
     const nearest = (values, v) => values.reduce((a, b, i) => (Math.abs(Math.log(b / v)) < Math.abs(Math.log(values[a] / v)) ? i : a), 0);
-    const where = (bw, lat) => (unit ? `${scaled(bw, RATES)}, ${delay(lat)}` : `bandwidth × ${digits(bw)}, latency × ${digits(lat)}`);
+    const where = (bw, lat) => (equal ? `${scaled(bw, RATES)}, ${delay(lat)}` : `bandwidth × ${digits(bw)}, latency × ${digits(lat)}`);
     const show = (i, j, screen) => {
       const one = cells[j][i];
       const rows = found.map((own, k) => [own.run.name, took(one.means[k]), one.tied.includes(k) ? (one.tied.length > 1 ? "tied" : "first") : `${digits(one.means[k] / one.means[one.best])}×`])
@@ -620,7 +626,7 @@
 
   const COSTS = {
     wire: ["bytes on the wire", () => `sent on the wire ${P.clients ? "per client" : "per node"} (MB)`],
-    hours: ["hours", () => "hours on the network"],
+    hours: ["time", () => `time on the network (${unit[1]})`],
     dollars: ["dollars", () => "dollars, of all nodes"],
   };
   /** As `vsim.records.fronts.within`: the range of losses to show; higher losses are outside it, and bars are cut. */
@@ -634,7 +640,7 @@
   const drawFront = (rows) => {
     const host = $("front"), key = state.cost;
     if (key !== "wire" && !isPriced()) return empty(host, unpriced());
-    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key], loss: mean(compared(run).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), ends: run.interval }))
+    const all = P.runs.map((run, i) => ({ run, i, cost: rows[i].result[key] * (key === "hours" ? 3600 / unit[0] : 1), loss: mean(compared(run).map((seed) => (finite(seed.loss) ? seed.loss : NaN))), ends: run.interval }))
       .filter((one) => !state.hide.has(one.i) && finite(one.loss) && finite(one.cost));
     if (!all.length) return empty(host, "No shown run has a loss.");
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
@@ -682,15 +688,15 @@
       if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, said));
     }
     const dearest = Math.max(...costs, 0), cheap = sorted.filter((one) => one.cost > 0 && one.cost < 0.95 * dearest);
-    const more = (one) => `${brief(one.run.name)} in about ${digits((mean(sound(one.run).map(lastStep)) * dearest) / one.cost)} steps`;
+    const more = (one) => `${brief(one.run.name)} trains about ${digits((mean(sound(one.run).map(lastStep)) * dearest) / one.cost)} steps`;
     if (cheap.length) {
       const others = cheap.length > 6 ? ` and ${cheap.length - 6} others` : "";
-      host.append(el("p", { class: "remark" }, `Each run is where its steps ended. It would cost as much as the dearest: ${cheap.slice(0, 6).map(more).join(", ")}${others}.`));
+      host.append(el("p", { class: "remark" }, `Points mark the end of each run. At equal cost, ${cheap.slice(0, 6).map(more).join(", ")}${others}.`));
     }
     let cursor = -1;
     const show = (one, screen) => {
       const i = P.runs.indexOf(one.run), own = rows[i];
-      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss) + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], ["wire MB", cell("MB", ...own.wire)], ["hours", cell("hours", ...own.hours)],
+      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss) + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], ["wire MB", cell("MB", ...own.wire)], ["time", `${cellOf("hours", ...own.hours)} ${unit[1]}`],
         ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
     };
     readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
@@ -723,7 +729,7 @@
     if (line) {
       const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
       const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait"].map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
-        height: 62 + 46 * line.nodes, left: 62, xlabel: "seconds on the network", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
+        height: 62 + 46 * line.nodes, left: 62, xlabel: start > 0 ? "seconds from the start of the run" : "seconds on the network", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
         y: (a, b) => Object.assign((row) => b + 24 + row * 46, { ticks: () => [] }) });
       const HEIGHTS = { compute: [-18, 16], wait: [-18, 16], send: [2, 12] };
       const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", send: ink(run) };
@@ -733,7 +739,7 @@
         f.plot.append(svg("rect", { x, y: f.y(node) + top, width: Math.max(0.6, f.x(to) - x - 0.6), height: tall, fill: paint[what] }, svg("title", {}, `step ${step}: ${what}${label ? ` ${label}` : ""}, ${took(to - from)}`)));
       }
       for (let node = 0; node < line.nodes; node += 1) f.root.append(svg("text", { class: "soft", x: f.box.left - 7, y: f.y(node), "text-anchor": "end" }, `node ${node}`));
-      $("timeline").append(el("p", { class: "remark" }, ...Object.entries({ compute: "computes", wait: "waits", send: "its line is busy" }).flatMap(([what, text]) => {
+      $("timeline").append(el("p", { class: "remark" }, ...Object.entries({ compute: "computes", wait: "waits", send: "sends" }).flatMap(([what, text]) => {
         const box = svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: paint[what] }));
         Object.assign(box.style, { display: "inline-block", width: "10px", height: "10px", margin: "0 5px 0 0" });
         return [el("span", {}, box, `${text}\u2003`)];
@@ -744,9 +750,9 @@
   const metric = (run, row) => {
     if (state.shade === "loss") return run.row[P.lossTitle];
     const own = row[state.shade];
-    return Array.isArray(own) ? own[0] : NaN;
+    return Array.isArray(own) ? own[0] * (state.shade.startsWith("hours") ? 3600 / unit[0] : 1) : NaN;
   };
-  const SHADES = { loss: "loss", hours: "hours", "hours to target": "hours to target", "wire MB to target": "wire MB to target" };
+  const SHADES = { loss: "loss", hours: "time", "hours to target": "time to target", "wire MB to target": "wire MB to target" };
   const drawSweep = (rows) => {
     if (!P.varied.length) return;
     if (state.shade.startsWith("hours") && !isPriced()) {
@@ -756,7 +762,7 @@
     const values = P.runs.map((run, i) => metric(run, rows[i])), known = values.filter(finite);
     const low = Math.min(...known), high = Math.max(...known);
     const colour = (v) => shade(high > low ? 1 - (v - low) / (high - low) : 0.5);
-    const name = state.shade === "loss" ? P.lossTitle : state.shade;
+    const name = state.shade === "loss" ? P.lossTitle : state.shade.replace("hours", unit[1]);
     drawHeat(rows, values, colour, name);
     drawParallel(rows, values, colour, name);
   };
@@ -796,9 +802,9 @@
     const axes = [...P.varied.map((key) => {
       const own = P.values[key], step = (bottom - top) / Math.max(1, own.length - 1);
       return { title: key, y: (i) => (own.length > 1 ? bottom - own.indexOf(P.runs[i].labels[key]) * step : (top + bottom) / 2), marks: own.map((text, j) => [text, own.length > 1 ? bottom - j * step : (top + bottom) / 2]) };
-    }), ...(isPriced() ? [numeric("hours", rows.map((row) => row.hours[0]))] : []), numeric(P.lossTitle, P.runs.map((run) => run.row[P.lossTitle]))];
+    }), ...(isPriced() ? [numeric(unit[1], rows.map((row) => (row.hours[0] * 3600) / unit[0]))] : []), numeric(P.lossTitle, P.runs.map((run) => run.row[P.lossTitle]))];
     const at = (k) => 12 + (k * (width - 62)) / (axes.length - 1), room = at(1) - at(0);
-    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Settings of each run, its hours and its loss, as lines across ${axes.map((axis) => axis.title).join(", ")}` });
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Settings of each run, its time and its loss, as lines across ${axes.map((axis) => axis.title).join(", ")}` });
     P.runs.forEach((run, i) => {
       if (state.hide.has(i)) return;
       const spots = axes.map((axis, k) => [at(k), axis.y(i)]).filter(([, y]) => y !== null);
@@ -836,7 +842,7 @@
     const size = key.includes("MB") ? state.size : 1, value = run.row[key];
     return [finite(value) ? value * size : value, finite(run.row[`${key} std`]) ? run.row[`${key} std`] * size : 0];
   };
-  const heading = (key) => key.replace("to target", `to ${digits(state.target, 4)}`);
+  const heading = (key) => (key === "hours" ? `${unit[1]} on the network` : key.replace(/^hours/, unit[1])).replace("to target", `to ${digits(state.target, 4)}`);
 
   let table = { form: "" }; // the table built last: if the form is the same, only its cells change
   const drawTable = (rows) => {
@@ -853,7 +859,7 @@
     }
     const said = (i, key) => {
       const [value, sd] = valueOf(P.runs[i], rows[i], key);
-      return [cell(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
+      return [cellOf(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
     };
     const arrow = (key) => (by === key ? (down ? " ▼" : " ▲") : "");
     const form = [pages.indexOf(P), dark.matches, columns, [...state.hide], state.sort].join("|");
@@ -877,7 +883,7 @@
       return el("th", { scope: "col", class: [text ? "text" : "", isLive(key) ? "live" : ""].join(" ").trim() || null, "aria-sort": by === key ? (down ? "descending" : "ascending") : null }, node);
     };
     const remark = (run) => {
-      const own = new Set(run.seeds.map((seed) => P.ledgers[seed.ledger]).map((ledger) => ledger.fixed || (ledger.decided === "both" ? "asynchronous: hours as recorded" : ledger.decided ? `stragglers were decided by ${digits(ledger.seconds)} s a step` : "")));
+      const own = new Set(run.seeds.map((seed) => P.ledgers[seed.ledger]).map((ledger) => ledger.fixed || (ledger.decided === "both" ? "asynchronous: times as recorded" : ledger.decided ? `stragglers were decided by ${digits(ledger.seconds)} s a step` : "")));
       return [run.note, ...own].filter(Boolean).join("; ");
     };
     table.body.append(...order.map((i) => {
@@ -953,7 +959,7 @@
       { key: "size", label: "model size", range: [-2, 6], write: (v) => `× ${digits(v)}`, read: (t) => { const bytes = unitNumber(t, BYTE_UNITS); return finite(bytes) && /b\s*$/i.test(t) ? bytes / P.weights : plain(t); },
         note: () => `${scaled(P.weights * state.size, BYTES)} of weights: all bytes in proportion, losses as measured` },
       { key: "price", label: "dollars an hour", range: [-2, 3], zero: true, write: (v) => (v ? `$ ${digits(v)}` : "$ 0"), read: plain, note: "of a node" },
-      { key: "target", label: "target loss", linear: P.target.slice(0, 2), write: (v) => digits(v, 4), read: plain, note: P.columns[P.loss] },
+      { key: "target", label: "target loss", linear: P.target.slice(0, 2), write: (v) => digits(v, 4), read: plain, note: () => P.columns[P.loss] + (state.target === P.target[2] ? ": at first, one that half of the strategies reach with all seeds" : "") },
     ];
     return all;
   };
@@ -1093,6 +1099,7 @@
   };
   const render = () => {
     const began = performance.now(), rows = P.runs.map(priced);
+    unit = unitOf(Math.max(0, ...rows.map((row) => row.hours[0] * 3600).filter(finite)));
     measure();
     drawSliders();
     $("logy").checked = state.logy === "1";
@@ -1118,7 +1125,9 @@
     $("page").hidden = false;
     $("sweep").hidden = !P.varied.length;
     $("inside").hidden = !P.runs.some((run) => run.nodes || run.timeline);
-    $("subtitle").textContent = P.title;
+    if (every && P.trained) $("title").textContent = document.title = P.trained;
+    $("subtitle").textContent = [$("title").textContent === P.trained ? "" : P.trained, P.date, P.title].filter(Boolean).join(" · ");
+    $("answer").textContent = P.answer;
     $("which").hidden = pages.length < 2;
     fill($("comparison"), pages.map((own, i) => [String(i), own.name || own.title]), String(pages.indexOf(P)));
     fill($("x"), axesOf().map((key) => [key, AXES[key].label]), state.x);
@@ -1147,7 +1156,6 @@
   };
   window.addEventListener("hashchange", () => { if (P && location.hash.slice(1) !== written()) begin(); });
   // A served page asks again: `vsim watch` reads the files of runs that are still training.
-  const every = Number(document.body.dataset.watch || 0);
   let digest = "";
   const look = async () => {
     const said = $("watched");

@@ -70,7 +70,7 @@ def report(
         comparisons: name on the page → comparison.
         network, compute: initial values of the sliders; default: each comparison's. Without them, the page has no hours
             until a slider moves.
-        title: the title of the page; default: the names of the comparisons.
+        title: the title of the page; default: what was trained or, with several comparisons, their names.
         section: heading and HTML of a section above all others; its images must be data URLs.
 
     Raises:
@@ -79,8 +79,13 @@ def report(
     """
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be a text, got {title!r}")
+    if len(comparisons) == 1:  # its name, such as that of a folder, tells it from no other
+        ((name, only),) = comparisons.items()
+        title = title or only.trained or name
+        comparisons = {title: only}
+    title = title or ", ".join(comparisons)
     data = data_of(comparisons, network, compute)
-    return _page(title or ", ".join(comparisons), data, watch="", server="'none'", section=section)
+    return _page(title, data, watch="", server="'none'", section=section)
 
 
 def served(title: str, every: float) -> Report:
