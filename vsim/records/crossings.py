@@ -96,7 +96,9 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
     """Return notes on the certainty of crossings: a single seed, and noise."""
     said = []
     if all(len(runs.runs(name)) == 1 for name in runs):
-        errors = "ties by the standard errors of validation" if runs.has("global_loss_se") else "no intervals"
+        errors = (
+            "ties follow from validation's standard errors" if runs.has("global_loss_se") else "ties are not tested"
+        )
         said.append(f"one seed: {errors}")
     return [*said, *noise(runs, stays)]
 
@@ -104,4 +106,4 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
 def noise(runs: Runs, stays: bool) -> list[str]:
     """Return a note if noise may make a sample's losses reach the target too early."""
     sampled = runs.sampled and not stays
-    return ["validated on a sample: noise lets a curve reach a loss early; see stays=True"] if sampled else []
+    return ["validated on a sample, whose noise may reach the loss too early; see stays=True"] if sampled else []
