@@ -454,7 +454,7 @@ def test_what_is_refused_before_training(given: dict[str, Any], kind: type[Excep
         ({"within": {"steps": 3}}, ValueError, "within.*time.*steps"),
         ({"within": {"cost": 3}}, ValueError, "cost.*dollars_per_hour"),
         ({"tokens_per_step": 100}, TypeError, "tokens_per_step.*max_steps"),
-        ({"strategies": {"fedavg": None}}, ValueError, "strategies.*FedAvg.*fedavg"),
+        ({"strategies": {"fedavg": None}}, ValueError, "strategies.*fedavg.*FedAvg"),
         ({"compute": Compute([0.1, 0.2])}, ValueError, "2 nodes.*4"),
     ],
 )
