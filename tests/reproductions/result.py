@@ -141,14 +141,21 @@ class Result:
         low, high = bounds(row["expected"])
         unit = f" {row['unit']}" if row["unit"] else ""
         text = self._shown(low) if low == high else f"{self._shown(low)} to {self._shown(high)}"
-        text += f" ± {row['within']:.2g}" if row["within"] else ""
+        text += f" ± {_two_digits(row['within'])}" if row["within"] else ""
         return f"{text}{unit}" + (f" ({row['source']})" if row["source"] else "")
 
     def _number(self, mean: float, row: dict[str, Any], half: float) -> str:
-        return self._shown(mean) + (f" ± {half:.2g}" if half else "") + (f" {row['unit']}" if row["unit"] else "")
+        return (
+            self._shown(mean) + (f" ± {_two_digits(half)}" if half else "") + (f" {row['unit']}" if row["unit"] else "")
+        )
 
     def _shown(self, value: float) -> str:
         return format(value, self.table["digits"])
+
+
+def _two_digits(value: float) -> str:
+    """Return a number with two significant digits and without an exponent: 140, not 1.4e+02."""
+    return f"{float(f'{value:.2g}'):.10g}" if value >= 1 else f"{value:.2g}"
 
 
 def as_json(table: Table) -> dict[str, Any]:
