@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,35 @@ def test_an_interrupt_says_where_the_run_is(
     assert capsys.readouterr().err == "vsim compare: step 3: the run is saved in 'run'\n"
 
 
+def test_warnings_are_lines_without_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, before = [], warnings.formatwarning
+
+    def warned(*_: object, **__: object) -> None:
+        said.append(warnings.formatwarning(UserWarning("demo: sends\n more"), UserWarning, "file.py", 3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vsim.cli.compare_strategies", warned)
+    assert run("compare", "--data", "digits", *QUICK, "--out", tmp_path) == 130
+    assert said == ["warning: demo: sends more\n"] and warnings.formatwarning is before
+
+
+def test_the_table_fits_the_terminal_below_what_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["compare", *SMALL, "--out", tmp_path, "--strategies", "allreduce", "--seeds", 1, 2, "--nodes", 2]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(*command, "--network", "1 Gbit/s", "--compute", 0.8) == 0
+    printed = capsys.readouterr().out
+    assert "seconds to simulate" in printed and "not shown" not in printed  # no terminal
+    title = printed.splitlines()[1]
+    assert title == "MLP on digits, 2 nodes × batch 16, 4 steps, seeds 1 2; 1 Gbit/s, 0.8 s of computing a step"
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["show", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "not shown in 60 characters:" in printed and "seconds to simulate" in " ".join(printed.split())
+
+
 def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="non-finite loss"):
         assert run("compare", *SMALL, "--out", tmp_path, "--strategies", "allreduce:lr=1e30", "fedavg:lr=1e30") == 2
@@ -249,6 +279,7 @@ def test_compressors_and_optimizers_with_their_arguments() -> None:
 def test_help_and_mistakes_in_options_load_no_torch() -> None:
     code = """
 import sys
+import warnings
 from vsim_cli import main
 for arguments, status in (
     *((["--help"], 0), (["--version"], 0), (["compare", "--help"], 0)),
