@@ -28,6 +28,7 @@ QUICK = {
     "time": ["--steps", "2"],
     "report": [],
     "show": [],
+    "strategies": [],
 }
 NUMBER = re.compile(r"(?<![A-Za-z_\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.|\.(?=\d))?\d*(?:e[+-]?\d+)?(?<=[\d.])")
 RTOL = 0.02  # kernels of other machines round differently, and training makes that larger

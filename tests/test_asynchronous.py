@@ -472,7 +472,7 @@ def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool
         assert list(comparison[row].history.ledger) == list(alone.ledger)
     if leaves:
         return
-    assert "hours" in comparison.table() and {"lockstep", *TABLE} == {*comparison.to_pandas()["strategy"]}
+    assert "utilization" in comparison.table() and {"lockstep", *TABLE} == {*comparison.to_pandas()["strategy"]}
     comparison.to_csv(tmp_path / "all.csv")
     lines = (tmp_path / "all.csv").read_text().splitlines()
     assert len(lines) == 1 + 4 * 10 and lines[1].endswith(",,")  # no virtual time in lockstep

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,7 @@ def test_hours_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     priced = ["--network", "200 Mbit/s, 50 ms", "--compute", 0.8, "--target-loss", 9]
     assert run("compare", *SMALL, "--strategies", "allreduce", "alone", "--out", tmp_path, *priced) == 0
     printed = capsys.readouterr().out
-    assert "utilization" in printed and "hours to 9" in printed and "100.0 %" in printed
+    assert "utilization" in printed and "seconds to 9" in printed and "100.0 %" in printed
     assert is_png(tmp_path / "winners.png")
 
 
@@ -121,7 +123,7 @@ def test_asynchronous_strategies_train_by_a_clock(tmp_path: Path, capsys: pytest
     clock = ["--compute", 0.8, "--speeds", "1,4", "--network", "1 Gbit/s", "--target-loss", 9]
     both = ["--nodes", 2, "--strategies", "fedavg:H=2", "async_diloco:H=2"]
     assert run("compare", *SMALL, *both, *clock, "--out", tmp_path) == 0
-    assert "hours to 9" in capsys.readouterr().out and not (tmp_path / "winners.png").exists()
+    assert "seconds to 9" in capsys.readouterr().out and not (tmp_path / "winners.png").exists()
     compute = vsim.Comparison.from_json(tmp_path / "comparison.json").compute
     assert compute is not None and compute.as_plain()["node_seconds"] == [0.8, 0.2]
 
@@ -154,11 +156,11 @@ def test_time_prints_what_runs_would_take(capsys: pytest.CaptureFixture[str]) ->
     small = ["time", "--parameters", "1e6", "--nodes", 2, "--steps", 10, "--compute", "500 ms"]
     assert run(*small, "--network", "32 Mbit/s", "--strategies", "allreduce", "diloco:H=5") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1e+06 parameters, 2 nodes, 10 steps" and "32 Mbit/s" in lines[1]
+    assert lines[0] == "1M parameters, 2 nodes, 10 steps" and "32 Mbit/s" in lines[1]
     # 4 MB over 32 Mbit/s: 1 s at every step, and at two of ten.
     assert [line.split() for line in lines[-2:]] == [
-        ["allreduce", "15", "s", "1.5", "s", "33.3%", "0.04", "GB"],
-        ["diloco:H=5", "7", "s", "700", "ms", "71.4%", "0.008", "GB"],
+        ["allreduce", "15.00", "1.50", "33.3", "%", "40.00"],
+        ["diloco:H=5", "7.00", "0.70", "71.4", "%", "8.00"],
     ]
     for wrong, message in (
         (["--network", "10 MB"], "that is bytes"),
@@ -213,6 +215,35 @@ def test_an_interrupt_says_where_the_run_is(
     assert capsys.readouterr().err == "vsim compare: step 3: the run is saved in 'run'\n"
 
 
+def test_warnings_are_lines_without_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, before = [], warnings.formatwarning
+
+    def warned(*_: object, **__: object) -> None:
+        said.append(warnings.formatwarning(UserWarning("demo: sends\n more"), UserWarning, "file.py", 3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vsim.cli.compare_strategies", warned)
+    assert run("compare", "--data", "digits", *QUICK, "--out", tmp_path) == 130
+    assert said == ["warning: demo: sends more\n"] and warnings.formatwarning is before
+
+
+def test_the_table_fits_the_terminal_below_what_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["compare", *SMALL, "--out", tmp_path, "--strategies", "allreduce", "--seeds", 1, 2, "--nodes", 2]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(*command, "--network", "1 Gbit/s", "--compute", 0.8) == 0
+    printed = capsys.readouterr().out
+    assert "seconds to simulate" in printed and "not shown" not in printed  # no terminal
+    title = printed.splitlines()[1]
+    assert title == "MLP on digits, 2 nodes × batch 16, 4 steps, seeds 1 2; 1 Gbit/s, 0.8 s of computing a step"
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["show", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "not shown in 60 characters:" in printed and "seconds to simulate" in " ".join(printed.split())
+
+
 def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="non-finite loss"):
         assert run("compare", *SMALL, "--out", tmp_path, "--strategies", "allreduce:lr=1e30", "fedavg:lr=1e30") == 2
@@ -248,8 +279,12 @@ def test_compressors_and_optimizers_with_their_arguments() -> None:
 def test_help_and_mistakes_in_options_load_no_torch() -> None:
     code = """
 import sys
+import warnings
 from vsim_cli import main
-for arguments, status in ((["--help"], 0), (["--version"], 0), (["sweep"], 2), (["compare", "--nodes", "x"], 2)):
+for arguments, status in (
+    *((["--help"], 0), (["--version"], 0), (["compare", "--help"], 0)),
+    *((["sweep"], 2), (["compare", "--nodes", "x"], 2), (["comapre"], 2)),
+):
     try:
         found = main(arguments)
     except SystemExit as end:
@@ -257,13 +292,40 @@ for arguments, status in ((["--help"], 0), (["--version"], 0), (["sweep"], 2), (
     assert found == status and "torch" not in sys.modules, arguments
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    command = [sys.executable, "-X", "importtime", "-m", "vsim"]
+    for arguments, status in ((["--help"], 0), (["show", "--help"], 0), (["--version"], 0), (["comapre"], 2)):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert ended.returncode == status and not re.search(r"\| +(torch|numpy)\b", ended.stderr), arguments
+    assert "vsim 0." in subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["compare", "--help"])
+def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("compare", "sweep", "time", "show", "watch", "report", "verify"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        printed = capsys.readouterr().out
+        examples = printed.partition("examples:\n")[2]
+        assert max(map(len, printed.splitlines())) <= 80 and set(re.findall("vsim (\\w+)", examples)) == {command}
+        if command in ("compare", "sweep"):
+            first, *others = re.split(r"(?m)^\W*[a-z ]*options\b", printed)[1:]  # boxed, or not, by the encoding
+            ten = {"strategies", "data", "text", "model", "nodes", "steps", "seeds", "network", "compute", "out"}
+            own = {"strategy", "set", "halving", "extend"} if command == "sweep" else set()
+            options = set(re.findall(r"(?m)^\W{2}--(\w+) ", first))
+            assert options == ((ten - {"strategies"}) | own if own else ten) and len(others) >= 4
+
+
+def test_strategies_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["strategies"]) == 0
     printed = capsys.readouterr().out
-    assert "examples:" in printed and all(name in printed for name in (*STRATEGIES, *PRESETS, "powersgd"))
+    assert max(map(len, printed.splitlines())) <= 80
+    for name in (*STRATEGIES, *PRESETS):
+        assert f"\n  {name}\n    " in printed
+    words = " ".join(printed.split())
+    for part in ("powersgd", "diloco Take H local steps", "outer_optim, H=100, outer_lr,", "H=500", *COMPARED):
+        assert part in words
+    assert "By default, compare and time take: allreduce" in words
 
 
 def test_parse_strategy() -> None:
@@ -305,10 +367,13 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep --batch-size 2 --set batch_size=2", ["--set gives batch_size", "--batch-size"]),
     ("sweep --set H=5 --resume", ["--resume needs --save-dir"]),
     ("compare --strategies diloco:h=50", ["'h'", "did you mean 'H'", "Valid: "]),
-    ("compare --strategies dilocco", ["strategy must be one of", "'dilocco'", "did you mean 'diloco'"]),
+    (
+        "compare --strategies dilocco",
+        ["strategy 'dilocco': did you mean 'diloco'? strategy must be one of 'allreduce'"],
+    ),
     ("compare --strategies diloco:H", ["argument=value", "'H'"]),
     ("compare --strategies diloco:H=", ["argument=value", "'H='"]),
-    ("compare --strategies diloco:H=0", ["H must be", ">= 1", "got 0"]),
+    ("compare --strategies diloco:H=0", ["diloco:H=0: H must be", ">= 1", "got 0"]),
     ("compare --strategies diloco:H=1,H=2", ["names H more than once"]),
     ("compare --strategies diloco diloco", ["names diloco more than once"]),
     ("compare --strategies diloco --strategies demo", ["--strategies is given more than once"]),
@@ -322,7 +387,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("compare --strategies allreduce muloco:H=3 --lr 1", ["--lr has no effect on muloco", "give muloco:lr=1"]),
     ("compare --preset diloco-paper --lr 1", ["--lr has no effect on diloco-paper", "give diloco-paper:lr=1"]),
     ("compare --preset dilocopaper", ["--preset", "did you mean 'diloco-paper'"]),
-    ("compare --strategies alone --extend absent.json", ["absent.json"]),
+    ("compare --strategies alone --extend absent.json", ["compare: absent.json: no such file"]),
     ("compare --text no/such/file.txt", ["no/such/file.txt"]),
     ("compare --model cnn", ["--model cnn", "gpt"]),
     ("compare --data digits --model gpt", ["--model", "cnn or mlp"]),
@@ -333,9 +398,18 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("compare --mnist-folder .", ["--mnist-folder", "no effect", "--data mnist"]),
     ("compare --log-dir x", ["--log-dir", "no effect", "--run-name or --tensorboard"]),
     ("compare --resume", ["--resume needs --save-dir"]),
-    ("compare --checkpoint-interval 2", ["checkpoint_interval", "no effect", "save_dir"]),
-    ("compare --data digits --network 200_MB", ["bandwidth must be a rate in bits"]),
-    ("compare --data digits --network 200_Mbit/s", ["compute is missing"]),
+    ("compare --checkpoint-interval 2", ["--checkpoint-interval has no effect without --save-dir,"]),
+    ("compare --steps 0", ["--steps must be a whole number >= 1, got 0"]),
+    ("compare --data docs --text x", ["--data and --text are both given", "give one of these"]),
+    ("compare --seed 1 --seeds 2", ["--seed and --seeds are both given"]),
+    ("comapre", ["no such command; did you mean 'compare'? The commands are compare, sweep, "]),
+    ("train", ["no such command", "compare"]),
+    ("compare --data digits --network 200_MB", ["--network: bandwidth must be a rate in bits"]),
+    ("compare --data digits --network 200_Mbit/s", ["--network needs --compute SECONDS"]),
+    ("compare --compute -1", ["--compute must be", "-1"]),
+    ("compare --budget time=soon", ["--budget['time']", "'soon'"]),
+    ("compare --budget time=1h", ["--budget time and cost need --network and --compute"]),
+    ("compare --budget cost=5 --network 200_Mbit/s --compute 1", ["--budget cost needs --dollars-per-hour"]),
     ("compare --strategies async_diloco", ["AsyncDiLoCoStrategy is asynchronous"]),
     ("compare --strategies async_diloco --speeds 1,2", ["--speeds has no effect without --compute"]),
     ("compare --strategies async_diloco --compute 1 --speeds 1,x", ["--speeds must be numbers"]),
@@ -357,11 +431,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
 UNPARSED: list[tuple[str, list[str]]] = [
     ("compare --nodes 1.5", ["--nodes", "1.5"]),
     ("compare --stratgies x", ["--stratgies", "--strategies"]),
-    ("compare --data docs --text x", ["--data", "--text"]),
     ("compare --data dogs", ["--data", "dogs", "docs", "digits"]),
-    ("compare --seed 1 --seeds 2", ["--seed", "--seeds"]),
     ("sweep", ["--set"]),
-    ("train", ["train", "compare"]),
     ("", ["compare", "verify"]),
 ]
 
@@ -378,7 +449,8 @@ def test_mistakes_are_named(
     arguments, is_one_line = [text.replace("200_M", "200 M") for text in line.split()], (line, words) in MISTAKES
     if is_one_line:
         data = ["--data", "digits"] if arguments[0] == "sweep" else []
-        assert main([*arguments, *data, "--steps", "2", "--quiet"]) == 2
+        steps = [] if "--steps" in arguments else ["--steps", "2"]
+        assert main([*arguments, *data, *steps, "--quiet"]) == 2
     else:
         with pytest.raises(SystemExit, match="2"):
             main(arguments)

@@ -28,7 +28,7 @@ from vsim.models import MLP
 from vsim.records.history import COLUMNS
 from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
 from vsim.records.summary import tuning
-from vsim.records.tables import text_table
+from vsim.records.tables import Marks, text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 
@@ -66,7 +66,7 @@ def test_rows_by_hand(comparison: vsim.Comparison) -> None:
     sent = {name: [row[f"{way} MB/node"] * 1e6 for way in ("payload", "wire")] for name, row in rows.items()}
     assert sent["AllReduce"] == pytest.approx([20 * 4840, 20 * 4840 * 4 / 3])
     assert sent["FedAvg"] == pytest.approx([4 * 4840, 4 * 4840 * 4 / 3]) and sent["alone"] == [0, 0]
-    less = [row["times less than AllReduce"] for row in rows.values()]
+    less = [row["fewer bytes than AllReduce"] for row in rows.values()]
     assert less == [pytest.approx(1), pytest.approx(5), pytest.approx(math.nan, nan_ok=True)]
     for name, one in comparison.items():
         for column, title in (("global_loss", "loss"), ("global_accuracy", ""), ("validation_seconds", "seconds")):
@@ -126,25 +126,22 @@ def test_a_run_that_diverged_has_no_result() -> None:
 
 def test_a_table_of_latex_is_whole() -> None:
     rows: list[dict[str, Any]] = [
-        {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e3},
+        {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e5},
         {"name": "c", "loss": 2.0, "hours": 0.0123, "wire MB": 2.5e6},
     ]
     text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B")
     note = r"{\footnotesize 5 \% $^{\dagger}$ of a\_b\par}"
-    for part in (r"\caption{A \& B}", note, r"2.00\phantom{ ± 0.10}", "2.50 TB", "12.000", "0.012"):
+    for part in (r"\caption{A \& B}", note, r"2.00\phantom{ ± 0.10}", "wire TB", "2.50", "720.00", "0.74"):
         assert part in text
     assert r"\begin{table}" not in text_table(rows, "latex_longtable", ["name"], caption="A")
     runs = by_hand(good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8])
     text = runs.table("latex_booktabs", columns=["wire MB/node", "validation loss"], digits=2)
     lines = text.splitlines()
-    assert (
-        lines[:2] == [r"% needs \usepackage{booktabs}", r"\begin{table}"]
-        and lines[-1] == r"\end{table}"
-        and r"\toprule" in text
-    )
+    assert lines[0] == r"% needs \usepackage{booktabs}" and lines[1] == r"\begin{table}" and r"\toprule" in text
+    assert lines[-1] == r"\end{table}"
     assert lines[3].startswith(r"\caption{") and lines[4].startswith(r"\label{") and lines[5] == r"\begin{tabular}{lrr}"
     header = [cell.strip() for cell in lines[7].rstrip("\\").split("&")]
-    assert header == ["strategy", "wire MB/node", "validation loss"]
+    assert header == ["strategy", "wire kB/node", "validation loss"]
     assert "0.75 ± 0.35" in text and "diverged at step 8" in text
     assert "0.8 ± 0.4" in runs.table(digits={"validation loss": 1})
     assert "validation loss" not in runs.table(columns=["wire MB/node"])
@@ -181,7 +178,7 @@ def test_steps_are_shown_on_demand_where_all_are_equal() -> None:
 def test_names_with_commas_are_quoted_where_names_are_listed() -> None:
     names: dict[str, Any] = {"A, H = 5": [[2.0, 1.5], 3], "A, H = 2": [3, [2.0, 1.0]], "B": [[2.0, 1.0], [2.0, 1.1]]}
     runs = by_hand(**names)
-    assert 'which cannot be the best: "A, H = 5" (1 of 2), "A, H = 2" (1 of 2)' in runs.table()
+    assert 'cannot be the best: "A, H = 5" (1 of 2 runs), "A, H = 2" (1 of 2 runs)' in runs.table()
     runs.tuned["B"] = [None] * 3
     assert tuning(runs) == ['tuned: B (3 settings); not tuned: "A, H = 5", "A, H = 2"']
     assert tuning(runs[["A, H = 5", "B"]]) == ["tuned: B (3 settings); not tuned: A, H = 5"]  # which stands alone
@@ -229,13 +226,50 @@ def test_several_seeds_by_hand(repeated: vsim.Comparison) -> None:
 
 def test_a_table_fits_a_page(repeated: vsim.Comparison) -> None:
     header, rule, *lines, unformed, note = repeated.table().splitlines()
-    assert max(map(len, (header, rule, *lines, unformed, note))) <= 100 and "±" in lines[0]
-    assert unformed.startswith("FedAvg: the loss is of the mean of nodes that differ")  # of five steps, H = 2
+    assert max(map(len, (header, rule, *lines, unformed, note))) <= 110 and "±" in lines[0]
+    assert unformed.startswith("FedAvg: loss of the averaged model")  # of five steps, H = 2
     assert header.startswith("strategy ") and [line.split()[0] for line in lines] == list(repeated)
-    assert note.startswith("† not told from the best") and sum("†" in line for line in lines) == 1
+    assert note.startswith("† not significantly different from the best, ") and sum("†" in line for line in lines) == 1
     asked = ["payload MB/node", "validation seconds", "perplexity"]
-    assert not any(name in header for name in asked)
-    assert all(name in repeated.table(columns=asked) for name in asked)
+    assert not any(name.split()[0] + " " in header.replace("validation loss", "") for name in asked)
+    assert all(name in repeated.table(columns=asked) for name in ("payload kB/node", *asked[1:]))
+
+
+def test_numbers_of_a_column_have_one_unit() -> None:
+    rows: list[dict[str, Any]] = [
+        {"strategy": "a", "wire MB/node": 225.6e6, "hours": 100.0, "hours to 2": 0.5, "dollars": 112000.0, "loss": 2.5},
+        {"strategy": "b", "wire MB/node": 3.9e6, "hours": 7.25, "hours to 2": "never", "dollars": 7.5, "loss": 1.2e30},
+        {"strategy": "c", "wire MB/node": 12e3, "hours": math.nan, "hours to 2": 0.01, "dollars": 0.0, "loss": 2e5},
+    ]
+    shown = [re.split(r"  +", line) for line in text_table(rows, "simple", ["strategy"]).splitlines()]
+    assert shown[0] == ["strategy", "wire TB/node", "minutes", "minutes to 2", "dollars", "loss"]
+    assert shown[2] == ["a", "225.600", "6000.00", "30.00", "112000", "2.50"]
+    assert shown[3] == ["b", "3.900", "435.00", "never", "7.50", "1.2e+30"]
+    assert shown[4] == ["c", "0.012", "–", "0.60", "0.00", "200000"]
+    (heading, _, first, *_) = text_table(rows[2:], "simple", ["strategy"], ["wire MB/node", "hours to 2"]).splitlines()
+    assert heading.split("  ")[1:] == ["wire GB/node", "minutes to 2"] and first.split()[1:] == ["12.00", "0.60"]
+
+
+def test_a_table_fits_a_terminal() -> None:
+    names = ["accuracy", "wire MB/node", "seconds to simulate", "hours", "time used"]
+    rows: list[dict[str, Any]] = [{"strategy": "DiLoCo", "loss": 1.0, **dict.fromkeys(names, 0.5)}]
+    notes = ["a note of many words that is much longer than the table may be"]
+    marks = Marks("loss", {0}, set(), "")
+
+    def lines(width: int | None) -> list[str]:
+        return text_table(rows, "simple", ["strategy"], marks=marks, notes=notes, width=width).splitlines()
+
+    whole = lines(None)
+    assert whole == lines(max(map(len, whole))) and len(whole) == 4
+    for width in range(20, 90):
+        *_, rule, values = (found := lines(width))[: 2 + next(i for i, line in enumerate(found) if line[:2] == "--")]
+        assert max(map(len, found)) <= width and values.split()[:2] == ["DiLoCo", "1.00"]
+        text = " ".join(found)
+        left_out = text.partition(f"not shown in {width} characters: ")[2]
+        number = len([one for one in left_out.split(", ") if one])
+        assert len(rule.split()) == 7 - number
+        assert left_out == "" if not number else left_out.endswith("seconds to simulate")
+        assert number < 2 or left_out.endswith("time used, seconds to simulate")
 
 
 def test_bands_are_mean_and_deviation(repeated: vsim.Comparison) -> None:
@@ -432,10 +466,10 @@ def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -
     assert row["server MB"] == pytest.approx(2 * 6 * size * rounds / 1e6)
     busiest = [one.ledger.node_wire_bytes.max() / 1e6 for one in cohorts.runs("FedAvg")]
     assert row["busiest client MB"] == pytest.approx(statistics.fmean(busiest)) and min(busiest) > row["wire MB/client"]
-    assert row["times less than AllReduce"] == pytest.approx(5)
+    assert row["fewer bytes than AllReduce"] == pytest.approx(5)
     # None of them is a matter of which clients were drawn.
-    assert not {"wire MB/client std", "server MB std", "times less than AllReduce std"} & row.keys()
-    assert "server MB" in cohorts.table() and "busiest" not in cohorts.table()
+    assert not {"wire MB/client std", "server MB std", "fewer bytes than AllReduce std"} & row.keys()
+    assert "server kB" in cohorts.table() and "busiest" not in cohorts.table()
     first = cohorts["FedAvg"].history
     (target,) = (loss for step, loss in zip(*first.measured("step", "global_loss"), strict=True) if step == 20)
     (own,) = made(size, FedAvg=[cohorts["FedAvg"]]).rows(float(target))

@@ -107,13 +107,13 @@ def test_the_best_is_certain_only_if_told_from_every_other() -> None:
     best = runs.best()
     assert best == "a" and best.runner_up == "b" and best.p < 0.001
     assert list(best.undecided) == ["wide"] and best.undecided["wide"] > 0.05 and best.certain is False
-    assert "seeds do not tell a from wide (p = " in repr(best) and "certain" not in repr(best)
+    assert "(not significantly different from wide (p = " in repr(best) and "certain" not in repr(best)
     marked = {line.split()[0] for line in runs.table(columns=["validation loss"]).splitlines() if line.endswith("†")}
     assert marked == set(best.undecided)
     unpaired = made(a=seeds(1.0, 1.1, 1.05), b=seeds(2.0, 2.1, 2.05))
     unpaired.add("other", of([9.0, 1.5], seed=7))
     assert list(unpaired.best().undecided) == ["other"] and unpaired.best().certain is False
-    assert repr(unpaired.best()).endswith("(seeds do not tell a from other)")
+    assert repr(unpaired.best()).endswith("(not significantly different from other)")
 
 
 def test_a_budget_that_runs_left_unused_decides_nothing() -> None:
@@ -159,12 +159,12 @@ def test_a_strategy_with_a_run_that_diverged_is_not_the_best_and_costs_a_pair_al
     assert frame["seeds"].tolist() == [2, 3, 2] and frame.loc["a", "dominated_by"] == "c"
     assert runs.differences(to="a").set_index("strategy")["seeds"].to_dict() == {"b": 3, "c": 2}
     *_, pairs, notes = runs.table().splitlines()
-    assert "the seeds that all have, 0, 1" in pairs and notes.endswith("cannot be the best: b (3 of 4)")
+    assert "the common seeds 0, 1" in pairs and notes.endswith("cannot be the best: b (3 of 4 runs)")
     few = made(a=seeds(1.0, 1.1, 1.2), b=seeds(1.5, 1.6, 1.7))  # of b one seed of three: two are left to be tested
     diverge(few.runs("b")[1])
-    assert "fewer than two" not in few.table() and "†" not in few.table() and "b (2 of 3)" in few.table()
+    assert "fewer than two" not in few.table() and "†" not in few.table() and "b (2 of 3 runs)" in few.table()
     fewer = made(a=few.runs("a")[:1], b=few.runs("b")[1:])
-    assert fewer.best() == "a" and "fewer than two common seeds: no interval" in fewer.table()
+    assert fewer.best() == "a" and "fewer than two common seeds: differences are not tested" in fewer.table()
     lost = made(lost=seeds(2.0), other=seeds(1.9))
     diverge(lost["lost"])
     frame = lost.pareto().frame
@@ -248,7 +248,7 @@ def test_mistakes_are_named() -> None:
             (lambda: best({"wire": 1}, NETWORK, 1.0), TypeError, ["network and compute", "no effect on wire"]),
             (lambda: best(None, NETWORK, 1.0), TypeError, ["network and compute", "no effect", "time and cost"]),
             (lambda: best({"cost": 1}, NETWORK, 1.0), ValueError, ["cost", "dollars_per_hour"]),
-            (lambda: best({"tokens": 0}), ValueError, ["no strategy has a loss", "0 (tokens)"]),
+            (lambda: best({"tokens": 0}), ValueError, ["no strategy has a loss", "0 tokens"]),
             (lambda: pareto("wire", network=NETWORK), TypeError, ["network and compute", "no effect on wire"]),
         ]
     )

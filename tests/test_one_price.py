@@ -19,6 +19,7 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.network.planes import planes
 from vsim.records.report.data import content
+from vsim.records.tables import UNITS
 from vsim.records.winners import Winners
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy
 from vsim_cli import main
@@ -68,7 +69,8 @@ def by_rows(c: Comparison, network: Any) -> float:
 
 def by_table(c: Comparison, network: Any) -> float:
     table = c.table(columns=["hours"], digits=9, network=network, compute=COMPUTE)
-    return 3600 * float(table.splitlines()[2].split()[-1])
+    _, unit = table.splitlines()[0].split()
+    return dict(UNITS["hours"])[unit] * 3600 * float(table.splitlines()[2].split()[-1])
 
 
 def by_map(c: Comparison, network: Any) -> float:
@@ -138,8 +140,9 @@ def test_on_the_command_line(given: str, of_clients: bool, tmp_path: Path, capsy
     comparison.to_json(tmp_path / "comparison.json")
     saved = [str(tmp_path / "comparison.json"), "--network", str(network), "--compute", "1"]
     assert main(["show", *saved, "--target-loss", "1"]) == 0
-    hours = f"{by_history(comparison, network) / 3600:.4f}"
-    assert capsys.readouterr().out.count(hours) == 2  # to the end, and to the loss
+    printed, seconds = capsys.readouterr().out, by_history(comparison, network)
+    shown = f"{seconds:.2f}" if "seconds to 1" in printed else f"{seconds / 60:.2f}"
+    assert printed.count(f" {shown} ") + printed.count(f" {shown}\n") == 2  # to the end, and to the loss
     assert main(["report", *saved, "--out", str(tmp_path / "page.html")]) == 0
     (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(encoding="utf-8"), flags=re.S)
     seconds = max(np.reshape(json.loads(data)[0]["ledgers"][0]["planes"][-1], (-1, 3)) @ [COMPUTE, A, 1 / B])
@@ -281,7 +284,7 @@ def test_files_of_an_earlier_version_keep_their_bytes() -> None:
     comparison = Comparison(S)
     comparison.add("made", ComparedRun(read))
     (row,) = comparison.rows()
-    assert row["times less than AllReduce"] == pytest.approx(2 * (K - 1) * STEPS / (STEPS / H * K * (K - 1)))
+    assert row["fewer bytes than AllReduce"] == pytest.approx(2 * (K - 1) * STEPS / (STEPS / H * K * (K - 1)))
     more = History("made", K, OF)
     more.continue_from(read)
     assert not more.ledger.server and math.isclose(more.ledger.wire_bytes, read.ledger.wire_bytes)

@@ -317,7 +317,7 @@ def test_at_a_measured_size_the_measurement_answers() -> None:
     assert pair.low < pair.difference < pair.high < 0
     text = repr(order(frame, 1e7))
     assert "a measured size: A < B" in text and "measured; flips between 10k and 100k, flips between 1M and 10M" in text
-    assert "holds" not in text and "measured at 10M: decided where seeds tell two strategies apart" in text
+    assert "holds" not in text and "measured at 10M: decided where two strategies differ significantly" in text
     (near,) = order(frame, 9e6).pairs
     assert not near.decided and not near.measured and near.why.startswith("flips between 10k and 100k")
     alike = made(A={1e4: [2.0, 2.1], 1e5: [1.0, 1.1]}, B={1e4: [2.2, 2.3], 1e5: [1.1, 1.0]})

@@ -32,7 +32,7 @@ from vsim.records.losses import compare_finals
 from vsim.records.plots import limits
 from vsim.records.report.page import report
 from vsim.records.statistics import crossing
-from vsim.records.tables import DIGITS, PERCENT, cell
+from vsim.records.tables import DIGITS, PERCENT, Unit, cell, unit_of
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
 from vsim.watch import Watch
@@ -155,12 +155,19 @@ def test_a_rule_in_both_languages_is_one_rule(opened: Any) -> None:
         found: list[Any] = opened.evaluate(f"(all) => all.map((given) => vsim.rules.{rule}(...given))", arguments)
         return found
 
-    keys = [*PERCENT, *DIGITS, "times less than AllReduce", "hours", "hours to 1", "wire MB/node", "steps to 2"]
+    keys = [*PERCENT, *DIGITS, "fewer bytes than AllReduce", "hours", "hours to 1", "wire MB/node", "steps", "dollars"]
+    own = np.random.default_rng(4)
+    columns = [[key, (10 ** own.uniform(-7, 10, own.integers(0, 5))).tolist()] for key in keys for _ in range(9)]
+    units = [unit_of(key, values) for key, values in columns]
+    found = [Unit(name, factor, n, sign.replace("\u00a0", " ")) for name, factor, n, sign in each("unitOf", columns)]
+    assert [one._replace(factor=1.0) for one in found] == [one._replace(factor=1.0) for one in units]
+    assert [one.factor for one in found] == pytest.approx([one.factor for one in units])
     shown = [
-        (key, float(10 ** rng.uniform(-4, 7)), float(rng.choice([0, 0.01, 0.3]))) for key in keys for _ in range(9)
+        (value, float(own.choice([0, 0.01, 0.3])) * value, unit)
+        for (_, values), unit in zip(columns, units, strict=True)
+        for value in values
     ]
-    shown = [(key, value, spread * value) for key, value, spread in shown]
-    exact_cells = [re.sub(r"e\+0?", "e", cell(*one)) for one in shown]  # 1.2e+06 in Python, 1.2e6 on the page
+    exact_cells = [re.sub(r"e\+0?", "e", cell(*one)) for one in shown]  # 1.2e+09 in Python, 1.2e9 on the page
     assert [text.replace("\u00a0", " ") for text in each("cell", shown)] == exact_cells
 
     curves = [rng.uniform(0, 4, rng.integers(1, 9)).round(1).tolist() for _ in range(60)]

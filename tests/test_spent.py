@@ -96,7 +96,7 @@ def test_whose_model_exists(fine: vsim.Comparison) -> None:
     assert formed["FedAvg"] == formed["compressed"] == formed["DES-LOC"] == syncs
     assert formed["islands"] == formed["NoLoCo"] == formed["SPARTA"] == [True] + [False] * STEPS
     assert all(all(formed[name]) for name in ("AllReduce", "DiLoCo", "Streaming", "alone"))
-    note = "islands, NoLoCo, SPARTA: the loss is of the mean of nodes that differ"
+    note = "islands, NoLoCo, SPARTA: loss of the averaged model"
     assert note in fine.table() and note not in fine.table(columns=["wire MB/node"])
 
 

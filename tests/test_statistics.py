@@ -57,7 +57,7 @@ def test_differences_are_those_of_scipy_by_hand() -> None:
         assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
         assert row["p"] == pytest.approx(2 * least if test.pvalue == least else max(2 * least, most))  # Holm
         assert row["seeds"] == 4
-    assert frame.columns.tolist() == ["difference", "low", "high", "p", "seeds", "seeds_needed"]
+    assert frame.columns.tolist() == ["to", "difference", "low", "high", "p", "seeds", "seeds_needed"]
     assert set(comparison(one=ONE, two=TWO).differences().strategy) == {"two"}  # to the best
 
 
@@ -78,7 +78,7 @@ def test_a_table_marks_what_cannot_be_told_from_the_best() -> None:
     assert marked == {"three"} and "p > 0.05" in table.splitlines()[-1]
     latex = comparison(one=ONE, three=THREE).table("latex", columns=["validation loss"])
     assert "\\rlap{$^{\\dagger}$}" in latex and latex.splitlines()[-2].startswith(
-        "{\\footnotesize $^{\\dagger}$ not told"
+        "{\\footnotesize $^{\\dagger}$ not significantly different"
     )
     html = comparison(one=ONE, three=THREE).table("html", columns=["validation loss"])
     assert html.endswith("</p>") and "†" in html
@@ -93,7 +93,7 @@ def test_seeds_are_paired_and_what_diverged_is_left_out() -> None:
     alone = comparison(a=[1.0], b=[1.1])
     row = alone.differences(to="a").iloc[0]
     assert row["difference"] == pytest.approx(0.1) and row[["low", "high", "p", "seeds_needed"]].isna().all()
-    assert "one seed: no interval" in alone.table().splitlines()[-1]
+    assert "one seed: differences are not tested" in alone.table().splitlines()[-1]
     check_refusals(
         [
             (lambda: made.differences(to="AllReduce"), ValueError, ["to must be one of", "'a', 'b'", "'AllReduce'"]),

@@ -174,7 +174,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     few = ["compare", "--data", "digits", "--model", "mlp", "--steps", "4", "--quiet", "--out", str(tmp_path)]
     few += ["--strategies", "allreduce", "diloco", "--val-size", "16", "--nodes", "2", "--tune"]
     assert main([*few, "lr=1e-3,2e-2", "outer_lr=0.4,0.7"]) == 0
-    assert capsys.readouterr().out.split()[:3] == ["strategy", "lr", "outer_lr"]
+    assert capsys.readouterr().out.splitlines()[3].split()[:3] == ["strategy", "lr", "outer_lr"]
     read = vsim.Comparison.from_json(tmp_path / "comparison.json")
     assert [len(sweep) for sweep in read.tuned.values()] == [2, 4]
 

@@ -161,7 +161,7 @@ def test_where_a_loss_is_reached_and_stays() -> None:
         one.history.amend({"val_examples": 10, "val_total": 100})
     for stay in (False, True):
         for said in (runs.table(loss=1.0, stays=stay), runs.winners(1.0, *where, stays=stay).table()):
-            assert ("\nvalidated on a sample: noise" in said) is not stay
+            assert ("\nvalidated on a sample, whose noise" in said) is not stay
 
 
 @pytest.mark.parametrize(("error", "first"), [(0.1, ("a", "b")), (0.02, ("a",)), (math.nan, ("a",))])
@@ -172,10 +172,8 @@ def test_one_seed_is_as_sure_as_its_validation(error: float, first: tuple[str, .
     found = runs.winners(1.0, *HERE)
     assert found.first == [[first]] and found.left_open == 0
     (said,) = found.remarks
-    sure = (
-        "ties are not tested" if math.isnan(error) else "a tie is a difference within the standard error of validation"
-    )
-    assert said == f"one seed: {sure}"
+    how = "are not tested" if math.isnan(error) else "follow from validation's standard errors"
+    assert said == f"one seed: ties {how}"
     assert said in found.table() and said in found.plot().texts[0].get_text().replace("\n", " ")
 
 
@@ -297,7 +295,7 @@ def test_hours_in_table_and_figure(three: vsim.Comparison) -> None:
     assert rows["AllReduce"]["utilization"] == pytest.approx(1 / 3) and rows["local"]["utilization"] == 1
     assert rows["AllReduce"]["hours to 1"] == pytest.approx(30 / 3600) and math.isnan(rows["lost"]["hours to 1"])
     table = three.table(loss=1.0, columns=["hours", "utilization", "hours to 1"], **priced)
-    assert "33.3 %" in table and "0.033" in table and "never" in table
+    assert "33.3 %" in table and "2.00" in table and "minutes to 1" in table and "never" in table
     ax = three.plot("time", **priced)
     line = next(line for line in ax.get_lines() if line.get_label() == "AllReduce")
     np.testing.assert_allclose(line.get_xdata(), np.arange(41) * 3 / 60)
@@ -383,10 +381,13 @@ def test_strategies_of_ones_own_are_not_in_files(tmp_path: Path) -> None:
 def test_a_note_names_compression_that_depends_on_the_size(tmp_path: Path) -> None:
     small = compared({"AllReduce": SimpleReduceStrategy(), "SparseLoCo": SparseLoCoStrategy(H=2, topk=8)})
     large = small.at(parameters=1e8)
-    measured, priced = (one.rows()[1]["times less than AllReduce"] for one in (small, large))
+    measured, priced = (one.rows()[1]["fewer bytes than AllReduce"] for one in (small, large))
     assert abs(priced / measured - 1) > 0.02
-    (note,) = (line for line in large.table().splitlines() if "as measured" in line)
-    assert f"SparseLoCo {measured:.3g}× as measured, {priced:.3g}× as priced" in note and "AllReduce" not in note
-    assert note in repr(large) and "as measured" not in small.table()
+    (note,) = (line for line in large.table().splitlines() if "priced size" in line)
+    assert (
+        f"SparseLoCo {measured:.3g}× fewer bytes at the trained size, {priced:.3g}× at the priced" in note
+        and "AllReduce" not in note
+    )
+    assert note in repr(large) and "priced size" not in small.table()
     large.to_json(tmp_path / "large.json")
     assert note in vsim.Comparison.from_json(tmp_path / "large.json").at(parameters=1e8).table()

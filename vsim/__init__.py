@@ -1,5 +1,14 @@
 """vsim: simulate a training run on K machines, and find out how many bytes and hours it would take."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) - 1 :][:2] == ["-m", "vsim"]:
+    # `python -m vsim` imports this package first; help and errors in options end it here, before PyTorch is loaded.
+    import vsim_cli
+
+    if isinstance(status := vsim_cli.parsed(sys.argv[1:]), int):
+        sys.exit(status)
+
 from vsim import saved, scaling
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger

@@ -149,8 +149,9 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         nearest = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r:.100}{hint}")
+        begin = f"{name} {value!r:.100}: did you mean {nearest[0]!r}? " if nearest else ""
+        end = "" if nearest else f", got {value!r:.100}"
+        raise ValueError(f"{begin}{name} must be one of {', '.join(map(repr, allowed))}{end}")
     return value
 
 

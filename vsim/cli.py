@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import os
+import re
 import shlex
+import shutil
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -31,20 +35,21 @@ from vsim.cluster.participation import (
     Sample,
     Trace,
 )
+from vsim.compare import OF_RUNS
 from vsim.compare import compare as compare_strategies
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
-from vsim.network.timeline import duration
 from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.losses import measured_at, note
 from vsim.records.report.page import report as page_of
+from vsim.records.spent import amount
 from vsim.records.summary import tuning
 from vsim.records.swept import Sweep
-from vsim.records.tables import text_table
+from vsim.records.tables import in_short, text_table
 from vsim.saved import files_at, read_comparisons
 from vsim.strategy import (
     COMPARED,
@@ -66,7 +71,7 @@ from vsim.verify import verify as verify_strategy
 from vsim.watch import Watch
 from vsim.writing import check_output
 from vsim_cli import commands
-from vsim_cli.commands import WINDOWS, Output, Price, Problem, Training
+from vsim_cli.commands import WINDOWS, Common, Output, Price, Problem, Training
 
 # Learning rates of AdamW that train the built-in models well in some hundred steps.
 LEARNING_RATES = {"gpt": 6e-4, "mlp": 2e-3, "cnn": 2e-3}
@@ -107,32 +112,65 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
         print("vsim: torchrun starts scripts that call vsim.compare or Trainer.fit, not this command", file=sys.stderr)
         return 2
     _COMMAND.set(shlex.join(["vsim", *argv]))
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:
         return _COMMANDS[type(command)](command)
     except _ERRORS as error:
-        print(f"vsim {argv[0]}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"vsim {argv[0]}: {_said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"vsim {argv[0]}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
+    finally:
+        warnings.formatwarning = formatted
+
+
+# Arguments of `fit` and of classes in error messages → the options that give them.
+_OPTIONS = {
+    "seconds_per_step": "--compute",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("batch_size", "val_size", "val_interval", "checkpoint_interval")
+    },
+    **{name: f"--{name.replace('_', '-')}" for name in ("save_dir", "dollars_per_hour", "bytes_per_parameter")},
+    **{"max_steps": "--steps", "num_nodes": "--nodes", "num_processes": "--processes"},
+    **{f"{name}(?= is missing)": f"--{name}" for name in ("network", "compute")},
+}
+
+
+def _said(error: BaseException) -> str:
+    """Return an error as a line, which names options instead of the arguments that they give."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror.lower()
+        return f"{error.filename}: {why}"
+    text = " ".join(str(error).split())
+    if not text.startswith("--"):  # otherwise from this file, and an argument is one of --set
+        for name, option in _OPTIONS.items():
+            text = re.sub(rf"(?<![\w-]){name}(?:=(?=[\w'\"]))", f"{option} ", text)
+            text = re.sub(rf"(?<![\w-]){name}(?!\w)=?", option, text)
+    return text or type(error).__name__
 
 
 def compare(command: commands.Compare) -> int:
     problem, priced = command.problem, command.priced
-    for text in command.preset:
+    for text in command.choice.preset:
         one_of("--preset", text.partition(":")[0], PRESETS)
-    named = [*command.strategies, *command.preset] or COMPARED
+    named = [*command.strategies, *command.choice.preset] or COMPARED
     repeated = sorted({text for text in named if named.count(text) > 1})
     if repeated:
         raise ValueError(f"--strategies names {', '.join(repeated)} more than once")
-    rate, tried = _learning_rate(problem, named), parse_settings(command.tune, "--tune") if command.tune else None
-    if tried is not None and "lr" in tried and problem.lr is not None:
+    rate, tried = (
+        _learning_rate(problem, named),
+        parse_settings(command.choice.tune, "--tune") if command.choice.tune else None,
+    )
+    if tried is not None and "lr" in tried and problem.details.lr is not None:
         raise ValueError("--lr and --tune lr say the same thing; give one of them")
     made = {text: parse_strategy(text, rate) for text in named}
     options, (train, val), out = (
         _fit_options(command),
         _datasets(problem),
-        _folder(command.output, "comparison", _inputs(problem, command.training, command.extend)),
+        _folder(problem, "comparison", _inputs(problem, command.training, command.choice.extend)),
     )
     comparison = compare_strategies(
         partial(_new_model, problem, train),
@@ -140,16 +178,16 @@ def compare(command: commands.Compare) -> int:
         val,
         strategies=made,
         tune=tried,
-        extend=None if command.extend is None else Comparison.from_json(command.extend),
+        extend=None if command.choice.extend is None else Comparison.from_json(command.choice.extend),
         **options,
     )
-    _print_table(comparison, priced.target_loss)
+    _print_table(comparison, priced.target_loss, problem.trained(priced.budget))
     picture, winners = _FIGURES["comparison"]
     drawn = comparison.in_words()
     title = "; ".join([problem.title(priced.budget), *tuning(drawn)])
-    figures: dict[str, Any] = {picture: drawn.figure(title, x="step" if priced.network is None else "time")}
+    figures: dict[str, Any] = {picture: drawn.figure(title, x="step" if problem.network is None else "time")}
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # an asynchronous run has one network
-    if priced.network is not None and priced.target_loss is not None and in_lockstep:
+    if problem.network is not None and priced.target_loss is not None and in_lockstep:
         figures[winners] = drawn.winners(priced.target_loss).plot()
     return _write(comparison, figures, out / "comparison")
 
@@ -162,12 +200,12 @@ def sweep(command: commands.Sweep) -> int:
     if twice:
         raise ValueError(f"--strategy and --set both give {', '.join(sorted(twice))}")
     options, (train, val) = _fit_options(command), _datasets(problem)
-    for key, option in (("num_nodes", problem.nodes), ("batch_size", problem.batch_size)):
+    for key, option in (("num_nodes", problem.nodes), ("batch_size", problem.details.batch_size)):
         if key in varied:
             if option is not None:
                 raise ValueError(f"--set gives {key}, and --{key.removeprefix('num_').replace('_', '-')} does, too")
             del options[key]
-    out = _folder(command.output, "sweep", _inputs(problem, command.training, command.extend))
+    out = _folder(problem, "sweep", _inputs(problem, command.training, command.extend))
     result = sweep_settings(
         partial(_new_model, problem, train),
         _dealt(problem, train, options["participation"]),
@@ -178,7 +216,7 @@ def sweep(command: commands.Sweep) -> int:
         extend=None if command.extend is None else Sweep.from_json(command.extend),
         **options,
     )
-    _print_table(result, priced.target_loss)
+    _print_table(result, priced.target_loss, problem.trained(priced.budget))
     picture, heatmap = _FIGURES["sweep"]
     figures: dict[str, Any] = {picture: result.figure()}
     if len(result.varied) > 1:
@@ -187,27 +225,28 @@ def sweep(command: commands.Sweep) -> int:
 
 
 def show(command: commands.Show) -> int:
-    compute = None if command.compute is None else _number_or_text(command.compute)
+    network, compute = priced_on(command.network, command.compute)
     for name, comparison in read_comparisons(command.paths).items():
         steps = {at for name, at in measured_at(comparison).items() if not note(comparison, name)}
         title = comparison.title + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
-        table = comparison.table(loss=command.target_loss, network=command.network, compute=compute)
+        table = comparison.table(loss=command.target_loss, network=network, compute=compute, width=_width())
         about = ", started ".join(filter(None, [comparison.trained, comparison.date]))
-        print("\n".join(filter(None, [about, f"{name}: {title}"])) + f"\n\n{table}\n")
+        named = textwrap.fill(f"{name}: {title}", _width() or 10**6)
+        print("\n".join(filter(None, [about, named])) + f"\n\n{table}\n")
     return 0
 
 
 def report(command: commands.Report) -> int:
-    compute = None if command.compute is None else _number_or_text(command.compute)
+    network, compute = priced_on(command.network, command.compute)
     page = _path("--out", command.out)
     check_output("--out", page, (file for path in command.paths for file in files_at(Path(path))))
-    print(f"report: {page_of(read_comparisons(command.paths), command.network, compute, command.title).save(page)}")
+    print(f"report: {page_of(read_comparisons(command.paths), network, compute, command.title).save(page)}")
     return 0
 
 
 def watch(command: commands.Watch) -> int:
-    compute = None if command.compute is None else _number_or_text(command.compute)
-    server = Watch(command.paths, command.port, command.every, command.network, compute, command.only)
+    network, compute = priced_on(command.network, command.compute)
+    server = Watch(command.paths, command.port, command.every, network, compute, command.only)
     with suppress(KeyboardInterrupt):
         print(f"{server.url}\nshows the runs to browsers on this machine; reading them now; Ctrl-C ends it", flush=True)
         server.serve()
@@ -215,8 +254,8 @@ def watch(command: commands.Watch) -> int:
 
 
 def time(command: commands.Time) -> int:
-    on = Network.parse(command.network).for_run(of_clients=False)
-    computing = Compute(_number_or_text(command.compute), layers=command.layers)
+    network, compute = priced_on(command.network, command.compute)
+    on, computing = Network.of(network).for_run(of_clients=False), Compute(compute, layers=command.layers)
     rows = []
     for text in command.strategies or COMPARED:
         line = price(
@@ -228,18 +267,19 @@ def time(command: commands.Time) -> int:
             compute=computing,
             bytes_per_parameter=command.bytes_per_parameter,
         )
-        seconds, sent = float(line.seconds[-1]), sum(event.payload_bytes for event in line.ledger) / 1e9
+        hours, sent = float(line.seconds[-1]) / 3600, sum(event.payload_bytes for event in line.ledger)
         rows.append(
             {
                 "strategy": text,
-                "time": duration(seconds),
-                "a step": duration(seconds / command.steps),
-                "compute": f"{line.utilization:.1%}",
-                "payload per node": f"{sent:.3g} GB" if sent < 1000 else f"{sent / 1000:,.2f} TB",
+                "hours": hours,
+                "hours per step": hours / command.steps,
+                "utilization": line.utilization,
+                "payload MB/node": sent / 1e6,
             }
         )
-    print(f"{command.parameters:.4g} parameters, {command.nodes} nodes, {command.steps} steps\n{on!r}, {computing!r}\n")
-    print(text_table(rows, "simple", ["strategy"]))
+    size = in_short(command.parameters)
+    print(f"{size} parameters, {command.nodes} nodes, {command.steps:,} steps\n{on!r}, {computing!r}\n")
+    print(text_table(rows, "simple", ["strategy"], on_demand=(), width=_width()))
     return 0
 
 
@@ -247,7 +287,7 @@ def verify(command: commands.Verify) -> int:
     problem = command.problem
     train, _ = _datasets(problem)
     report = verify_strategy(
-        _new_model(problem, train, problem.seed),
+        _new_model(problem, train, problem.details.seed),
         _dealt(problem, train),
         parse_strategy(command.strategy, _learning_rate(problem, [command.strategy])),
         problem.num_nodes,
@@ -255,11 +295,45 @@ def verify(command: commands.Verify) -> int:
         threads=command.threads,
         num_processes=command.processes,
         batch_size=problem.examples_per_step,
-        seed=problem.seed,
-        progress=not problem.quiet,
+        seed=problem.details.seed,
+        progress=not problem.details.quiet,
     )
     print(report)
     return 0 if report.identical else 1
+
+
+def _named(value: Any) -> str:
+    return str(value.__name__) if inspect.isfunction(value) else repr(value)
+
+
+def strategies(_: commands.Strategies) -> int:
+    """Print the names, default arguments and descriptions of strategies and presets."""
+    width = max(_width() or 100, 40)
+
+    def filled(text: str, indent: int = 0) -> str:
+        return textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+    print(
+        filled(
+            "A strategy is a name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. A value is a "
+            "Python literal, text, an optimizer of torch.optim with its arguments, "
+            "'diloco:inner_optim=adamw(weight_decay=0.1)', or one of these, "
+            "'diloco:average=mean() | compress(topk(0.01))':"
+        )
+    )
+    print(filled(", ".join(sorted(CALLABLES.keys() - OPTIMIZERS.keys())), 2))
+    of_all = inspect.signature(STRATEGIES["alone"][0]).parameters
+    print(filled(f"Every strategy also takes {', '.join(of_all)}."))
+    for title, table in (("strategies", STRATEGIES), ("presets", PRESETS)):
+        print(f"\n{title}:")
+        for name, (cls, own) in table.items():
+            parameters = inspect.signature(cls).parameters.values()
+            known = {p.name: p.default for p in parameters if p.name not in of_all}
+            shown = [key if value is None else f"{key}={_named(value)}" for key, value in (known | own).items()]
+            summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+            print(f"  {name}", filled(summary, 4), *([filled(", ".join(shown), 4)] if shown else []), sep="\n")
+    print(f"\n{filled('By default, compare and time take: ' + ' '.join(COMPARED))}")
+    return 0
 
 
 _COMMANDS: dict[type, Callable[[Any], int]] = {
@@ -270,6 +344,7 @@ _COMMANDS: dict[type, Callable[[Any], int]] = {
     commands.Watch: watch,
     commands.Time: time,
     commands.Verify: verify,
+    commands.Strategies: strategies,
 }
 
 
@@ -287,7 +362,8 @@ def parse_strategy(text: str, lr: float) -> Algorithm:
     OptimSpec(SGD, momentum=0.9, lr=0.001)
     """
     cls, defaults, given = strategy_class(text, lr)
-    return cls(**defaults | given)
+    with naming(text):
+        return cls(**defaults | given)
 
 
 def strategy_class(text: str, lr: float) -> tuple[type[Algorithm], dict[str, Any], dict[str, Any]]:
@@ -392,7 +468,7 @@ def _new(make: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any
 
 def _datasets(problem: Problem) -> tuple[Any, Any]:
     """Return the training and the validation data."""
-    if problem.mnist_folder is not None and problem.data not in ("mnist", "fashion_mnist"):
+    if problem.details.mnist_folder is not None and problem.data not in ("mnist", "fashion_mnist"):
         raise ValueError("--mnist-folder has no effect without --data mnist or fashion_mnist")
     if problem.text is not None:
         return text_file(problem.text, block_size=GPT_SHAPE["block_size"])
@@ -403,19 +479,19 @@ def _datasets(problem: Problem) -> tuple[Any, Any]:
     if problem.data == "docs":
         return docs_text(block_size=GPT_SHAPE["block_size"])
     if problem.data == "fashion_mnist":
-        return fashion_mnist(problem.mnist_folder)
-    if problem.mnist_folder is None:
+        return fashion_mnist(problem.details.mnist_folder)
+    if problem.details.mnist_folder is None:
         raise ValueError("--data mnist needs --mnist-folder DIR, the folder with the four IDX files")
-    return mnist(problem.mnist_folder)
+    return mnist(problem.details.mnist_folder)
 
 
 def _dealt(problem: Problem, train: Any, attending: Participation | None = None) -> Any:
     """Return the training data, split among the nodes by --partition."""
-    if problem.partition is None:
+    if problem.details.partition is None:
         return train
-    kind, _, tail = problem.partition.partition(":")
+    kind, _, tail = problem.details.partition.partition(":")
     clients = problem.num_nodes if attending is None else attending.population(problem.num_nodes)
-    return partition(train, clients, kind, **_arguments(tail, f"--partition {problem.partition}"))
+    return partition(train, clients, kind, **_arguments(tail, f"--partition {problem.details.partition}"))
 
 
 def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:
@@ -431,9 +507,9 @@ def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
     """Return --lr or, without it, the model's rate. Raise an error for --lr if a strategy in `named` sets a rate."""
     names = [text.partition(":")[0] for text in named]
     own = [name for name in names if "lr" in (STRATEGIES | PRESETS).get(name, (None, {}))[1]]
-    if own and problem.lr is not None:
-        raise ValueError(f"--lr has no effect on {own[0]}, which has its own: give {own[0]}:lr={problem.lr:g}")
-    return LEARNING_RATES[problem.kind] if problem.lr is None else problem.lr
+    if own and problem.details.lr is not None:
+        raise ValueError(f"--lr has no effect on {own[0]}, which has its own: give {own[0]}:lr={problem.details.lr:g}")
+    return LEARNING_RATES[problem.kind] if problem.details.lr is None else problem.details.lr
 
 
 def _backend(training: Training) -> dict[str, Any]:
@@ -445,9 +521,11 @@ def _backend(training: Training) -> dict[str, Any]:
     return {"backend": "process", "num_processes": int(number) if whole else number}
 
 
-def _clock(priced: Price) -> dict[str, Any]:
+def _clock(problem: Common, priced: Price) -> dict[str, Any]:
     """Return the network, compute and budget of `compare` and `sweep`."""
-    compute: Any = None if priced.compute is None else _number_or_text(priced.compute)
+    network, compute = priced_on(problem.network, problem.compute)
+    if network is not None and compute is None:
+        raise ValueError("--network needs --compute SECONDS, the time that a node computes in a step")
     about = {"speeds": priced.speeds, "dollars_per_hour": priced.dollars_per_hour}
     for name in [name for name, value in about.items() if value is not None and compute is None]:
         raise ValueError(f"--{name.replace('_', '-')} has no effect without --compute SECONDS")
@@ -465,7 +543,23 @@ def _clock(priced: Price) -> dict[str, Any]:
         if kind in budget:
             raise ValueError(f"--budget names {kind} more than once")
         budget[kind] = _number_or_text(most)
-    return {"network": priced.network, "compute": compute, "budget": budget or None, "at": priced.at}
+        amount(kind, budget[kind], "--budget", OF_RUNS)
+    if {"time", "cost"} & budget.keys() and network is None:
+        raise ValueError("--budget time and cost need --network and --compute")
+    if "cost" in budget and priced.dollars_per_hour is None:
+        raise ValueError("--budget cost needs --dollars-per-hour DOLLARS")
+    return {"network": network, "compute": compute, "budget": budget or None, "at": priced.at}
+
+
+def priced_on(network: str | None, compute: str | None) -> tuple[Any, Any]:
+    """Return --network and --compute, checked; the network first."""
+    if network is not None:
+        with naming("--network"):
+            Network.parse(network)
+    given = None if compute is None else _number_or_text(compute)
+    if given is not None:
+        Compute(given)
+    return network, given
 
 
 def _loggers(output: Output) -> list[Logger] | None:
@@ -480,14 +574,14 @@ def _loggers(output: Output) -> list[Logger] | None:
     return loggers or None
 
 
-def _folder(output: Output, kind: str, inputs: Iterable[Path]) -> Path:
+def _folder(problem: Common, kind: str, inputs: Iterable[Path]) -> Path:
     """Make and return the folder for results; check before training that it is writable.
 
     Args:
         kind: "comparison" or "sweep"; if `out` already holds a result of this kind, make a numbered folder instead.
         inputs: files that the command reads, and must not overwrite.
     """
-    first = out = _path("--out", output.out)
+    first = out = _path("--out", problem.out)
     for number in itertools.count(2):
         if not (out / f"{kind}.json").exists():
             break
@@ -523,8 +617,8 @@ def _inputs(problem: Problem, training: Training, extend: str | None) -> Iterato
     _, _, tail = (training.participation or "").partition(":")
     given = (problem.text, extend, _arguments(tail, "--participation").get("file"))
     yield from (Path(one) for one in given if isinstance(one, str))
-    if problem.mnist_folder is not None:
-        yield from Path(problem.mnist_folder).iterdir()
+    if problem.details.mnist_folder is not None:
+        yield from Path(problem.details.mnist_folder).iterdir()
 
 
 def _fit_options(command: commands.Compare | commands.Sweep) -> dict[str, Any]:
@@ -539,35 +633,42 @@ def _fit_options(command: commands.Compare | commands.Sweep) -> dict[str, Any]:
         "num_nodes": problem.num_nodes,
         "max_steps": problem.steps if priced.budget else problem.num_steps,
         "batch_size": problem.examples_per_step,
-        "seeds": list(training.seeds) or [problem.seed],
+        "seeds": list(problem.seeds) or [problem.details.seed],
         "val_size": WINDOWS if training.val_size is None and problem.is_text else training.val_size,
         "val_interval": every,
         "participation": _attending(training.participation, problem.num_nodes),
         **{name: getattr(training, name) for name in ("device", "executor", "deterministic", "autocast", "compile")},
         **_backend(training),
-        **_clock(priced),
+        **_clock(problem, priced),
         "logger": _loggers(output),
         "run_name": output.run_name,
         "wandb_project": output.wandb_project,
-        "progress": False if problem.quiet else "table",
+        "progress": False if problem.details.quiet else "table",
         "save_dir": None if output.save_dir is None else _path("--save-dir", output.save_dir),
         "checkpoint_interval": output.checkpoint_interval,
         "resume": output.resume,
     }
 
 
-def _print_table(result: Comparison, loss: float | None) -> None:
-    """Print the table; in a terminal, the best line is green and bold, and lines marked † are green."""
+def _width() -> int | None:
+    """Return the width of the terminal, or $COLUMNS; None, no limit, for files and pipes without $COLUMNS."""
+    given = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if given else None
+
+
+def _print_table(result: Comparison, loss: float | None, trained: str) -> None:
+    """Print the table below what was trained; in a terminal, the best line is green and bold, lines marked † green."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    lines = result.table(loss=loss).splitlines()
+    lines = result.table(loss=loss, width=_width()).splitlines()
+    first = 1 + next(i for i, line in enumerate(lines) if re.fullmatch(r"-[ -]*", line))
     names, best = list(result), ""
     with suppress(ValueError):  # no run is complete
         best = result.best()
-    console.print()
+    console.print(f"\n{trained}\n")
     for i, line in enumerate(lines):
-        name = result.order[i - 2] if 2 <= i < 2 + len(names) else ""
+        name = result.order[i - first] if first <= i < first + len(names) else ""
         style = "bold green" if name and name == best else "green" if name and " †" in line else None
         console.print(line, style=style)
     console.print()
@@ -601,27 +702,3 @@ def _path(option: str, text: str) -> Path:
     if not text.strip():
         raise ValueError(f"{option} must name a folder, got {text!r}")
     return Path(text)
-
-
-def about_strategies() -> str:
-    """Return the text of --help on strategies: names, default arguments, and descriptions."""
-    callables = textwrap.wrap(", ".join(sorted(CALLABLES.keys() - OPTIMIZERS.keys())), 100)
-    lines = [
-        "strategies:",
-        "  A name, or a name with arguments of its class: diloco:H=50,outer_lr=0.7. A value is a Python literal, text,",
-        "  an optimizer of torch.optim with its arguments, 'diloco:inner_optim=adamw(weight_decay=0.1)', or one of",
-        "  these, 'diloco:average=mean() | compress(topk(0.01))':",
-        *(f"    {line}" for line in callables),
-        "  Besides --lr, and but for the defaults of their classes, the strategies are given:",
-    ]
-    for title, table in (("", STRATEGIES), ("presets:", PRESETS)):
-        lines += ["", title] if title else []
-        for name, (cls, own) in table.items():
-            parameters = inspect.signature(cls).parameters
-            steps = {"H": parameters["H"].default} if "H" in parameters else {}
-            given = ", ".join(f"{key}={value}" for key, value in (steps | own).items())
-            summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-            lines += [f"  {name:14} {given}"]
-            lines += textwrap.wrap(summary, 100, initial_indent=17 * " ", subsequent_indent=17 * " ")
-    lines += ["", f"compared and priced by default: {' '.join(COMPARED)}"]
-    return "\n".join(lines)

@@ -462,7 +462,7 @@ def train_entries(
 
 
 # The limits that budget= may have.
-_BUDGETS = ("time", "cost", "wire", "examples")
+OF_RUNS = ("time", "cost", "wire", "examples")
 
 
 def _amounts(budget: Mapping[str, Any] | None, at: float | None) -> dict[str, float]:
@@ -475,7 +475,7 @@ def _amounts(budget: Mapping[str, Any] | None, at: float | None) -> dict[str, fl
         raise TypeError(f"budget must be a dict such as {{'time': '10 h'}}, got {given(budget)}")
     if at is not None:
         real_number("at", at, at_least=1)
-    return {of: amount(of, value, "budget", _BUDGETS) for of, value in budget.items()}
+    return {of: amount(of, value, "budget", OF_RUNS) for of, value in budget.items()}
 
 
 def _steps_within(

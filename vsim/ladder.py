@@ -24,7 +24,7 @@ from vsim.data.batches import Batches, Data, resolve, sizes_of
 from vsim.network.timeline import duration
 from vsim.records.by_size import Ladder
 from vsim.records.comparison import Comparison
-from vsim.records.size_order import in_short
+from vsim.records.tables import in_short
 from vsim.training.spec import option_defaults, takes_options
 
 __all__ = ["Ladder", "ladder", "load_ladder"]

@@ -15,7 +15,7 @@ from vsim.arguments import a_list, countable, known_keywords, real_number, whole
 from vsim.cluster.ledger import BYTES_OF_A_STEP, Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
-from vsim.network.timeline import duration
+from vsim.records.spent import amount_text
 from vsim.shapes import naming_layers, without_values
 from vsim.strategy import Algorithm
 
@@ -116,13 +116,6 @@ def required_bandwidth(
 Floats = NDArray[np.float64]
 _FIRST_STEPS, _MOST_STEPS = 64, 10**6  # steps to price first; the most steps that are priced
 _FAR = 10  # a pace that leads this many times beyond is beyond
-# Kind of budget → function that writes an amount as text.
-_TEXTS: dict[str, Callable[[float], str]] = {
-    "time": duration,
-    "cost": lambda dollars: f"${dollars:.4g}",
-    "wire": lambda sent: f"{sent / 1e6:.4g} MB/node",
-    "examples": lambda examples: f"{examples:,.0f} examples",
-}
 
 
 def steps_within(
@@ -180,8 +173,8 @@ def steps_within(
         found = costs(steps)
         fits = min(int((own <= budget[of] * (1 + 1e-12)).sum()) - 1 for of, own in found.items())
         if not fits:
-            one = " and ".join(f"{_TEXTS[of](float(own[1]))} ({of})" for of, own in found.items())
-            allowed = " and ".join(f"{_TEXTS[of](amount)} ({of})" for of, amount in budget.items())
+            one = " and ".join(amount_text(of, float(own[1])) for of, own in found.items())
+            allowed = " and ".join(amount_text(of, amount) for of, amount in budget.items())
             raise ValueError(f"the budget is {allowed}, which is less than one step: it takes {one}")
         if fits < steps:
             beyond, hint = steps, fits

@@ -1,4 +1,4 @@
-"""The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time` and `verify`.
+"""The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time`, `verify` and `strategies`.
 
 This is a separate package because importing `vsim` loads PyTorch, and help, errors in options and the version should
 not wait for that. A function of `vsim.cli` with the name of the command does the work.
@@ -6,52 +6,92 @@ not wait for that. A function of `vsim.cli` with the name of the command does th
 
 from __future__ import annotations
 
+import difflib
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from itertools import pairwise
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
 from vsim_cli.commands import Command, Compare, Sweep
 
 
+@dataclass
+class _Line:
+    """Simulate distributed training of K nodes in one process, and count every byte they would send."""
+
+    command: Annotated[Command, tyro.conf.arg(name="")]
+    version: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """show the version and exit"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv == ["--version"]:
-        print(f"vsim {version('vsim')}")
-        return 0
-    try:
-        _reject_repeated(argv)
-        _reject_empty(argv)
-        command: Command = tyro.cli(
-            Command,
-            prog="vsim",
-            description="Simulate distributed training of K nodes in one process, and count every byte they would "
-            f"send. Version {version('vsim')} (--version).",
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            args=argv,
-        )
-    except SystemExit as end:
-        if argv and argv[0] in ("compare", "sweep", "time", "verify") and not end.code:
-            print(_EXAMPLES, flush=True)
-            from vsim.cli import about_strategies  # loads PyTorch
-
-            print(about_strategies())
-        raise
-    except ValueError as error:
-        print(f"vsim {argv[0]}: {error}", file=sys.stderr)
-        return 2
-    if isinstance(command, Compare | Sweep) and not command.problem.quiet and sys.stderr.isatty():
+    command = parsed(argv)
+    if isinstance(command, int):
+        return command
+    if isinstance(command, Compare | Sweep) and not command.problem.details.quiet and sys.stderr.isatty():
         with suppress(ValueError):  # the command reports the error
             print(f"{command.problem.title(command.priced.budget)} …", file=sys.stderr)
     from vsim.cli import run
 
     return run(command, argv)
+
+
+def parsed(argv: Sequence[str]) -> Command | int:
+    """Return the command; or, if there is none to run, its exit status. Raise SystemExit after help and errors of the
+    parser."""
+    if list(argv) == ["--version"]:
+        print(f"vsim {version('vsim')}")
+        return 0
+    name = argv[0] if argv else ""
+    try:
+        _reject_unknown(name)
+        _reject_repeated(argv)
+        _reject_both(argv)
+        _reject_empty(argv)
+        line = tyro.cli(
+            _Line,
+            prog="vsim",
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            args=argv,
+        )
+    except SystemExit as end:
+        if name in _EXAMPLES and not end.code:
+            print(_examples(name), flush=True)
+        raise
+    except ValueError as error:
+        print(f"vsim {name}: {error}", file=sys.stderr)
+        return 2
+    return line.command
+
+
+_NAMES = [command.__name__.lower() for command in get_args(Command)]
+# Options of which a command takes one.
+_EITHER = (("--data", "--text"), ("--seed", "--seeds"))
+
+
+def _reject_unknown(name: str) -> None:
+    """Raise a ValueError for a command that does not exist."""
+    if name and not name.startswith("-") and name not in _NAMES:
+        nearest = difflib.get_close_matches(name, _NAMES, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(f"no such command; {hint}The commands are {', '.join(_NAMES)}")
+
+
+def _reject_both(argv: Sequence[str]) -> None:
+    """Raise a ValueError for two options of which a command takes one."""
+    options = {word.partition("=")[0] for word in argv}
+    for one, other in _EITHER:
+        if {one, other} <= options:
+            raise ValueError(f"{one} and {other} are both given; give one of these")
 
 
 def _reject_repeated(argv: Sequence[str]) -> None:
@@ -81,21 +121,39 @@ def _of_several(kind: Any) -> Iterator[str]:
             yield from _of_several(plain[one.name])
 
 
-_EXAMPLES = """
-examples:
-  vsim compare                                              K = 4 small GPTs on English text, seven strategies
-  vsim compare --data digits --model cnn --nodes 8          images instead
-  vsim compare --text notes.txt --steps 500 --seeds 1 2 3   your own text, mean and band over three seeds
-  vsim compare --preset diloco-paper --strategies allreduce --steps 2000   the paper's settings, next to AllReduce
-  vsim compare --strategies allreduce fedavg:H=50,island_size=2 diloco:H=50,outer_lr=0.7 diloco:H=200 --steps 400
-  vsim compare --strategies diloco:H=20 --nodes 16          one strategy
-  vsim compare --extend vsim-out/comparison.json --seeds 42 1 2   two more seeds for what has been compared
-  vsim compare --network "200 Mbit/s, 50 ms" --compute 0.8 --budget time=10min   equal hours instead of equal steps
-  vsim compare --save-dir run1 --checkpoint-interval 50     saved; with --resume it continues where it stopped
-  vsim sweep --strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3   nine settings, three seeds each
-  vsim time --parameters 10e9 --nodes 8 --network "1 Gbit/s, 20 ms" --compute 0.8   hours on a network, not trained
-  vsim show run1                                            the table so far of runs that still train
-  vsim watch run1                                           a page that follows them, in this machine's browser
-  vsim report vsim-out --out report.html                    a page to send: sliders for the network, in any browser
-  vsim verify --strategy diloco:H=5                         the simulator against 4 processes, bit by bit
-"""
+def _examples(name: str) -> str:
+    """Return a command's examples as text, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns
+    lines = ["examples:"]
+    for about, call in _EXAMPLES[name].items():
+        lines += textwrap.wrap(f"# {about}", width - 2, initial_indent="  ", subsequent_indent="  # ")
+        words = textwrap.wrap(f"vsim {name} {call}", width - 4, subsequent_indent="  ", break_on_hyphens=False)
+        lines += [f"  {line}" for line in " \\\n".join(words).splitlines()]
+    return "\n".join(lines)
+
+
+# Command → what an example does → its options.
+_EXAMPLES = {
+    "compare": {
+        "K = 4 small GPTs on English text, seven strategies": "",
+        "images instead": "--data digits --model cnn --nodes 8",
+        "your own text, mean and band over three seeds": "--text notes.txt --steps 500 --seeds 1 2 3",
+        "the paper's settings, next to AllReduce": "--preset diloco-paper --strategies allreduce --steps 2000",
+        "strategies with arguments": "--strategies allreduce diloco:H=50,outer_lr=0.7 fedavg:H=50 --steps 400",
+        "two more seeds for what has been compared": "--extend vsim-out/comparison.json --seeds 42 1 2",
+        "equal hours instead of equal steps": '--network "200 Mbit/s, 50 ms" --compute 0.8 --budget time=10min',
+        "saved; with --resume it continues where it stopped": "--save-dir run1 --checkpoint-interval 50",
+    },
+    "sweep": {
+        "nine settings, three seeds each": "--strategy diloco --set H=5,10,50 outer_lr=0.4,0.7,1.0 --seeds 1 2 3",
+        "only the better half of the settings continues at each rung": "--set outer_lr=0.2,0.4,0.7,1.0 --halving 2",
+    },
+    "time": {
+        "hours of a model that is not trained here": "--parameters 10e9 --nodes 8 --network "
+        '"1 Gbit/s, 20 ms" --compute 0.8',
+    },
+    "show": {"the table so far of runs that still train": "run1"},
+    "watch": {"a page that follows runs in this machine's browser": "run1"},
+    "report": {"a page to send, with sliders for the network": "vsim-out --out report.html"},
+    "verify": {"the simulator against 4 processes, bit by bit": "--strategy diloco:H=5"},
+}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from tyro.conf import Positional, arg
 
 # Examples per node and step that suit each built-in model.
@@ -20,25 +19,44 @@ def _optional(metavar: str | None = None, default: str = "") -> Any:
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
-_Names = Annotated[tuple[str, ...], _optional("NAME …", "a few, see below")]
+_Names = Annotated[tuple[str, ...], _optional("NAME …", "seven; see `vsim strategies`")]
 _Paths = Annotated[tuple[str, ...], Positional, arg(metavar="PATH …")]
 _Network = Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'", "that of the comparison")]
 _Compute = Annotated[str | None, _optional("SECONDS", "that of the comparison")]
-_DATA, _SEED = tyro.conf.create_mutex_group(required=False), tyro.conf.create_mutex_group(required=False)
+
+
+def _group(title: str) -> Any:
+    """Return the annotation of options that stand below a title in --help; "": next to the command's own options."""
+    return arg(name=title)
 
 
 @dataclass
-class Problem:
-    """data and model"""
+class Details:
+    """how examples are dealt, and how the model is trained on them"""
 
-    data: Annotated[Literal["docs", "digits", "mnist1d", "mnist", "fashion_mnist"], _DATA] = "docs"
-    """docs: Python's manual, which is always available; mnist1d: generated strokes"""
-    text: Annotated[str | None, _DATA, _optional("FILE")] = None
-    """characters of a text file"""
     mnist_folder: Annotated[str | None, _optional("DIR")] = None
     """folder of the four files of --data mnist or fashion_mnist; default for fashion_mnist: Debian's folder"""
     partition: Annotated[str | None, _optional("KIND", "all nodes share them")] = None
     """how to deal the examples to the nodes, such as dirichlet:alpha=0.1"""
+    batch_size: Annotated[int | None, _optional(default="by model")] = None
+    """examples per node and step"""
+    lr: Annotated[float | None, _optional(default="by model")] = None
+    """inner learning rate of AdamW"""
+    seed: int = 42
+    """seed of everything random"""
+    quiet: Annotated[bool, _optional(default="off")] = False
+    """show no progress"""
+
+
+@dataclass
+class Problem:
+    """what is trained"""
+
+    details: Annotated[Details, _group("data and model")]
+    data: Literal["docs", "digits", "mnist1d", "mnist", "fashion_mnist"] = "docs"
+    """docs: Python's manual, which is always available; mnist1d: generated strokes"""
+    text: Annotated[str | None, _optional("FILE")] = None
+    """characters of a text file, instead of --data"""
     model: Annotated[
         Literal["gpt", "mlp", "cnn"] | None, _optional(default="gpt for text, mlp for mnist1d, cnn for images")
     ] = None
@@ -47,14 +65,6 @@ class Problem:
     """number of nodes"""
     steps: Annotated[int | None, _optional("T", "160; with --budget, what it pays for")] = None
     """optimizer steps"""
-    batch_size: Annotated[int | None, _optional(default="by model")] = None
-    """examples per node and step"""
-    lr: Annotated[float | None, _optional(default="by model")] = None
-    """inner learning rate of AdamW"""
-    seed: Annotated[int, _SEED] = 42
-    """seed of everything random"""
-    quiet: bool = False
-    """show no progress"""
 
     @property
     def num_nodes(self) -> int:
@@ -75,7 +85,7 @@ class Problem:
 
     @property
     def examples_per_step(self) -> int:
-        return BATCH_SIZES[self.kind] if self.batch_size is None else self.batch_size
+        return BATCH_SIZES[self.kind] if self.details.batch_size is None else self.details.batch_size
 
     @property
     def num_steps(self) -> int:
@@ -84,18 +94,37 @@ class Problem:
     def title(self, budget: Sequence[str]) -> str:
         """Return the title of a figure, with the budget if there is one."""
         data = Path(self.text).name if self.text is not None else self.data
-        data += f" ({self.partition})" if self.partition else ""
+        data += f" ({self.details.partition})" if self.details.partition else ""
         nodes = f"{self.num_nodes} nodes × batch {self.examples_per_step}"
         length = f"within {', '.join(budget)}" if budget else f"{self.num_steps} steps"
         return f"{self.kind.upper()} on {data}, {nodes}, {length}"
 
 
 @dataclass
+class Common(Problem):
+    """what is trained, on which network, and where results go"""
+
+    seeds: Annotated[tuple[int, ...], _optional("N …", "one, --seed")] = ()
+    """train with each of these seeds: mean, deviation and bands"""
+    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'")] = None
+    """show hours on it: "200 Mbit/s, 50 ms"; collectives: 'ring', 'tree', 'halving-doubling' or 'server'"""
+    compute: Annotated[str | None, _optional("SECONDS")] = None
+    """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
+    out: Annotated[str, arg(metavar="DIR")] = "vsim-out"
+    """folder for figures and data"""
+
+    def trained(self, budget: Sequence[str]) -> str:
+        """Return what was trained, as a line above a table: `title` with seeds, network and compute."""
+        seeds = f"seeds {' '.join(map(str, self.seeds))}" if len(self.seeds) > 1 else ""
+        computing = "" if self.compute is None else self.compute if self.compute[-1].isalpha() else f"{self.compute} s"
+        priced = ", ".join(filter(None, (self.network, computing and f"{computing} of computing a step")))
+        return "; ".join(filter(None, (", ".join(filter(None, (self.title(budget), seeds))), priced)))
+
+
+@dataclass
 class Training:
     """training and validation"""
 
-    seeds: Annotated[tuple[int, ...], _SEED, _optional("N …")] = ()
-    """train with each of these seeds, instead of one --seed: mean, deviation and bands"""
     participation: Annotated[str | None, _optional("KIND", "all nodes")] = None
     """which nodes take part: sample:of=200, dropout:p=0.2, trace:file=events.csv, deadline:seconds=30"""
     val_size: Annotated[int | None, _optional("N", f"{WINDOWS} windows of text; up to 2048 images")] = None
@@ -118,14 +147,10 @@ class Training:
 
 @dataclass
 class Price:
-    """network and targets"""
+    """targets, budgets and prices"""
 
     target_loss: Annotated[float | None, _optional("LOSS")] = None
     """show the steps and bytes, and with --network the hours, that each run takes to this validation loss"""
-    network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'")] = None
-    """show hours on it: "200 Mbit/s, 50 ms"; collectives: 'ring', 'tree', 'halving-doubling' or 'server'"""
-    compute: Annotated[str | None, _optional("SECONDS")] = None
-    """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
     speeds: Annotated[str | None, _optional("V,V,…")] = None
     """speeds of the nodes, relative to --compute: 1,1,1,4"""
     dollars_per_hour: Annotated[float | None, _optional("DOLLARS", "no price")] = None
@@ -138,10 +163,8 @@ class Price:
 
 @dataclass
 class Output:
-    """results, logs and checkpoints"""
+    """logs and checkpoints"""
 
-    out: Annotated[str, arg(metavar="DIR")] = "vsim-out"
-    """folder for figures and data"""
     run_name: Annotated[str | None, _optional("NAME")] = None
     """log every step to LOG_DIR/NAME/<strategy>/*.csv"""
     tensorboard: bool = False
@@ -159,17 +182,11 @@ class Output:
 
 
 @dataclass
-class Compare:
-    """Train the same model with several strategies, and compare loss and bytes."""
+class Choice:
+    """presets, tuned arguments, and runs that were trained before"""
 
-    problem: Problem
-    training: Training
-    priced: Price
-    output: Output
-    strategies: _Names = ()
-    """strategies to compare, see below; with --preset only these are added to the preset"""
     preset: Annotated[tuple[str, ...], _optional("NAME …", "none")] = ()
-    """strategies with the hyperparameters of their papers, see below"""
+    """strategies with the hyperparameters of their papers; `vsim strategies` lists them"""
     tune: Annotated[tuple[str, ...], _optional("NAME=V,V,… …", "none")] = ()
     """values to try for arguments; each strategy is compared with its own best, found with other seeds"""
     extend: Annotated[str | None, _optional("FILE", "train all")] = None
@@ -177,13 +194,26 @@ class Compare:
 
 
 @dataclass
+class Compare:
+    """Train the same model with several strategies, and compare loss and bytes."""
+
+    problem: Annotated[Common, _group("")]
+    training: Annotated[Training, _group("training")]
+    priced: Annotated[Price, _group("price")]
+    output: Annotated[Output, _group("log and checkpoint")]
+    choice: Annotated[Choice, _group("strategy")]
+    strategies: _Names = ()
+    """strategies to compare; `vsim strategies` lists them; with --preset only these are added to the preset"""
+
+
+@dataclass
 class Sweep:
     """Train with every combination of some settings of a strategy, and find the best."""
 
-    problem: Problem
-    training: Training
-    priced: Price
-    output: Output
+    problem: Annotated[Common, _group("")]
+    training: Annotated[Training, _group("training")]
+    priced: Annotated[Price, _group("price")]
+    output: Annotated[Output, _group("log and checkpoint")]
     settings: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=V,V,… …")]
     """arguments of the strategy, num_nodes or batch_size, with the values to try"""
     strategy: str = "diloco"
@@ -210,7 +240,7 @@ class Show:
 
 @dataclass
 class Report:
-    """Write a page of comparisons that were saved: curves, table and maps, with sliders for network and compute."""
+    """Write saved comparisons as a page with sliders for network and compute."""
 
     paths: _Paths
     """comparison.json or sweep.json, or their folders; or a --save-dir, also of runs that still train"""
@@ -226,7 +256,7 @@ class Report:
 
 @dataclass
 class Watch:
-    """Show a page of runs in this machine's browser, updated as they train; Ctrl-C ends it."""
+    """Show a page of runs in this machine's browser as they train; Ctrl-C ends it."""
 
     paths: _Paths
     """a --save-dir or a folder of CSV logs, LOG_DIR/NAME; or comparison.json, or its folder"""
@@ -249,7 +279,7 @@ class Time:
     compute: Annotated[str, arg(metavar="SECONDS")]
     """time that a node computes in a step: 0.8, or '800 ms'"""
     strategies: _Names = ()
-    """strategies to price, see below"""
+    """strategies to price"""
     parameters: Annotated[float, arg(metavar="N")] = 1e9
     """number of parameters of the model"""
     bytes_per_parameter: Annotated[int, arg(metavar="B")] = 4
@@ -266,9 +296,9 @@ class Time:
 
 @dataclass
 class Verify:
-    """Train in the simulator and in one process per node, and compare the bits after every step."""
+    """Compare the simulator with one process per node, bit by bit, after every step."""
 
-    problem: Problem = field(default_factory=lambda: Problem(steps=50))
+    problem: Annotated[Problem, _group("")] = field(default_factory=lambda: Problem(Details(), steps=50))
     strategy: str = "diloco:H=10"
     """strategy to verify"""
     threads: Annotated[int | None, _optional(default="the machine's / K")] = None
@@ -277,4 +307,9 @@ class Verify:
     """compare also with this number of processes, which hold several nodes each"""
 
 
-Command = Compare | Sweep | Show | Report | Watch | Time | Verify
+@dataclass
+class Strategies:
+    """List the strategies and presets, with their arguments."""
+
+
+Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Strategies

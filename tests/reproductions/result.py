@@ -154,6 +154,11 @@ class Result:
         return format(value, self.table["digits"])
 
 
+def _two_digits(value: float) -> str:
+    """Return a number with two significant digits and without an exponent: 140, not 1.4e+02."""
+    return f"{float(f'{value:.2g}'):.10g}" if value >= 1 else f"{value:.2g}"
+
+
 def as_json(table: Table) -> dict[str, Any]:
     """Return a table as JSON would give it back."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(table)))

@@ -39,7 +39,7 @@ NOTES = {
 }
 TABLE = Table(
     title="Bandwidths of Streaming DiLoCo",
-    setting="The smallest bandwidth, in Gbit/s, with which two nodes compute for a share of the time: two bytes a "
+    setting="The smallest bandwidth with which two nodes compute for a share of the time: two bytes a "
     "parameter, H = 100, three layers a fragment; 24, 48 and 108 layers and .1, .8 and 4.9 s a step for 1, 10"
     " and 100 billion parameters. The paper simulates on a grid whose neighbours are a factor of 1.21 apart. "
     "Its numbers are met to one such step.",

@@ -10,7 +10,7 @@ import numpy as np
 
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.losses import by_seed, candidates, note, rank, sound
-from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, unused, use
+from vsim.records.spent import AnyCompute, AnyNetwork, Floats, Use, amount, amount_text, unused, use
 from vsim.records.statistics import contenders, pairwise_p, ranking
 
 _ENDED = "not decided, as runs ended before the budget"
@@ -26,8 +26,8 @@ class Best(str):
         runner_up: the next best strategy, "" if there is none. runner_up_loss: its loss.
         p: p-value of the paired t-test of the best against the runner-up, adjusted by Holm over all pairs of
             strategies, because the data chose these two; NaN with fewer than two common seeds.
-        undecided: name → p-value of every strategy that seeds do not tell from the best (p > 0.05), as a † marks in a
-            table; it may be another than the runner-up, if its runs differ more. Empty if nothing could be tested.
+        undecided: name → p-value of every strategy that does not differ significantly from the best (p > 0.05), with
+            a † in a table; it may be another than the runner-up, if its runs differ more. Empty if nothing was tested.
         uses: name → how much of the budget the strategy's runs used, see `vsim.records.spent.Use`; empty without a
             budget.
     """
@@ -42,7 +42,7 @@ class Best(str):
 
     @property
     def certain(self) -> bool | None:
-        """Whether seeds tell the best from every other strategy (p ≤ 0.05).
+        """Whether the best differs significantly from every other strategy (p ≤ 0.05).
 
         None if no strategy has two seeds in common with the best, or if another strategy's runs ended before the
         budget was used up: with more steps, that strategy might be the best.
@@ -64,9 +64,9 @@ class Best(str):
             return f"the difference is certain, p = {self.p:.2g}"
         if self.certain is None:
             few = math.isnan(self.p) and not self.undecided
-            return "fewer than two common seeds, which cannot tell whether they differ" if few else _ENDED
+            return "not tested: fewer than two common seeds" if few else _ENDED
         names = (f"{name}{'' if math.isnan(p) else f' (p = {p:.2g})'}" for name, p in self.undecided.items())
-        return f"seeds do not tell {self} from {brief_list([*names])}"
+        return f"not significantly different from {brief_list([*names])}"
 
 
 def best(
@@ -77,9 +77,9 @@ def best(
 ) -> Best:
     """Return the name of the strategy with the lowest loss, on average over the seeds.
 
-    The name is displayed as a sentence that names the runner-up, and the strategies that seeds do not tell from the
-    best. A strategy with a run that diverged or failed is not the best; see `vsim.records.statistics.contenders` for
-    runs that are missing.
+    The name is displayed as a sentence that names the runner-up, and the strategies that do not differ significantly
+    from the best. A strategy with a run that diverged or failed is not the best; see
+    `vsim.records.statistics.contenders` for runs that are missing.
 
     Args:
         within: budgets, such as `{"wire": "2 GB"}` or `{"time": "10 h", "cost": "$40"}`. A run is compared by the last
@@ -113,7 +113,7 @@ def best(
     values = by_seed(comparison, loss_within if within else None)
     among = None if within else candidates(comparison)
     means = contenders(values if among is None else {name: values[name] for name in among})
-    said = " and ".join(f"{value} ({of})" for of, value in (within or {}).items())
+    said = " and ".join(amount_text(of, value) for of, value in (within or {}).items())
     if not means and within:
         raise ValueError(f"no strategy has a loss within {said} with all its seeds")
     if not means:

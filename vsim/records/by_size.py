@@ -18,8 +18,8 @@ from vsim.records.decision import Decision, decided
 from vsim.records.history import holding_a_record, read_json, write_json
 from vsim.records.losses import by_seed, compare_finals
 from vsim.records.plots import Looks, add_legend, looks_of
-from vsim.records.size_order import Order, in_short, order, silent_sizes
-from vsim.records.tables import UNDECIDED, aligned, with_notes
+from vsim.records.size_order import Order, order, silent_sizes
+from vsim.records.tables import UNDECIDED, aligned, in_short, with_notes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -258,7 +258,7 @@ class Ladder:
             columns.append(column)
         names = sorted(self.names, key=lambda name: columns[-1][name])
         cells = [[name, *(column.get(name, "–") for column in columns)] for name in names]
-        notes = [f"† {UNDECIDED}"] if tied else []
+        notes = [f"† {UNDECIDED.format(' at that size')}"] if tied else []
         if silent:
             notes.append("‡ never communicated, with too few steps for a first sync: orders leave these sizes out")
         return with_notes(aligned(cells, header, format), [*notes, self.describe()], format)

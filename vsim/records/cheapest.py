@@ -30,7 +30,7 @@ class Cheapest(str):
     tied: tuple[str, ...]
 
     def __repr__(self) -> str:
-        tied = f"; not told from {', '.join(quoted(self.tied).values())}" if self.tied else ""
+        tied = f"; tied with {', '.join(quoted(self.tied).values())}" if self.tied else ""
         return f"{self}: {self.megabytes:.3g} MB to loss {self.loss:g}{tied}"
 
 

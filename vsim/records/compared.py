@@ -19,7 +19,7 @@ from vsim.records.describe import BY_NAME, describe
 from vsim.records.history import History
 from vsim.records.plots import MANY, SETTING, Y_LABELS, Looks, looks_of
 from vsim.records.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, spent
-from vsim.records.tables import quoted
+from vsim.records.tables import quoted, size_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -342,17 +342,6 @@ def _agree(made: Any, saved: Any) -> bool:
     if isinstance(made, list) and isinstance(saved, list):
         return len(made) == len(saved) and all(map(_agree, made, saved))
     return bool(made == saved)
-
-
-def size_text(num_bytes: float) -> str:
-    """Return the size of a model as text.
-
-    >>> size_text(25_600), size_text(2.5e6), size_text(4e9)
-    ('25.6 kB', '2.50 MB', '4 GB')
-    """
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
-    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
 
 
 def brief_list(names: Sequence[str], most: int = 6) -> str:

@@ -97,9 +97,7 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
     said = []
     if all(len(runs.runs(name)) == 1 for name in runs):
         errors = (
-            "a tie is a difference within the standard error of validation"
-            if runs.has("global_loss_se")
-            else "ties are not tested"
+            "ties follow from validation's standard errors" if runs.has("global_loss_se") else "ties are not tested"
         )
         said.append(f"one seed: {errors}")
     return [*said, *noise(runs, stays)]
@@ -108,4 +106,4 @@ def doubts(runs: Runs, stays: bool) -> list[str]:
 def noise(runs: Runs, stays: bool) -> list[str]:
     """Return a note if noise may make a sample's losses reach the target too early."""
     sampled = runs.sampled and not stays
-    return ["validated on a sample: noise lets a curve reach a loss early; see stays=True"] if sampled else []
+    return ["validated on a sample, whose noise may reach the loss too early; see stays=True"] if sampled else []

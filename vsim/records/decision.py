@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from vsim.arguments import brief, given, naming
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, timeline
-from vsim.network.timeline import duration, seconds_on
+from vsim.network.timeline import seconds_on
 from vsim.records.comparison import Comparison
 from vsim.records.plots import Looks
-from vsim.records.size_order import CALLED, FAR, Order, in_short, order
-from vsim.records.spent import amount
-from vsim.records.tables import aligned, with_notes
+from vsim.records.size_order import CALLED, FAR, Order, order
+from vsim.records.spent import amount, amount_text
+from vsim.records.tables import in_short, text_table, with_notes
 from vsim.records.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.shapes import naming_layers, without_values
 
@@ -177,22 +177,26 @@ class Decision:
         return self.order.probability(self.first, name) if self.first and name != self.first else math.nan
 
     def table(self, format: str = "simple") -> str:
-        """Return a text table, a line per strategy: hours, dollars, bytes, the share of the budget, and the order."""
+        """Return a text table, a line per strategy: time, dollars, bytes, the share of the budget, and the order."""
         priced = any(not math.isnan(own.dollars) for own in self.costs.values())
-        header = ["strategy", "time", *(["dollars"] if priced else []), "GB/node", "compute", "of the budget"]
-        header.append(f"P(behind {self.first})" if self.first else "order")
+        last = f"P(behind {self.first})" if self.first else "order"
         rows = []
         for name, own in self._ordered():
-            if own.why:
-                rows.append([name, *["–"] * (len(header) - 2), own.why])
-                continue
             chance = self._ahead(name)
             ahead = "first" if name == self.first else "–" if math.isnan(chance) else f"{chance:.0%}"
-            cost = [f"{own.dollars:,.0f}"] if priced else []
             share = f"{own.share:.0%}" if own.share < 10 else f"{own.share:,.0f} ×"
-            cells = [duration(own.seconds), *cost, f"{own.wire_bytes / 1e9:,.4g}", f"{own.utilization:.1%}"]
-            rows.append([name, *cells, f"{share}{'' if own.fits else ', does not fit'}", ahead])
-        return aligned(rows, header, format)
+            rows.append(
+                {
+                    "strategy": name,
+                    "hours": own.seconds / 3600,
+                    **({"dollars": own.dollars} if priced else {}),
+                    "wire MB/node": own.wire_bytes / 1e6,
+                    "utilization": own.utilization,
+                    "of the budget": "–" if own.why else f"{share}{'' if own.fits else ', does not fit'}",
+                    last: own.why or ahead,
+                }
+            )
+        return text_table(rows, format, ["strategy"])
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw `map`.
@@ -278,20 +282,19 @@ def decided(
     fitting = [name for name in found.names if costs[name].fits]
     first = fitting[0] if fitting else ""
     undecided = {name: found.probability(first, name) for name in fitting[1:] if not found.pair(first, name).decided}
-    limits = " and ".join(
-        f"{value if isinstance(value, str) else f'{value:,.10g}'} ({of})" for of, value in within.items()
-    )
+    limits = " and ".join(amount_text(of, value) for of, value in within.items())
     cells = _cells(found, fits)
     chart = BudgetMap(math.nan, BANDWIDTHS, LATENCIES, {}, {}, looks, f"ahead within {limits}", cells=cells)
     sizes = f"{len(found.sizes)} sizes from {in_short(found.sizes[0])} to {in_short(found.sizes[-1])}"
     small = largest[next(iter(largest))].history.num_nodes
     tuned = "tuned at the largest size" if is_tuned else "those of the ladder, not tuned at each size"
+    far = f"{float(f'{found.factor:.3g}'):,.10g}"
     assumptions = [
         f"Every run trains {training}; a node computes {compute.node_seconds.mean():.3g} s a step on {network!r}, "
         "without failures.",
         f"Strategies keep their settings ({tuned}) at {num_nodes} nodes, where the losses are of {small} nodes, with "
         "the ladder's model, data and batches.",
-        f"The order is the trend over {sizes}, {found.factor:,.3g} times smaller than the target: P says how far to "
+        f"The order is the trend over {sizes}, {far} times smaller than the target: P says how far to "
         "trust it, and no loss is predicted.",
     ]
     advice = _advice(found, losses, first, undecided, fitting)

@@ -29,13 +29,13 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
         level: the confidence level of all tests together, in (0, 1).
 
     Returns:
-        A DataFrame `strategy, difference, low, high, p, seeds, seeds_needed`. difference: the strategy's mean minus
-        the mean of `to`, over the seeds with which both have a value. p: p-value of the paired t-test, adjusted by
-        Holm. low, high: the interval of the difference, by Student's t, at the level that Holm leaves to this test: it
-        excludes 0 exactly if p ≤ 1 - level. Each interval holds the true difference at least at `level`; all intervals
-        of a table together do so a little less often, at a level of 0.95 in 90 to 96 %. seeds_needed: the number of
-        seeds with which the test would find such a difference with a chance of 80 %; infinite without a difference.
-        With one seed there are no intervals and no p.
+        A DataFrame `strategy, to, difference, low, high, p, seeds, seeds_needed`. to: the name of the strategy `to`.
+        difference: the strategy's mean minus that of `to`, over the seeds with which both have a value. p: p-value of
+        the paired t-test, adjusted by Holm. low, high: the interval of the difference, by Student's t, at the level
+        that Holm leaves to this test: it excludes 0 exactly if p ≤ 1 - level. Each interval holds the true difference
+        at least at `level`; all intervals of a table together do so a little less often, at a level of 0.95 in 90 to 96
+        %. seeds_needed: the number of seeds with which the test would find such a difference with a chance of 80 %;
+        infinite without a difference. With one seed there are no intervals and no p.
 
     Raises:
         ValueError: there is no such strategy or column.
@@ -51,6 +51,7 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
 
     rows = paired_differences(by_seed(comparison, last), to, level, chosen=isinstance(to, Best))
     frame = pd.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
+    frame.insert(1, "to", str(to))
     needed = [row["seeds_needed"] for row in rows]
     if not all(map(math.isfinite, needed)):
         frame["seeds_needed"] = pd.Series(needed, dtype=object)  # so that all other values stay integers

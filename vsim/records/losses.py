@@ -10,7 +10,7 @@ import numpy as np
 
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.statistics import Ranking, confidence_interval, contenders, pairwise_p, ranking, shared_seeds
-from vsim.records.tables import quoted
+from vsim.records.tables import UNDECIDED, quoted
 
 
 def final_loss(runs: Runs, run: ComparedRun) -> float:
@@ -72,16 +72,21 @@ def compare_finals(runs: Runs) -> tuple[Ranking, list[str]]:
     known = {name: sum(map(math.isfinite, own.values())) for name, own in losses.items()}
     if sum(number > 0 for number in known.values()) > 1 and found.best and not found.tested:
         seeds = "one seed" if max(map(len, losses.values())) == 1 else "fewer than two common seeds"
-        remarks.append(f"{seeds}: no interval says whether losses differ")
+        remarks.append(f"{seeds}: differences are not tested; use several seeds")
     if len({frozenset(losses[name]) for name in among}) > 1:
         shared = shared_seeds(losses[name] for name in among)
-        over = f"the seeds that all have, {', '.join(map(str, shared))}" if shared else "its own, as none is common"
-        remarks.append(f"seeds differ: a strategy is the best by its mean over {over}")
+        over = f"the common seeds {', '.join(map(str, shared))}" if shared else "its own seeds; none is common"
+        remarks.append(f"strategies have different seeds: the best has the lowest mean over {over}")
     few = quoted(name for name, own in known.items() if 0 < own < len(losses[name]))
-    partly = [f"{said} ({known[name]} of {len(losses[name])})" for name, said in few.items()]
+    partly = [f"{said} ({known[name]} of {len(losses[name])} runs)" for name, said in few.items()]
     if partly:
-        remarks.append(f"mean of the runs with a result, which cannot be the best: {brief_list(partly)}")
+        remarks.append(f"mean of the runs with a result; cannot be the best: {brief_list(partly)}")
     return found, remarks
+
+
+def legend(found: Ranking) -> str:
+    """Return the meaning of a † next to a loss, which names the best."""
+    return UNDECIDED.format(f", {', '.join(quoted(found.best).values())}")
 
 
 def compared_runs(runs: Runs) -> dict[str, Sequence[ComparedRun]]:

@@ -421,7 +421,8 @@ def bands(
     if silent:
         # Names must fit above the axes.
         which = literal(", ".join(quoted(silent).values())) if len(silent) <= 2 else f"{len(silent)} of {len(drawn)}"
-        said = f"{which} sends nothing (horizontal line)" if len(silent) == 1 else f"{which} send nothing (horizontal)"
+        sends = "sends" if len(silent) == 1 else "send"
+        said = f"{which} {sends} nothing (horizontal line{'s' * (len(silent) > 1)})"
         ax.set_title(said, fontsize=7.5, color="0.4", loc="right")
     if legend and ax.get_lines():
         add_legend(ax, looks, diverged, own)

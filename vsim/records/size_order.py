@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.arguments import one_of, real_number
-from vsim.records.tables import aligned, with_notes
+from vsim.records.tables import aligned, in_short, with_notes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -202,12 +202,14 @@ class Order:
         span = f"{in_short(self.sizes[0])} to {in_short(self.sizes[-1])}"
         said = [f"relative differences of loss, ahead − behind, paired by seed; {len(self.sizes)} sizes, {span}"]
         if any(not at.is_decided for pair in self.pairs for at in pair.sizes):
-            said.append("† not told apart by these seeds (p > 0.05)")
+            said.append("† not significantly different (p > 0.05)")
         known = f"of {self.cases} orders of two strategies at one size, {self.held} held at a larger one"
         if math.isnan(self.kept):
             said.append(f"{known}: too few for a probability, which takes {FEWEST}")
         elif all(pair.measured for pair in self.pairs):
-            said.append(f"measured at {in_short(self.to)}: decided where seeds tell two strategies apart (p ≤ {_TOLD})")
+            said.append(
+                f"measured at {in_short(self.to)}: decided where two strategies differ significantly (p ≤ {_TOLD})"
+            )
         else:
             kept = f", which leaves {self.kept:.0%} of the distance from 50 %" if self.factor > 1 else ""
             said.append(f"{known}{kept}; an order holds where P is at least {CALLED:.0%}")
@@ -304,19 +306,6 @@ def silent_sizes(frame: Any) -> dict[str, list[float]]:
         by_size[float(size)] = max(by_size.get(float(size), 0.0), float(own))
     found = {name: sorted(size for size, own in by_size.items() if not own) for name, by_size in sent.items()}
     return {name: sizes for name, sizes in found.items() if sizes and len(sizes) < len(sent[name])}
-
-
-def in_short(parameters: float) -> str:
-    """Return a number of parameters as text, such as 40k, 1.3B.
-
-    >>> in_short(40_000), in_short(1.3e9), in_short(512)
-    ('40k', '1.3B', '512')
-    """
-    parameters = float(f"{parameters:.3g}")
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{unit}" if parameters < 1e15 else f"{parameters / size:,.0f}{unit}"
-    return f"{parameters:.3g}"
 
 
 def _relative(difference: float) -> str:

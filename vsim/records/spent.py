@@ -18,8 +18,10 @@ from vsim.arguments import one_of, real_number
 from vsim.cluster.traffic import traffic
 from vsim.network import Compute, Network
 from vsim.network.links import seconds
+from vsim.network.timeline import duration
 from vsim.records.history import History
 from vsim.records.statistics import Crossing
+from vsim.records.tables import size_text
 
 # The forms in which users may give the network and the compute from which hours are derived.
 AnyNetwork = Network | str | float | None
@@ -180,6 +182,22 @@ def amount(of: str, value: Any, argument: str = "within", allowed: Sequence[str]
             raise ValueError(f"{where} must be {allowed}, got {value!r}")
         value = float(match["number"]) * _UNITS[match.groupdict().get("unit", "")]
     return real_number(where, value, at_least=0)
+
+
+def amount_text(of: str, value: Any) -> str:
+    """Return a budget as text.
+
+    >>> amount_text("cost", 500), amount_text("wire", 2e9), amount_text("time", "10 h"), amount_text("examples", 1e6)
+    ('$500', '2 GB/node', '10 h', '1,000,000 examples')
+    """
+    own = amount(of, value, "budget")
+    if of in ("wire", "payload"):
+        return f"{size_text(own)}{' of payload' if of == 'payload' else ''}/node"
+    if of == "time":
+        return duration(own)
+    if of == "cost":
+        return f"${own:,.0f}" if own >= 1000 or own.is_integer() else f"${own:,.2f}"
+    return f"{own:,.10g} {of}{'s' if of == 'step' else ''}"
 
 
 _NUMBER = r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"

@@ -11,12 +11,21 @@ import numpy as np
 
 from vsim.arguments import true_or_false
 from vsim.cluster.traffic import traffic
-from vsim.records.compared import ComparedRun, Runs, brief_list, size_text
+from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import crossing_of, never, noise
 from vsim.records.history import TESTED
-from vsim.records.losses import begun, compare_finals, diverged, final_loss, measured_at, note, sound
-from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, forming_bytes, until
-from vsim.records.tables import CLIENT_ACCURACIES, CLIENT_LOSSES, ON_DEMAND, Marks, quoted, text_table
+from vsim.records.losses import begun, compare_finals, diverged, final_loss, legend, measured_at, note, sound
+from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, amount_text, forming_bytes, until
+from vsim.records.tables import (
+    CLIENT_ACCURACIES,
+    CLIENT_LOSSES,
+    ON_DEMAND,
+    Marks,
+    in_short,
+    quoted,
+    size_text,
+    text_table,
+)
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
 
@@ -36,7 +45,7 @@ def rows(
     over the runs that ended (over all runs, if none ended; for costs until a loss, over all runs that began). If the
     runs differ, a column "<column> std" follows: the sample's standard deviation. Some columns:
 
-    - times less than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if that is 0.
+    - fewer bytes than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if that is 0.
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
       worst client; without accuracies, "client loss", with the 90th percentile.
@@ -89,8 +98,8 @@ def _numbers(
     else:
         sent = history.last("wire_bytes")
         found |= {"wire MB/node": sent / 1e6, "payload MB/node": history.last("payload_bytes") / 1e6}
-    found["times less than AllReduce"] = times_less(runs, run)
-    found["machine seconds"] = history.last("seconds")
+    found["fewer bytes than AllReduce"] = times_less(runs, run)
+    found["seconds to simulate"] = history.last("seconds")
     if validated:
         found["validation seconds"] = history.last("validation_seconds")
     if target is not None:
@@ -156,6 +165,7 @@ def table(
     network: AnyNetwork = None,
     compute: AnyCompute = None,
     stays: bool = False,
+    width: int | None = None,
 ) -> str:
     """Return the results as a text table.
 
@@ -166,7 +176,10 @@ def table(
         loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
         network, compute: add hours; see `rows`.
         stays: see `steps_to`.
+        width: the most characters in a line of a "simple" table: without columns on the right, and first without
+            "seconds to simulate", if all do not fit; a line below names them. Default: no limit.
 
+    All numbers of a column have one unit, which its heading names: "wire GB/node" or "minutes" instead of MB and hours.
     A † marks losses that do not differ significantly from the best: their p in `differences()` is above 0.05. Lines
     below say if one seed allows no test, if seeds differ, and which strategies have runs without a result. A LaTeX
     table is a float with a caption, the label tab:comparison and the notes below; the best is in bold, and numbers
@@ -193,11 +206,13 @@ def table(
     if len(comparison) > 1 and has_loss:
         found, remarks = compare_finals(comparison)
         best, others = ({order.index(name) for name in names} for names in (found.best, found.undecided))
-        marks = Marks(title, best, others, remarks)
+        marks = Marks(title, best, others, legend(found), remarks)
     notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
     notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
     titles = list(comparison.labels(order[0])) if order else []
-    return text_table(shown, format, titles, columns, digits, marks, notes, comparison.title, on_demand(comparison))
+    return text_table(
+        shown, format, titles, columns, digits, marks, notes, comparison.title, on_demand(comparison), width
+    )
 
 
 # Notes below a table; each is a list of one text, or empty ------------------------------------------------------------
@@ -207,10 +222,10 @@ def budgeted(runs: Runs) -> list[str]:
     """Return a note on the budget."""
     if not runs.budget:
         return []
-    said = {of: own if isinstance(own, str) else f"{own:,.10g}" for of, own in runs.limits.items()}
-    size = f", priced for {float(runs.limits['at']):.4g} parameters" if "at" in said else ""
-    most = f", at most {said['max_steps']} steps" if "max_steps" in said else ""
-    found = " and ".join(f"{own} ({of})" for of, own in said.items() if of in runs.budget)
+    said = runs.limits
+    size = f", priced for {in_short(float(said['at']))} parameters" if "at" in said else ""
+    most = f", at most {said['max_steps']:,} steps" if "max_steps" in said else ""
+    found = " and ".join(amount_text(of, own) for of, own in runs.budget.items())
     return [f"budget of each run: {found}{size}{most}"]
 
 
@@ -230,7 +245,7 @@ def unformed(runs: Runs) -> list[str]:
         return []
     size = size_text(max(forming_bytes(h, "wire", runs.allreduce_bytes) for name in names for h in own[name]))
     each = "client" if runs.of_clients else "node"
-    how = f"the loss is of the mean of {each}s that differ; to form it takes {size}/{each} more"
+    how = f"loss of the averaged model; averaging would cost another {size}/{each}"
     return [f"{brief_list([*quoted(names).values()])}: {how}"]
 
 
@@ -240,6 +255,6 @@ def resized(runs: Runs) -> list[str]:
     for name in runs.order:
         measured, priced = runs[name].measured_less, times_less(runs, runs[name])
         if measured is not None and abs(priced / measured - 1) > _ALIKE:  # False for NaN
-            found[name] = f"{measured:.3g}× as measured, {priced:.3g}× as priced"
+            found[name] = f"{measured:.3g}× fewer bytes at the trained size, {priced:.3g}× at the priced size"
     said = [f"{name} {found[own]}" for own, name in quoted(found).items()]
-    return [f"losses are of another compression than bytes: {brief_list(said)}"] if said else []
+    return [f"compression depends on the model's size: {brief_list(said)}"] if said else []

@@ -1,10 +1,11 @@
-"""Numbers as cells of a table."""
+"""Numbers as cells of a table, and tables that fit a width."""
 
 from __future__ import annotations
 
 import html
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -16,39 +17,62 @@ CLIENT_LOSSES, CLIENT_ACCURACIES = (
     tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", ", worst tenth", ", worst"))
     for name, percentile in (("loss", 90), ("accuracy", 10))
 )
+SIMULATED = "seconds to simulate"
 DIGITS = {
     **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
-    **dict.fromkeys(("machine seconds", "validation seconds"), 1),
+    **dict.fromkeys((SIMULATED, "validation seconds"), 1),
 }
 # Characters that stand for LaTeX commands, because tabulate would escape the commands.
 _BOLD, _END, _DAGGER, _PHANTOM = "\ue000", "\ue001", "\ue002", "\ue003"
 _COMMANDS = {_BOLD: r"\textbf{", _END: "}", _DAGGER: r"\rlap{$^{\dagger}$}", _PHANTOM: r"\phantom{"}
-_NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %| TB|×|)")
+_NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %|×|)")
 _MARKDOWN = ("github", "pipe")
 _USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
 PERCENT, _TIMES = (
     ("accuracy", "test accuracy", "utilization", *CLIENT_ACCURACIES, *_USED),
-    ("times less than AllReduce",),
+    ("fewer bytes than AllReduce",),
 )
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
     *(*CLIENT_LOSSES, *CLIENT_ACCURACIES),
 )
-_PAGE = 100  # characters
-UNDECIDED = "not told from the best by these seeds (p > 0.05, paired t-tests, Holm over all pairs)"
+_PAGE = 110  # characters
+# Word in the name of a column → the units in which a table may show it: name, size in the first word's unit.
+_SECONDS = (("milliseconds", 1e-3), ("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0), ("days", 86400.0))
+UNITS = {
+    "MB": tuple((name, 10.0 ** (3 * i - 6)) for i, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))),
+    "hours": tuple((name, size / 3600) for name, size in _SECONDS),
+    "seconds": _SECONDS[1:],
+}
+_LONG, _MANY = 3, 1e4  # times are in days from 3 on; the largest number of a column is below 10,000 of its unit
+UNDECIDED = "not significantly different from the best{} (p > 0.05; paired t-tests, Holm over all pairs)"
+
+
+class Unit(NamedTuple):
+    """How a column shows its numbers: its heading, the factor of all numbers, their digits and the sign behind them."""
+
+    heading: str
+    factor: float = 1.0
+    digits: int = 2
+    sign: str = ""
+
+
+_PLAIN = Unit("")
 
 
 class Marks(NamedTuple):
     """The marks of a column: the best rows, and the rows that do not differ significantly from the best.
 
     Attributes:
+        legend: the meaning of the †, see `UNDECIDED`.
         remarks: lines below the table on how rows were compared.
     """
 
     column: str
     best: AbstractSet[int]
     undecided: AbstractSet[int]
+    legend: str
     remarks: Sequence[str] = ()
 
 
@@ -62,8 +86,9 @@ def text_table(
     notes: Sequence[str] = (),
     caption: str = "",
     on_demand: Sequence[str] = ON_DEMAND,
+    width: int | None = None,
 ) -> str:
-    """Return rows of numbers and text as a table.
+    """Return rows of numbers and text as a table. All numbers of a column have one unit, which its heading names.
 
     Args:
         rows: column → number or text; NaN is shown as a dash. "<column> std" is the standard deviation of a column's
@@ -77,6 +102,8 @@ def text_table(
             Lines below the table explain the † and how rows were compared.
         notes: lines below the table.
         caption: caption of a LaTeX table, which is then a float with a label; "": a bare tabular.
+        width: the most characters in a line of a "simple" table: headings are broken, columns are left out and notes
+            are wrapped to fit. Default: no limit.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -96,30 +123,55 @@ def text_table(
     if columns is None:
         columns = [name for name in known if name not in on_demand]
     shown = [*titles, *(name for name in columns if name not in titles)]
-    if latex:  # the same number of digits in all rows
-        for key in shown:
-            known_digits = [_default_digits(key, row[key]) for row in rows if not isinstance(row[key], str)]
-            own.setdefault(key, max(known_digits, default=0))
-    cells = [[cell(key, row[key], row.get(f"{key} std"), own.get(key)) for key in shown] for row in rows]
+    alike = {key: [other for other in shown if _quantity(other) == _quantity(key)] for key in shown}
+    units = {key: unit_of(key, [row[other] for other in alike[key] for row in rows]) for key in shown}
+    units |= {key: units[key]._replace(digits=digits) for key, digits in own.items() if key in units}
+    by_name = {key: [cell(row[key], row.get(f"{key} std"), units[key]) for row in rows] for key in shown}
     if latex:
-        cells = [list(row) for row in zip(*map(_padded, zip(*cells, strict=True)), strict=True)]
-    widths = [max(map(len, column)) + 2 for column in zip(shown, *cells, strict=True)]
-    if asked is None and shown[-1:] == ["note"] and format == "simple" and sum(widths) - 2 > _PAGE:
-        names = [", ".join(row[: len(titles)]) for row in cells]
-        below += [f"{name}: {row[-1]}" for name, row in zip(names, cells, strict=True) if row[-1]]
-        cells, shown = [row[:-1] for row in cells], shown[:-1]
-    if marks is None:
-        return with_notes(aligned(cells, shown, format, len(titles)), below, format, caption)
-    place = shown.index(marks.column)
-    for i, row in enumerate(cells):
+        by_name = {key: _padded(column) for key, column in by_name.items()}
+    for i in range(len(rows)) if marks else ():
+        assert marks is not None
+        text = by_name[marks.column][i]
         if i in marks.undecided:
-            row[place] += _DAGGER if latex else " †"
+            by_name[marks.column][i] = text + (_DAGGER if latex else " †")
         elif i in marks.best and latex:
-            row[place] = f"{_BOLD}{row[place]}{_END}"
-    table = aligned(cells, shown, format, len(titles))
-    if marks.undecided:
-        below.append(f"† {UNDECIDED}")
-    return with_notes(table, [*below, *marks.remarks], format, caption)
+            by_name[marks.column][i] = f"{_BOLD}{text}{_END}"
+    header = {key: [unit.heading] for key, unit in units.items()}
+    simple = format == "simple"
+    if asked is None and shown[-1:] == ["note"] and simple and _width(header, by_name) > (width or _PAGE):
+        names = [", ".join(own) for own in zip(*(by_name[key] for key in titles), strict=True)]
+        del header["note"]
+        below += [f"{name}: {note}" for name, note in zip(names, by_name.pop("note"), strict=True) if note]
+    if width is not None and simple:
+        below += _fitted(header, by_name, len(titles) + 1, width)
+    below += [*([f"† {marks.legend}"] if marks.undecided else []), *marks.remarks] if marks else []
+    if width is not None and simple:
+        below = [line for note in below for line in textwrap.wrap(note, max(width, 20), break_long_words=False)]
+    cells = [list(row) for row in zip(*by_name.values(), strict=True)]
+    return with_notes(aligned(cells, [*header.values()], format, len(titles)), below, format, caption)
+
+
+def _width(header: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[str]]) -> int:
+    return sum(max(map(len, [*header[key], *cells[key]])) + 2 for key in header) - 2
+
+
+def _fitted(header: dict[str, list[str]], cells: dict[str, list[str]], least: int, width: int) -> list[str]:
+    """Fit a table into a width: break its headings, then leave out columns from the right; return a note on these.
+
+    Args:
+        least: the number of columns that are always shown.
+    """
+    if _width(header, cells) > width:
+        for key, (heading,) in header.items():
+            narrowest = max(map(len, [*heading.split(), *cells[key]]))
+            header[key] = textwrap.wrap(heading, narrowest, break_on_hyphens=False)
+    left_out: list[str] = []
+    for key in sorted([*header][least:], key=lambda key: (key == SIMULATED, [*header].index(key)), reverse=True):
+        if _width(header, cells) <= width:
+            break
+        left_out.insert(0, " ".join(header.pop(key)))
+        del cells[key]
+    return [f"not shown in {width} characters: {', '.join(left_out)}"] if left_out else []
 
 
 def _padded(column: Sequence[str]) -> list[str]:
@@ -176,11 +228,13 @@ def _float(table: str, notes: Sequence[str], format: str, caption: str) -> str:
     return "\n".join([*head, table, *below, r"\end{table}"])
 
 
-def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, left: int | None = None) -> str:
+def aligned(
+    cells: Sequence[Sequence[str]], header: Sequence[str | Sequence[str]], format: str, left: int | None = None
+) -> str:
     """Return rows of text as a table; escape characters that the format would take for a border.
 
     Args:
-        cells, header: the rows, and the names of the columns.
+        cells, header: the rows, and the names of the columns, each a text or its lines.
         format: one of tabulate's.
         left: the number of columns, such as names, that are aligned left; columns after them are aligned right.
             Default: all.
@@ -192,51 +246,98 @@ def aligned(cells: Sequence[Sequence[str]], header: Sequence[str], format: str, 
 
     one_of("format", format, tabulate_formats)
     left = len(header) if left is None else left
+    heads = [[own] if isinstance(own, str) else list(own) for own in header]
     if format == "simple":  # like tabulate's format, without the blanks that it adds to columns
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        lines = [header, ["-" * width for width in widths], *cells]
+        tallest = max(map(len, heads))
+        above = list(zip(*([""] * (tallest - len(own)) + own for own in heads), strict=True))
+        widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
+        lines = [*above, ["-" * width for width in widths], *cells]
         places = [*(["<"] * left), *([">"] * (len(header) - left))]
         shape = "  ".join(f"{{:{place}{width}}}" for place, width in zip(places, widths, strict=True))
         return "\n".join(shape.format(*line).rstrip() for line in lines)
+    names = [" ".join(own) for own in heads]
     if format in _MARKDOWN:
-        header, *cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in (header, *cells))
-    alignment = ["left" if i < left else "right" for i in range(len(header))] if cells else None
-    return tabulate(cells, headers=header, tablefmt=format, disable_numparse=True, colalign=alignment)
+        names, *cells = ([" ".join(cell.replace("|", "\\|").splitlines()) for cell in row] for row in (names, *cells))
+    alignment = ["left" if i < left else "right" for i in range(len(names))] if cells else None
+    return tabulate(cells, headers=names, tablefmt=format, disable_numparse=True, colalign=alignment)
 
 
-def cell(key: str, value: Any, deviation: float | None = None, digits: int | None = None) -> str:
+def size_text(num_bytes: float) -> str:
+    """Return the size of a model as text.
+
+    >>> size_text(512), size_text(25_600), size_text(2.5e6), size_text(4e9)
+    ('512 B', '25.6 kB', '2.50 MB', '4 GB')
+    """
+    if num_bytes < 999.5:
+        return f"{num_bytes:.3g} B"
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.3g} kB"
+
+
+def in_short(parameters: float) -> str:
+    """Return a number of parameters as text, such as 40k, 1.3B.
+
+    >>> in_short(40_000), in_short(1.3e9), in_short(512)
+    ('40k', '1.3B', '512')
+    """
+    parameters = float(f"{parameters:.3g}")
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{unit}" if parameters < 1e15 else f"{parameters / size:,.0f}{unit}"
+    return f"{parameters:.3g}"
+
+
+def unit_of(key: str, values: Iterable[Any]) -> Unit:
+    """Return how a column shows these numbers: in the largest unit in which all are at least a half, with equal digits.
+
+    The largest number stays below 10,000 if a larger unit allows it, and the smallest has two significant digits.
+
+    >>> unit_of("wire MB/node", [225.6e6, 3.9e6])
+    Unit(heading='wire TB/node', factor=1e-06, digits=2, sign='')
+    >>> unit_of("hours to 1.5", [0.25, 0.002]).heading
+    'minutes to 1.5'
+    """
+    sizes = [size for value in values if not isinstance(value, str) and math.isfinite(value) and (size := abs(value))]
+    if key in PERCENT:
+        return Unit(key, 100.0, 1, " %")
+    if key in _TIMES:
+        return Unit(key, digits=1 if min(sizes, default=1.0) < 99.95 else 0, sign="×")
+    word = next((word for word in UNITS if re.search(rf"\b{word}\b", key)), "")
+    if not word and key != "dollars":
+        return Unit(key, digits=0 if key.startswith("steps") else DIGITS.get(key, 2))
+    units = UNITS.get(word, ((key, 1.0),))
+    least, most = min(sizes, default=1.0), max(sizes, default=1.0)
+    place = max(
+        (i for i, (name, size) in enumerate(units) if least >= size * (_LONG if name == "days" else 0.5)), default=0
+    )
+    while most >= _MANY * units[place][1] and place < len(units) - 1:
+        place += 1
+    name, size = units[place] if sizes else (word, 1.0)  # a column of zeros is in the unit of its name
+    digits = 0 if key == "dollars" and least >= 100 else DIGITS.get(key, 2)
+    if sizes and key not in DIGITS:
+        digits = min(max(digits, 1 - math.floor(math.log10(least / size))), 9)
+    return Unit(re.sub(rf"\b{word}\b", name, key) if word else key, 1 / size, digits)
+
+
+def _quantity(key: str) -> str:
+    """Return what columns share whose units are equal: hours and "hours to 2" are shown in minutes, say, or in days."""
+    return "hours" if key.startswith("hours to ") else key
+
+
+def cell(value: Any, deviation: float | None = None, unit: Unit = _PLAIN) -> str:
     """Return the text of a cell: the number, and its standard deviation if there is one, with the same number of
     digits.
 
-    >>> cell("validation loss", 1.25, 0.5), cell("utilization", 0.5), cell("wire MB/node", 0.01234)
-    ('1.2500 ± 0.5000', '50.0 %', '0.0123')
+    >>> [cell(value, 0.5, unit_of("validation loss", [value])) for value in (1.25, 123456.5)]
+    ['1.2500 ± 0.5000', '123456']
     """
     if isinstance(value, str):
         return value
     if math.isnan(value):
         return "–"
-    unit, scale = (" %", 100.0) if key in PERCENT else ("×", 1.0) if key in _TIMES else ("", 1.0)
-    if digits is None:
-        digits = _default_digits(key, value)
-    if "MB" in key and abs(value) >= 1e6:
-        unit, scale = " TB", 1e-6
-    value *= scale
-    number = f"{value:.{digits}f}" if abs(value) < 1e5 or key == "steps" else f"{value:.3g}"
-    if deviation is None:
-        return number + unit
-    spread = f"{scale * deviation:.{digits}f}"
-    if spread.strip("0."):  # not 0 in the digits shown
-        number += f" ± {spread if abs(value) < 1e5 else f'{scale * deviation:.3g}'}"
-    return number + unit
-
-
-def _default_digits(key: str, value: float) -> int:
-    if key in PERCENT:
-        return 1
-    if key in _TIMES:
-        return 1 if value < 99.95 else 0
-    if key.startswith("hours") and 0 < value < 10:
-        return 1 - math.floor(math.log10(value))
-    if "MB" in key and 0 < value < 0.1:
-        return 4
-    return 0 if key.startswith("steps") else DIGITS.get(key, 2)
+    value *= unit.factor
+    digits = unit.digits if abs(value) < 1e5 else 0
+    form = f".{digits}f" if abs(value) < 1e9 or unit.heading == "steps" else ".3g"
+    spread = f"{unit.factor * (deviation or 0.0):{form}}"
+    return f"{value:{form}}{f' ± {spread}' if spread.strip('0.') else ''}{unit.sign}"  # unless 0 in the digits shown

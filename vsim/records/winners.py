@@ -20,13 +20,13 @@ from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, delay, rate
 from vsim.network.links import seconds as delay_of
 from vsim.network.timeline import duration, seconds_on
-from vsim.records.compared import ComparedRun, Runs, brief_list, size_text
+from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import doubts, never, racers
 from vsim.records.plots import LEGEND, Looks, legend_columns
 from vsim.records.spent import AnyCompute, forming_seconds
 from vsim.records.statistics import Crossing, shared_seeds
 from vsim.records.summary import tuning
-from vsim.records.tables import aligned, quoted, with_notes
+from vsim.records.tables import aligned, quoted, size_text, with_notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

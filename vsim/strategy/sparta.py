@@ -69,7 +69,7 @@ class SparseCommunicator(CommunicationModule):
     Raises:
         TypeError: two arguments contradict each other.
 
-    Deviations from the paper: the authors' code broadcasts a mask in every round, which mask="broadcast" bills; here
+    Deviations from the paper: the authors' code broadcasts a mask every round; mask="broadcast" counts its bytes. Here
     all nodes draw the same mask from a shared seed. "topk" and `quantization_bits` are additions.
     """
 

@@ -23,14 +23,14 @@ from vsim.records.cache import Cache
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import doubts
 from vsim.records.history import History, mean_present
-from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, loss_interval, note, sound
+from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, legend, loss_interval, note, sound
 from vsim.records.losses import diverged as diverged_in
 from vsim.records.losses import ties as ties_in
 from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.provenance import Provenance, describe
 from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import Ranking, contenders
-from vsim.records.tables import DIGITS, PERCENT, UNDECIDED, cell, quoted
+from vsim.records.tables import DIGITS, PERCENT, UNITS, cell, quoted
 
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -158,7 +158,8 @@ class _Page:
             "lossTitle": comparison.loss_title,
             "percent": PERCENT,
             "digits": DIGITS,
-            "undecided": UNDECIDED,
+            "units": UNITS,
+            "undecided": legend(found),
             "remarks": [
                 *summary.budgeted(comparison),
                 *summary.tuning(comparison),

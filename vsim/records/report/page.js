@@ -37,32 +37,44 @@
   const duration = (v) => (!finite(v) ? "–" : v < 1 ? delay(v) : scaled(v, [[172800, ""], [3600, "h"], [60, "min"], [1, "s"]]));
   const took = (v) => (finite(v) && v >= 172800 ? `${digits(v / 86400)} days` : duration(v));
 
+  /** How a column shows its numbers, as `vsim.records.tables.unit_of`: [heading, factor, digits, sign]. */
+  const unitOf = (key, values) => {
+    const sizes = values.filter((v) => finite(v) && v).map(Math.abs), least = Math.min(...sizes), most = Math.max(...sizes);
+    if (P.percent.includes(key)) return [key, 100, 1, "\u00a0%"];
+    if (key.startsWith("fewer bytes")) return [key, 1, !sizes.length || least < 99.95 ? 1 : 0, "×"];
+    const own = key in P.digits ? P.digits[key] : key === "dollars" && sizes.length && least >= 100 ? 0 : 2, word = Object.keys(P.units).find((one) => new RegExp(`\\b${one}\\b`).test(key));
+    if (!word && key !== "dollars") return [key, 1, key.startsWith("steps") ? 0 : own, ""];
+    const units = word ? P.units[word] : [[key, 1]];
+    let place = Math.max(0, ...units.map(([name, size], i) => (least >= size * (name === "days" ? 3 : 0.5) ? i : 0)));
+    while (most >= 1e4 * units[place][1] && place < units.length - 1) place += 1;
+    const [name, size] = sizes.length ? units[place] : [word || key, 1];
+    const n = sizes.length && !(key in P.digits) ? Math.min(9, Math.max(own, 1 - Math.floor(Math.log10(least / size)))) : own;
+    return [word ? key.replace(new RegExp(`\\b${word}\\b`), name) : key, 1 / size, n, ""];
+  };
   /** As `vsim.records.tables.cell`. */
-  const cell = (key, value, sd) => {
+  const cell = (value, sd, [heading, factor, most, sign]) => {
     if (typeof value === "string") return value;
     if (!finite(value)) return "–";
-    const percent = P.percent.includes(key), times = key.startsWith("times less");
-    const large = key.includes("MB") && Math.abs(value) >= 1e6, v = percent ? 100 * value : large ? value / 1e6 : value;
-    let n = key in P.digits ? P.digits[key] : 2;
-    if (percent) n = 1;
-    else if (times) n = v < 99.95 ? 1 : 0;
-    else if (key.startsWith("hours") && v > 0 && v < 10) n = Math.min(20, 1 - Math.floor(Math.log10(v)));
-    else if (key.includes("MB") && v > 0 && v < 0.1) n = 4;
-    else if (key.startsWith("steps")) n = 0;
+    const v = factor * value, n = Math.abs(v) < 1e5 ? most : 0;
     const short = (w) => w.toPrecision(3).replace("e+", "e").replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
-    const text = (w) => (Math.abs(v) < 1e5 || key === "steps" ? w.toFixed(n) : short(w));
-    const spread = finite(sd) ? (percent ? 100 * sd : large ? sd / 1e6 : sd) : 0;
-    const shown = /[1-9]/.test(spread.toFixed(n)) ? ` ±\u00a0${text(spread)}` : "";
-    return text(v) + shown + (percent ? "\u00a0%" : large ? "\u00a0TB" : times ? "×" : "");
+    const text = (w) => (Math.abs(v) < 1e9 || heading === "steps" ? w.toFixed(n) : short(w));
+    const spread = text(finite(sd) ? factor * sd : 0);
+    return text(v) + (/[1-9]/.test(spread) ? ` ±\u00a0${spread}` : "") + sign;
+  };
+  /** A number of a column that stands alone: [heading, text]. */
+  const single = (key, value, sd) => {
+    const unit = unitOf(key, [value]);
+    return [unit[0], cell(value, sd, unit)];
   };
 
-  /** A cell of the table: hours are in the page's unit of time. */
-  const cellOf = (key, value, sd) => {
-    const own = key.startsWith("hours") ? 3600 / unit[0] : 1;
-    return cell(key, finite(value) ? value * own : value, finite(sd) ? sd * own : sd);
-  };
   let unit = TIMES[1]; // of time on the network, one for the whole page: [seconds, name]
-  const unitOf = (seconds) => TIMES.find(([own]) => seconds >= 2 * own) || TIMES[TIMES.length - 1];
+  /** How a column of hours shows its numbers: in the page's unit, otherwise as `unitOf`. */
+  const pageTime = (key, values) => {
+    const factor = 3600 / unit[0], sizes = values.filter((v) => finite(v) && v).map((v) => Math.abs(v) * factor);
+    const n = sizes.length ? Math.min(9, Math.max(2, 1 - Math.floor(Math.log10(Math.min(...sizes))))) : 2;
+    return [key === "hours" ? `${unit[1]} on the network` : key.replace(/^hours/, unit[1]), factor, n, ""];
+  };
+  const timeUnit = (seconds) => TIMES.find(([own]) => seconds >= 2 * own) || TIMES[TIMES.length - 1];
 
   // The clock: the largest of planes, see vsim.network.planes -----------------------------------------------------------
 
@@ -696,8 +708,8 @@
     let cursor = -1;
     const show = (one, screen) => {
       const i = P.runs.indexOf(one.run), own = rows[i];
-      showTip(one.run.name, ["", ""], [[P.lossTitle, cell(P.lossTitle, one.loss) + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], ["wire MB", cell("MB", ...own.wire)], ["time", `${cellOf("hours", ...own.hours)} ${unit[1]}`],
-        ...(state.price ? [["dollars", cell("dollars", ...own.dollars)]] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
+      showTip(one.run.name, ["", ""], [[P.lossTitle, single(P.lossTitle, one.loss)[1] + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], single("wire MB", ...own.wire), ["time", `${cell(...own.hours, pageTime("hours", own.hours))} ${unit[1]}`],
+        ...(state.price ? [single("dollars", ...own.dollars)] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
     };
     readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
       const near = all.reduce((a, b) => (Math.hypot(sit(b)[0] - px, sit(b)[1] - py) < Math.hypot(sit(a)[0] - px, sit(a)[1] - py) ? b : a));
@@ -842,8 +854,6 @@
     const size = key.includes("MB") ? state.size : 1, value = run.row[key];
     return [finite(value) ? value * size : value, finite(run.row[`${key} std`]) ? run.row[`${key} std`] * size : 0];
   };
-  const heading = (key) => (key === "hours" ? `${unit[1]} on the network` : key.replace(/^hours/, unit[1])).replace("to target", `to ${digits(state.target, 4)}`);
-
   let table = { form: "" }; // the table built last: if the form is the same, only its cells change
   const drawTable = (rows) => {
     const columns = columnsShown(), down = state.sort.startsWith("-"), by = state.sort.replace(/^-/, "");
@@ -857,10 +867,14 @@
         return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true }) * (down ? -1 : 1);
       });
     }
+    const quantity = (key) => (key.startsWith("hours to ") ? "hours" : key);
+    const units = Object.fromEntries(columns.map((key) => [key, (key.startsWith("hours") ? pageTime : unitOf)(key, columns.filter((other) => quantity(other) === quantity(key))
+      .flatMap((other) => P.runs.map((run, i) => valueOf(run, rows[i], other)[0])))]));
     const said = (i, key) => {
       const [value, sd] = valueOf(P.runs[i], rows[i], key);
-      return [cellOf(key, value, sd) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
+      return [cell(value, sd, units[key]) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
     };
+    const heading = (key) => (key in units ? units[key][0] : key).replace("to target", `to ${digits(state.target, 4)}`);
     const arrow = (key) => (by === key ? (down ? " ▼" : " ▲") : "");
     const form = [pages.indexOf(P), dark.matches, columns, [...state.hide], state.sort].join("|");
     if (form === table.form) {
@@ -1099,7 +1113,7 @@
   };
   const render = () => {
     const began = performance.now(), rows = P.runs.map(priced);
-    unit = unitOf(Math.max(0, ...rows.map((row) => row.hours[0] * 3600).filter(finite)));
+    unit = timeUnit(Math.max(0, ...rows.map((row) => row.hours[0] * 3600).filter(finite)));
     measure();
     drawSliders();
     $("logy").checked = state.logy === "1";
@@ -1181,7 +1195,7 @@
   dark.addEventListener("change", later);
   window.vsim = { get state() { return state; }, get page() { return P; }, set: (changes) => { set(changes); render(); }, priced,
     // Rules that Python has, too: tests compare both.
-    rules: { cell, crossing, limits, within, ticks: (low, high, count, log) => scale(low, high, 0, 1, log).ticks(count) },
+    rules: { cell, unitOf, crossing, limits, within, ticks: (low, high, count, log) => scale(low, high, 0, 1, log).ticks(count) },
     /** The names of the strategy that is first to the target on a network, and of all tied with it. */
     first: (bw, lat) => {
       const { found, spots } = racers();
