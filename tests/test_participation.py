@@ -364,7 +364,7 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
     def spoiling(stack: Stack, *given: Any) -> None:
         arrange(stack, *given)
         for run in stack.runs:
-            made = [t for t in tree_leaves(list(run.made.values())) if isinstance(t, Tensor)]
+            made = [t for t in tree_leaves(list(run.presence.made.values())) if isinstance(t, Tensor)]
             for rows in (t[len(run.rows) :] for t in made if t.is_floating_point()):
                 rows.fill_(math.nan)
         present = sum(len(run.rows) for run in stack.runs)

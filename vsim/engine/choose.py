@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Decision:
     proofs: dict[Any, Proof] = field(default_factory=dict)
     left: dict[Any, VmapError] = field(default_factory=dict)
     again: dict[Any, int] = field(default_factory=dict)
+    followers: WeakSet[AutoExecutor] = field(default_factory=WeakSet)
 
 
 class AutoExecutor(Executor):
@@ -56,7 +58,7 @@ class AutoExecutor(Executor):
         decided: id of a model → decision, shared by all executors from one `executor_of`.
 
     Attributes:
-        chosen: the executor that computed last, or will compute first; see `settled`.
+        chosen: the executor that computes. A decision replaces it in all executors that share the decision.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class AutoExecutor(Executor):
         if self.decision.kind is None:
             self._decide()
         self.chosen = self._made()
+        self.decision.followers.add(self)
 
     def _decide(self) -> None:
         fast: type[Executor] = CompiledExecutor if self.settings.compile else VmapExecutor
@@ -79,12 +82,6 @@ class AutoExecutor(Executor):
             self.decision.kind, self.decision.why = LoopExecutor, "nodes would be computed one at a time anyway"
         else:
             self.decision.kind = fast
-
-    def settled(self) -> Executor:
-        """Return the executor of the decision, which all executors for the model share and any of them may change."""
-        if self.chosen.__class__ is not self.decision.kind:
-            self.chosen = self._made()
-        return self.chosen
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -108,7 +105,7 @@ class AutoExecutor(Executor):
         for piece, share in minibatches(batch, minibatch_size):
             self.prepare(piece, share)
         try:
-            return self.settled().losses_and_grads(batch, minibatch_size)
+            return self.chosen.losses_and_grads(batch, minibatch_size)
         except CompileError as error:  # the model has been recompiled too often
             self._choose_simpler(error)
             self._warn(error)
@@ -117,14 +114,14 @@ class AutoExecutor(Executor):
 
     def prepare(self, batch: Any, share: float = 1.0) -> None:
         """Prove the executor for stacked batches shaped like `batch`, or choose a simpler executor."""
-        if isinstance(self.settled(), LoopExecutor) or self.replicas.weights.is_meta:
+        if isinstance(self.chosen, LoopExecutor) or self.replicas.weights.is_meta:
             return
         shapes, proofs, step = shapes_of(batch), self.decision.proofs, self.settings.position.step
         key = shapes, share == 1.0
         if shapes in self.decision.left or (key in proofs and step < self.decision.again.get(key, math.inf)):
             return
         failed, proof = None, None
-        while isinstance(fast := self.settled(), VmapExecutor) and proof is None:
+        while isinstance(fast := self.chosen, VmapExecutor) and proof is None:
             try:
                 proof = fast.prove(batch, share)
                 fast.has_worked = True
@@ -155,10 +152,12 @@ class AutoExecutor(Executor):
         self._choose(VmapExecutor if isinstance(error, CompileError) and several else LoopExecutor, str(error))
 
     def _warn(self, error: Exception) -> None:
-        warnings.warn(f"executor='auto' continues with {self.settled().name!r}: {error}", UserWarning, stacklevel=5)
+        warnings.warn(f"executor='auto' continues with {self.chosen.name!r}: {error}", UserWarning, stacklevel=5)
 
     def _choose(self, kind: type[Executor], why: str) -> None:
         self.decision.kind, self.decision.why = kind, why
+        for one in self.decision.followers:
+            one.chosen = one._made()
 
     def _made(self) -> Executor:
         assert self.decision.kind is not None
@@ -169,12 +168,12 @@ class AutoExecutor(Executor):
         return made
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:
-        return self.settled()._backward(batch, share, first)
+        return self.chosen._backward(batch, share, first)
 
     def _evaluate(
         self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
-        return self.settled()._evaluate(objective, weights, buffers, batch, stream)
+        return self.chosen._evaluate(objective, weights, buffers, batch, stream)
 
 
 def _convolves_alone(proof: Proof) -> bool:

@@ -104,7 +104,7 @@ def explain(
     batch = tree_map(lambda t: t.to(replicas.weights.device), batch)
     with FlopCounterMode(display=False) as flops:
         executor.losses_and_grads(batch, minibatch_size)
-    engine = executor.settled() if isinstance(executor, AutoExecutor) else executor
+    engine = executor.chosen if isinstance(executor, AutoExecutor) else executor
     calls = engine.calls if isinstance(engine, VmapExecutor) else Counter()
     operations = [Operation(name, count, form) for (name, form), count in calls.most_common()]
     nodes = replicas.num_held

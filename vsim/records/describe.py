@@ -244,7 +244,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
     if found["participation"] is not None:
         found["participation"].pop("store", None)
     weights = [*spec.model.parameters(), *spec.model.buffers()]
-    data = zip(run.batches.lengths, run.batches.of_datasets(digest_of), strict=True)
+    data = zip(run.presence.batches.lengths, run.presence.batches.of_datasets(digest_of), strict=True)
     return {
         **found,
         "train_dataset": [_sized(*own) for own in data],

@@ -52,7 +52,7 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
         moving = {}
         for run in beginning:
             with naming(run.spec.label if len(runs) > 1 else ""):
-                if run.clients is not None:
+                if run.presence.clients is not None:
                     _end_round(run)
                 if _changes(run, step):
                     moving[run] = _rows_from(run, step)
@@ -60,20 +60,20 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             arrange(stack, step, moving)
         for run in beginning:
             run.ledger.position.begin(step, "start")
-            if run.clients is not None:
+            if run.presence.clients is not None:
                 _begin_round(run, step)
-        if is_new or any(run.clients is not None and not run.starts for run in beginning):
+        if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
             feed(stack)
     for run in runs:
         if run.begins_segment(step):
-            if not run.starts and run.clients is None:
+            if not run.starts and run.presence.clients is None:
                 _join(run, step)
             before, now = (_plan(run).segment(at) for at in (max(1, step - 1), step))
             if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
                 with run.collectives.unbilled():
                     run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
             else:
-                run.strategy.change_nodes(run.clients is not None or before.nodes != now.nodes)
+                run.strategy.change_nodes(run.presence.clients is not None or before.nodes != now.nodes)
             run.ledger.attend(now)
 
 
@@ -89,14 +89,14 @@ def _are_to_go(stack: Stack) -> bool:
 
 
 def _plan(run: Run) -> Plan:
-    assert run.plan is not None
-    return run.plan
+    assert run.presence.plan is not None
+    return run.presence.plan
 
 
 def _changes(run: Run, step: int) -> bool:
     """Return whether the segment from `step` on needs other rows than the segment before."""
     now = _plan(run).segment(step).nodes
-    if run.clients is None:
+    if run.presence.clients is None:
         return now != run.cluster.active
     return len(now) != run.cluster.num_nodes
 
@@ -117,7 +117,7 @@ def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
     """
     plan, collectives = _plan(run), run.collectives
     own = collectives.machines[collectives.rank]
-    if run.clients is not None:  # all rows hold the global weights
+    if run.presence.clients is not None:  # all rows hold the global weights
         return [0] * max(1, sum(machine in own for machine in plan.machines(step))), {}
     run.objective.check_portable()
     check_declared(run)
@@ -166,8 +166,8 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
                 "cluster.weights or cluster.grads where they are used, or keep a clone()"
             )
         fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
-        run.cluster.shard_sizes = run.batches.shard_sizes[list(run.cluster.active)]
-        run.undeclared = undeclared(run)
+        run.cluster.shard_sizes = run.presence.batches.shard_sizes[list(run.cluster.active)]
+        run.keeping.undeclared = undeclared(run)
     stack.compute_first(present)
 
 
@@ -201,16 +201,16 @@ def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) ->
     Args:
         fetching: key → random states that the data draw from; runs with equal keys have equal batches. Filled here.
     """
-    spec, batches, when = run.spec, run.batches, tuple[Any, ...]()
+    spec, batches, when = run.spec, run.presence.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None
-    if run.plan is not None:
+    if run.presence.plan is not None:
         # The rows of an ended run, whose losses nobody reads, keep the nodes of its last step.
         at = done + 1 if run.is_running else max(1, run.cluster.step)
-        segment, missed = run.plan.segment(at), run.plan.missed(at)
+        segment, missed = run.presence.plan.segment(at), run.presence.plan.missed(at)
         own = slice(run.nodes.start, run.nodes.stop)
         when, batches = (segment, *missed), batches.attended(segment.nodes[own], missed[own])
     key: Hashable = (spec.seed, spec.num_nodes, spec.batch_size, id(spec.train_dataset), when)
-    run.data_states = fetching.setdefault(key, copy.copy(run.data_states))
+    run.presence.data_states = fetching.setdefault(key, copy.copy(run.presence.data_states))
     return Source(batches, key, run.fetching if runs_code else nullcontext)
 
 
@@ -260,11 +260,11 @@ def _end_round(run: Run) -> None:
     Clients push their running statistics to the server. They also push their weights, unless the server has the global
     model already.
     """
-    assert run.clients is not None
+    assert run.presence.clients is not None
     replicas, strategy = run.cluster.replicas, run.strategy
     if not run.starts:
         run.objective.check_portable(movable=False)  # clients take turns in a row
-        run.clients.leave(run.cluster)
+        run.presence.clients.leave(run.cluster)
         pushed = _statistics_bytes(run) + (0 if strategy.has_global_model() else _shared_bytes(run))
         if pushed:
             billing = StackedCollectives(run.ledger, run.cluster.active)  # only bills: the means are computed below
@@ -301,7 +301,7 @@ def _begin_round(run: Run, step: int) -> None:
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
     billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
     forget(strategy.optim)
-    assert run.clients is not None
-    run.clients.arrive(cluster)
+    assert run.presence.clients is not None
+    run.presence.clients.arrive(cluster)
     _seed(run, nodes, step)
-    cluster.shard_sizes = run.batches.shard_sizes[list(nodes)]
+    cluster.shard_sizes = run.presence.batches.shard_sizes[list(nodes)]

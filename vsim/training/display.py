@@ -33,9 +33,10 @@ class Display:
         elif progress == "table":
             self.live = LiveTable(title)
 
-    def expect(self, steps: Mapping[Entry, int]) -> None:
-        """Note the numbers of steps of runs that will begin."""
+    def expect(self, steps: Mapping[Entry, int], preparing: str = "") -> None:
+        """Note the numbers of steps of runs that will begin, and a text about long work before the first step."""
         self.steps |= steps
+        self.preparing = preparing
 
     def hear(self, entry: Entry, report: StepReport) -> None:
         """Note a report of a run. Nothing is shown before `show`."""

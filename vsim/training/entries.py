@@ -250,10 +250,11 @@ class Entries:
                 for run in self._stopped(ensemble, running):  # the checkpoint may be from a rung's step
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):
-                    run.rungs = self.rungs
+                    run.measuring.rungs = self.rungs
                     if entry.finished_at is not None:
                         run.stop()
-                display.expect({entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)})
+                preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
+                display.expect({entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)}, preparing)
                 self._collect(ensemble, running, display)  # shows what will train while the first step is prepared
                 try:
                     ensemble.train()

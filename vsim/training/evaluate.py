@@ -253,15 +253,15 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
     (run, *_), executor = runs, stack.executor
     batch_size = 4 * (run.minibatch_size or run.spec.batch_size)
     if of == "client":
-        datasets, most = run.client_data[: 1 if briefly else None], run.spec.val_size
+        datasets, most = run.measuring.client_data[: 1 if briefly else None], run.spec.val_size
     else:
-        datasets, most = run.test_data, batch_size if briefly else sys.maxsize
+        datasets, most = run.measuring.test_data, batch_size if briefly else sys.maxsize
     own_python = executor.objective.differs
     candidates = [_of_cluster(own, own_python) for own in runs]
     models = [_Rows(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
     objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
     own_models = {
-        row: OwnModels(own.strategy, own.cluster, own.clients)
+        row: OwnModels(own.strategy, own.cluster, own.presence.clients)
         for row, own in enumerate(runs)
         if of == "client" and (own.strategy.is_personal or own.spec.client_val_steps)
     }
@@ -303,8 +303,8 @@ def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
     """Return run → validation columns, for runs with validation data. Runs with the same evaluator share calls."""
     by_evaluator: dict[Any, list[Run]] = {}
     for run in runs:
-        if run.evaluator is not None:
-            by_evaluator.setdefault(run.evaluator, []).append(run)
+        if run.measuring.evaluator is not None:
+            by_evaluator.setdefault(run.measuring.evaluator, []).append(run)
     found: dict[Run, dict[str, float]] = {}
     for evaluator, own in by_evaluator.items():
         found.update(evaluator(own))
@@ -320,9 +320,9 @@ def _of_nodes(run: Run, own_python: bool) -> _Rows:
 
 def _of_cluster(run: Run, own_python: bool) -> _Rows:
     """Return the global model and the mean replica; the first node's Python object computes the outputs of both."""
-    assert run.global_weights is not None
-    mean = run.global_weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
-    candidates = torch.stack([run.global_weights, mean])  # (2, P)
+    assert run.measuring.weights is not None
+    mean = run.measuring.weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
+    candidates = torch.stack([run.measuring.weights, mean])  # (2, P)
     buffers = {n: b.expand(2, *b.shape) for n, b in run.cluster.mean_buffers().items()}
     return _Rows(candidates, buffers, run.spec.seed, 2 * [run.rows.start if own_python else 0])
 
@@ -373,7 +373,7 @@ def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]
         "node_loss_max": local.max(),
         "node_loss_std": (local - local[0]).std(correction=0),  # exactly 0 for equal losses
         "global_formed": torch.tensor(
-            not run.strategy.evaluates_mean or run.strategy.has_global_model(run.global_weights)
+            not run.strategy.evaluates_mean or run.strategy.has_global_model(run.measuring.weights)
         ),
     }
     if nodes.accuracies is not None and overall.accuracies is not None:

@@ -95,10 +95,10 @@ class Ensemble:
     def end(self) -> None:
         """Release resources that only training needs, and keep the final states of the process's random generators."""
         for run in self.runs:
-            if run.data_states is None:
-                run.left_states = global_states(run.cluster.weights.device)
-            if run.clients is not None:
-                run.clients.release()
+            if run.presence.data_states is None:
+                run.keeping.left_states = global_states(run.cluster.weights.device)
+            if run.presence.clients is not None:
+                run.presence.clients.release()
             run.cluster.gradient_at = None  # it refers to the stack, whose memory would stay in use
         for stack in self.stacks:
             stack.batches = iter(())  # ends the worker processes of a DataLoader
@@ -114,7 +114,9 @@ class Ensemble:
         """
         now = self.states_for_trial(run) if before else {}
         if found := [name for name, state in before.items() if state != now[name]]:
-            apart = "" if run.rungs else "give together=False, or "  # halving compares runs that train together
+            apart = (
+                "" if run.measuring.rungs else "give together=False, or "
+            )  # halving compares runs that train together
             raise ValueError(
                 f"{who} draws from the global random generators ({', '.join(found)}), which runs that train together "
                 f"would share: {apart}{DRAW_FROM_NODES}"
@@ -153,7 +155,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
                     notify(callback, "on_start", RunView(run))
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
-        run.known_events = len(run.ledger)
+        run.recording.known_events = len(run.ledger)
     attend(ensemble.stacks, ensemble.training, first + 1)
     _report_start(ensemble)
     _notify_ends(ensemble, ensemble.training)
@@ -203,7 +205,7 @@ def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
         run.ledger.position.begin(step)
         run.lr = run.strategy.lr
     for run in stack.taking:
-        if run.plan is not None or not run.is_running:
+        if run.presence.plan is not None or not run.is_running:
             run.keep_resting()
     if stack.take_own_step is not None:
         (run,) = runs
@@ -341,12 +343,12 @@ def _report_start(ensemble: Ensemble) -> None:
             with _own(ensemble, run):
                 row: dict[str, float] = {"step": run.done, "examples": run.examples}
                 row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
-                row |= {"validation_seconds": run.validation_seconds, **found[run], **run.strategy.columns()}
+                row |= {"validation_seconds": run.measuring.seconds, **found[run], **run.strategy.columns()}
                 executor = stack.executor
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _notify(ensemble, run, report)
-                if run.client_data or run.test_data:
+                if run.measuring.client_data or run.measuring.test_data:
                     _of_ended(stack, [run], briefly=True)  # raises before training if a client cannot be measured
             run.starts = False
 
@@ -373,18 +375,22 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                     "payload_bytes": ledger.payload_bytes,
                     "wire_bytes": ledger.wire_bytes,
                     "seconds": run.seconds,
-                    "validation_seconds": run.validation_seconds,
+                    "validation_seconds": run.measuring.seconds,
                     "memory_bytes": memory,
                     **run.strategy.columns(),
                     **found[run],
                 }
-                events, run.known_events = ledger[run.known_events :], len(ledger)
+                events, run.recording.known_events = ledger[run.recording.known_events :], len(ledger)
                 report = StepReport(row, run.losses_of_all, events, name, run.max_steps, run.minibatch_size, reason)
                 _notify(ensemble, run, report)
                 if run.is_over:
-                    if step < report.max_steps and run.evaluator is not None:  # a callback has stopped the run
-                        run.row = {**run.row, **_measurements(ensemble, [run])[run]}
-                        run.report(replace(report, row=run.row, events=[], segment=None, amends=True))
+                    if (
+                        step < report.max_steps and run.measuring.evaluator is not None
+                    ):  # a callback has stopped the run
+                        run.recording.row = {**run.recording.row, **_measurements(ensemble, [run])[run]}
+                        run.recording.report(
+                            replace(report, row=run.recording.row, events=[], segment=None, amends=True)
+                        )
                     run.check_weights()
                     ended[run] = report
         _report_end(ensemble, stack, ended)
@@ -392,7 +398,7 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
 
 def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
     """Measure the global models of ended runs on their clients' and test data, and amend their last reports."""
-    runs = [run for run in ended if run.trains and (run.client_data or run.test_data)]
+    runs = [run for run in ended if run.trains and (run.measuring.client_data or run.measuring.test_data)]
     if not runs:
         return
     try:
@@ -402,9 +408,9 @@ def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport
         return
     for run, (own, tested) in found.items():
         with _own(ensemble, run):
-            run.row = {**run.row, **tested, "validation_seconds": run.validation_seconds}
-            report = replace(ended[run], row=run.row, events=[], segment=None, amends=True)
-            run.report(replace(report, client_val=own))
+            run.recording.row = {**run.recording.row, **tested, "validation_seconds": run.measuring.seconds}
+            report = replace(ended[run], row=run.recording.row, events=[], segment=None, amends=True)
+            run.recording.report(replace(report, client_val=own))
 
 
 def _mean_of_known(losses: Sequence[float]) -> float:
@@ -420,12 +426,12 @@ def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
     """Report a step, and call the callbacks; with several processes, they get the row of the first node's process."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
-    run.row, report.segment = report.row, attendance[-1] if attendance else None
-    if not ensemble.is_alone and (run.spec.callbacks or run.plan is not None):
+    run.recording.row, report.segment = report.row, attendance[-1] if attendance else None
+    if not ensemble.is_alone and (run.spec.callbacks or run.presence.plan is not None):
         values = torch.tensor([list(report.row.values())], dtype=torch.float64).expand(held, -1)
         with collectives.unbilled():
-            run.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
-    run.report(report if 0 in run.nodes else replace(report, row=run.row))
+            run.recording.row = dict(zip(report.row, collectives.broadcast(values, label="row").tolist(), strict=True))
+    run.recording.report(report if 0 in run.nodes else replace(report, row=run.recording.row))
     if not run.spec.callbacks:
         return
     with watching(run, ensemble.values), ensemble.interrupt.requested_inside():
@@ -456,7 +462,7 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
         started = time.perf_counter()
         for run in own:
             with _own(ensemble, run), torch.no_grad(), run.strategy.evaluation():
-                run.global_weights = run.evaluated_weights()
+                run.measuring.weights = run.evaluated_weights()
         own = [run for run in own if run.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():
@@ -470,8 +476,8 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
             ensemble.check_draws(before, runs[0], "the model or a metric")
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
-            run.global_weights = None
-            run.validation_seconds += seconds * run.cluster.num_nodes / num_nodes
+            run.measuring.weights = None
+            run.measuring.seconds += seconds * run.cluster.num_nodes / num_nodes
     for run in runs:
         if run.is_spread_measured:
             with run.cluster.collectives.unbilled():
@@ -488,12 +494,12 @@ def _of_ended(
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
             evaluating.enter_context(run.strategy.evaluation())
-            run.global_weights = run.evaluated_weights()
-        of_clients = measured_on("client", stack, [run for run in runs if run.client_data], briefly)
-        of_tests = measured_on("test", stack, [run for run in runs if run.test_data], briefly)
+            run.measuring.weights = run.evaluated_weights()
+        of_clients = measured_on("client", stack, [run for run in runs if run.measuring.client_data], briefly)
+        of_tests = measured_on("test", stack, [run for run in runs if run.measuring.test_data], briefly)
     for run in runs:
-        run.global_weights = None
-        run.validation_seconds += (time.perf_counter() - started) / len(runs)
+        run.measuring.weights = None
+        run.measuring.seconds += (time.perf_counter() - started) / len(runs)
     names = {"losses": "test_loss", "accuracies": "test_accuracy"}
     tested = {run: {names[name]: value for name, (value,) in own.items()} for run, own in of_tests.items()}
     return {run: (of_clients.get(run, {}), tested.get(run, {})) for run in runs}

@@ -34,7 +34,7 @@ def undeclared(run: Run) -> Contents:
     """Return the contents of the attributes that the strategy does not declare."""
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
-    known = (cluster, cluster.collectives, run.ledger, run.plan, replicas, replicas.module, cluster.generator)
+    known = (cluster, cluster.collectives, run.ledger, run.presence.plan, replicas, replicas.module, cluster.generator)
     memory = {"weights": replicas.weights, "gradients": replicas.grads, **replicas.buffers}
     return contents_of(strategy, (*known, getattr(strategy, "model", None), strategy.optim), memory)
 
@@ -46,7 +46,7 @@ def check_declared(run: Run) -> None:
     """
     run.objective.check_savable()
     parts, rows = owners(run.strategy), len(run.rows)
-    if found := changed(run.undeclared, undeclared(run)):
+    if found := changed(run.keeping.undeclared, undeclared(run)):
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
         raise CheckpointError(
             f"{listed([f'{part}.{name}' for part, name in found])} changed since the setup and is not declared, so "
@@ -57,8 +57,8 @@ def check_declared(run: Run) -> None:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    run.settings = run.settings or settings_of_run(run)
-    return run.settings
+    run.keeping.settings = run.keeping.settings or settings_of_run(run)
+    return run.keeping.settings
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 def begin(run: Run) -> None:
     """Record the strategy's undeclared attributes before training, and raise an error if state cannot be saved."""
-    run.undeclared = undeclared(run)
+    run.keeping.undeclared = undeclared(run)
     if run.spec.saving is not None:
         _settings(run)  # in all processes
         if run.spec.saving.wanted:
@@ -121,7 +121,7 @@ def captured(run: Run) -> Checkpoint:
     Raises:
         CheckpointError: the run stopped in the middle of a step, or has state that cannot be saved.
     """
-    history = run.history
+    history = run.recording.history
     if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
         raise CheckpointError(
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
@@ -207,7 +207,7 @@ def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
     live = stacked_state(run)
     if lost := [name for name in live if name not in state and not _is_in_matrix(name) and name not in PYTHON]:
         raise LookupError(f"no state of {', '.join(lost)}")
-    live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.made.items()}
+    live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.presence.made.items()}
     filled = {name: filler.fill(own, live[name], name) for name, own in state.items()}
     if any(own is not live[name] for name, own in filled.items() if _is_in_matrix(name)):
         raise ValueError("weights or buffers have other shapes")
@@ -244,7 +244,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         if checkpoint.forks:
             _continue_as_fork(run, checkpoint)
             return
-        run.seconds, run.validation_seconds = last("seconds"), last("validation_seconds")
+        run.seconds, run.measuring.seconds = last("seconds"), last("validation_seconds")
         _restore(run, checkpoint)
     except CheckpointError:
         raise
@@ -314,7 +314,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
     for name, owner, attribute, _ in attributes_of(run.strategy):
         if attribute in owner.carried and name in checkpoint.shared:
             setattr(owner, attribute, filler.fill(checkpoint.shared[name], getattr(owner, attribute), name))
-    is_alike = len(checkpoint.weights) == run.cluster.num_nodes and run.plan is None
+    is_alike = len(checkpoint.weights) == run.cluster.num_nodes and run.presence.plan is None
     own_rows = rows if is_alike else [0] * len(run.rows)  # otherwise all nodes start from the first one's attributes
     saved = {
         name: cut(checkpoint.stacked[name], own_rows, checkpoint.held) for name in PYTHON if name in checkpoint.stacked

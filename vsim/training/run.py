@@ -39,92 +39,135 @@ class Diverged(FloatingPointError):
 
 
 @dataclass(eq=False)
+class Presence:
+    """Which nodes take part in a run, and what they are fed.
+
+    Attributes:
+        batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
+        plan: which nodes take part in which steps; None: all nodes in all steps.
+        data_states: the random states that the run's data draw from; None: the process's random generators.
+        made: name → stacked state from the strategy's setup, with a row for each node of the setup.
+        clients: the state of a population's clients; None without a population.
+    """
+
+    batches: BatchSource
+    plan: Plan | None = None
+    data_states: DataStates | None = None
+    made: dict[str, Any] = field(default_factory=dict)
+    clients: Clients | None = None
+
+
+@dataclass(eq=False)
+class Measuring:
+    """How a run is measured.
+
+    Attributes:
+        client_data: validation data of each node or client, for measuring the final global model; may be empty.
+        test_data: the test data, for measuring the final global model; may be empty.
+        evaluator: measures the run on the validation data; None without validation data.
+        examples: the validation examples, on the run's device; None until they are found.
+        rungs: steps after which the run is validated, besides the requested steps.
+        seconds: the time of all measurements, including those before a resume.
+        weights: the global model's weights (P,) while they are measured.
+    """
+
+    client_data: Sequence[Dataset[Any]] = ()
+    test_data: Sequence[Dataset[Any]] = ()
+    evaluator: Callable[[Sequence[Run]], dict[Run, dict[str, float]]] | None = None
+    examples: ValidationExamples | None = None
+    rungs: Collection[int] = ()
+    seconds: float = 0.0
+    weights: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Recording:
+    """Where the outcomes of a run's steps go.
+
+    Attributes:
+        report: called with the `StepReport` of every step.
+        history: the record of the outcomes of all steps; None if this process keeps no record.
+        row: the history's row of the last step.
+        known_events: the number of events in the ledger that are reported.
+    """
+
+    report: Reporter
+    history: History | None
+    row: Mapping[str, float] = field(default_factory=dict)
+    known_events: int = 0
+
+
+@dataclass(eq=False)
+class Keeping:
+    """What saving a run compares with.
+
+    Attributes:
+        settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
+        undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
+        left_states: the states of the process's random generators after training.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    undeclared: Contents = field(default_factory=dict)
+    left_states: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
 class Run:
     """One strategy with one seed on K nodes. Its state and record are independent of the runs that train with it.
 
     `vsim.training.setup` places a run in a matrix; until then the run has no rows, cluster or strategy.
 
     Attributes:
-        spec: the run's options. report: called with the `StepReport` of every step.
-        history: the record of the outcomes of all steps; None if this process keeps no record.
+        spec: what was asked.
         collectives: how nodes communicate.
-        batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
-        plan: which nodes take part in which steps; None: all nodes in all steps.
-        data_states: the random states that the run's data draw from; None: the process's random generators.
+        presence, measuring, recording, keeping: what those need who let nodes attend, measure, record and save.
         minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
         rows: this process's rows of the stack's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
         lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
-        made: name → stacked state from the strategy's setup, with a row for each node of the setup.
         objective: model and loss, shared with the run's stack.
         max_steps: steps to train; after `stop`, fewer than `steps`.
-        evaluator: measures the run on the validation data; None without validation data.
-        validation: the validation examples, on the run's device; None until they are found.
-        examples, tokens, seconds, validation_seconds: totals, including those before a resume. Runs that train
-            together share the seconds of a step in proportion to their nodes.
-        row: the history's row of the last step.
+        examples, tokens, seconds: totals, including those before a resume. Runs that train together share the seconds
+            of a step in proportion to their nodes.
         starts: whether the history's first row is still to be reported; False in a resumed run.
-        left_states: the states of the process's random generators after training.
-        settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
-        undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         error: the error that ended this run; the other runs continue.
         stopped: whether this run was stopped before the other runs.
         cut: whether an error ended this run after a request to stop; it has no outcome, and its last checkpoint counts.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
         trial_steps: the number of coming steps in which draws from the global random generators are detected.
-        rungs: steps after which the run is validated, besides the requested steps.
-        node_losses: the losses of the nodes (K,) in the current or last step.
-        clients: the state of a population's clients; None without a population.
-        client_data: validation data of each node or client, for measuring the final global model; may be empty.
-        test_data: the test data, for measuring the final global model; may be empty.
+        node_losses: the losses of the nodes (K,) in the current or last step. lr: its learning rate.
     """
 
     spec: RunSpec
-    report: Reporter
-    history: History | None
     collectives: Collectives
-    batches: BatchSource
-    plan: Plan | None = None
-    data_states: DataStates | None = None
+    presence: Presence
+    recording: Recording
+    measuring: Measuring = field(default_factory=Measuring)
+    keeping: Keeping = field(default_factory=Keeping)
     minibatch_size: int | None = None
-    client_data: Sequence[Dataset[Any]] = ()
-    test_data: Sequence[Dataset[Any]] = ()
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
     generators: list[torch.Generator] = field(init=False)
     lasting: list[Lasting] = field(default_factory=list)
-    made: dict[str, Any] = field(default_factory=dict)
     objective: Objective = field(init=False)
     interrupt: Interrupt = field(init=False)
     max_steps: int = field(init=False)
-    evaluator: Callable[[Sequence[Run]], dict[Run, dict[str, float]]] | None = None
-    validation: ValidationExamples | None = None
+    starts: bool = True
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    validation_seconds: float = 0.0
-    row: Mapping[str, float] = field(default_factory=dict)
-    starts: bool = True
-    left_states: dict[str, Any] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    undeclared: Contents = field(default_factory=dict)
     error: Exception | None = None
     stopped: bool = False
     cut: bool = False
     concluded: bool = False
     trial_steps: int = 2
-    rungs: Collection[int] = ()
-    # For the current step: losses per node, learning rate, and the number of events in the ledger before the step.
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
-    known_events: int = 0
-    clients: Clients | None = None
     # Rows, weights and buffers of nodes that rest in this step.
     _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
-    # The global model's weights (P,) while they are measured.
-    global_weights: Tensor | None = None
 
     # The clock ------------------------------------------------------------------------------------------------------
     # The clock counts completed steps: actions due after step t happen when `done` is t.
@@ -133,7 +176,9 @@ class Run:
     def steps(self) -> int:
         """The number of steps that the options ask for."""
         spec = self.spec
-        return (spec.num_epochs or 1) * self.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+        return (
+            (spec.num_epochs or 1) * self.presence.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+        )
 
     @property
     def start(self) -> int:
@@ -166,15 +211,18 @@ class Run:
 
     def begins_segment(self, step: int) -> bool:
         """Return whether `step` is the next step, and begins a new run or a segment of the run's plan."""
-        if self.plan is None or not self.is_running or self.done != step - 1:
+        if self.presence.plan is None or not self.is_running or self.done != step - 1:
             return False
-        return self.starts or self.plan.segment(step).first == step
+        return self.starts or self.presence.plan.segment(step).first == step
 
     @property
     def is_validated(self) -> bool:
         """Whether a validation is due: at the start, at the end, at a rung, and every `val_interval` steps."""
-        return self.evaluator is not None and (
-            self.starts or self.is_over or self.done in self.rungs or _every(self.spec.val_interval, self.done)
+        return self.measuring.evaluator is not None and (
+            self.starts
+            or self.is_over
+            or self.done in self.measuring.rungs
+            or _every(self.spec.val_interval, self.done)
         )
 
     @property
@@ -191,14 +239,16 @@ class Run:
     @property
     def is_to_be_moved(self) -> bool:
         """Whether the run's state must be savable or movable, as the run is saved, or its nodes come and go."""
-        return self.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
+        return self.presence.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
 
     @property
     def random_states(self) -> dict[str, Any]:
         """The states of the random generators that the run's data draw from; if the run trains alone, the process's."""
-        if self.data_states is not None:
-            return self.data_states.states
-        return global_states(self.cluster.weights.device) if self.left_states is None else self.left_states
+        if self.presence.data_states is not None:
+            return self.presence.data_states.states
+        return (
+            global_states(self.cluster.weights.device) if self.keeping.left_states is None else self.keeping.left_states
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -239,7 +289,7 @@ class Run:
     def losses_of_all(self) -> list[float]:
         """The losses of the nodes (K,) in the last step, NaN for absent nodes; in a cohort's order if there is one."""
         spec, losses = self.spec, self.node_losses
-        if self.plan is None or spec.num_nodes < spec.population:
+        if self.presence.plan is None or spec.num_nodes < spec.population:
             return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
         own = dict(zip(self.cluster.active, losses, strict=True))
         return [own.get(node, math.nan) for node in range(spec.num_nodes)]
@@ -251,7 +301,7 @@ class Run:
 
     def fetching(self) -> AbstractContextManager[None]:
         """Return a context in which the run's data draw from the global generators as if the run were alone."""
-        return nullcontext() if self.data_states is None else self.data_states.here()
+        return nullcontext() if self.presence.data_states is None else self.presence.data_states.here()
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.lasting import PYTHON, declared, of_model, of_nodes, of_strategy
 from vsim.training.loop import Ensemble
 from vsim.training.resume import begin_fork, resume
-from vsim.training.run import Run
+from vsim.training.run import Measuring, Presence, Recording, Run
 from vsim.training.spec import RunSpec
 from vsim.training.stack import FewRows, Stack
 from vsim.training.workers import Workers
@@ -120,8 +120,8 @@ def prepare(
             plan = _plan_of(spec, own_batches)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # compute times decide which nodes are late
-        held = collectives, own_batches, plan, own
-        runs.append(Run(spec, report, history, *held, client_data=client_data, test_data=test_data))
+        presence, recording = Presence(own_batches, plan, own), Recording(report, history)
+        runs.append(Run(spec, collectives, presence, recording, Measuring(client_data, test_data)))
     return assemble(runs, executor or executor_of(specs[0].executor), device, interrupt)
 
 
@@ -205,14 +205,16 @@ def _are_alike(first: Run, other: Run) -> bool:
     one, two = first.spec, other.spec
     if one.strategy.is_asynchronous or two.strategy.is_asynchronous:
         return False
-    if (first.plan is None) != (other.plan is None):  # a plan changes which steps have smaller batches
+    if (first.presence.plan is None) != (
+        other.presence.plan is None
+    ):  # a plan changes which steps have smaller batches
         return False
     longest = max(first.steps, other.steps)  # the shorter run gives up its rows when it ends
     return (
         first.start == other.start
         and one.minibatch_size == two.minibatch_size
         and first.minibatch_size == other.minibatch_size
-        and batch_shapes(first.batches, one, longest) == batch_shapes(other.batches, two, longest)
+        and batch_shapes(first.presence.batches, one, longest) == batch_shapes(other.presence.batches, two, longest)
         and same_model(one.model, two.model)
         and _same_python(one.start, two.start)
     )
@@ -281,9 +283,9 @@ def _stacked(
     batch_size = 4 * (minibatch_size or spec.batch_size)
     at_once = VmapExecutor.nodes_at_once(whole, settings)
     for run in runs:
-        if (own := run.validation) is not None:
+        if (own := run.measuring.examples) is not None:
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
-            run.evaluator = evaluators.setdefault(id(own), evaluator)
+            run.measuring.evaluator = evaluators.setdefault(id(own), evaluator)
     if spec.strategy.is_asynchronous:
         stack.take_own_step = Workers(runs[0], engine, stack.few, minibatch_size).take_step
     return stack
@@ -299,11 +301,11 @@ def _place(run: Run, replicas: Replicas) -> None:
         replicas,
         run.collectives,
         generator(spec.seed, SHARED),
-        run.batches.shard_sizes[: run.collectives.num_nodes],
+        run.presence.batches.shard_sizes[: run.collectives.num_nodes],
         run.steps,
         spec.deterministic,
         spec.compile,
-        run.plan,
+        run.presence.plan,
     )
     if spec.strategy.needs_compute and isinstance(spec.compute, Compute):
         cluster.seconds = spec.compute.totals(spec.population)
@@ -320,7 +322,12 @@ def _place(run: Run, replicas: Replicas) -> None:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
     if spec.start is None and 0 in run.nodes:  # in one process
         _warn_of_what_comes_late(strategy, run)
-    if run.client_data and strategy.is_personal and run.plan is not None and not run.plan.renews:
+    if (
+        run.measuring.client_data
+        and strategy.is_personal
+        and run.presence.plan is not None
+        and not run.presence.plan.renews
+    ):
         raise ValueError(
             f"client_val_dataset measures every node's own model with {type(strategy).__name__}, and with "
             f"participation={spec.participation!r} a node that is absent at the end has none: leave it out, or take "
@@ -329,12 +336,12 @@ def _place(run: Run, replicas: Replicas) -> None:
     device = replicas.weights.device
     run.cluster, run.strategy, run.max_steps = cluster, strategy, run.steps
     run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
-    if run.plan is not None:
-        run.made = declared(strategy, "stacked")
+    if run.presence.plan is not None:
+        run.presence.made = declared(strategy, "stacked")
     run.lasting = [of_nodes(run), of_strategy(run), of_model(run), of_callbacks(spec.callbacks)]
-    if run.plan is not None and run.plan.renews:
-        run.clients = Clients(strategy, cluster, run.plan.store, claims=run.is_first)
-        run.lasting.append(run.clients.lasting)
+    if run.presence.plan is not None and run.presence.plan.renews:
+        run.presence.clients = Clients(strategy, cluster, run.presence.plan.store, claims=run.is_first)
+        run.lasting.append(run.presence.clients.lasting)
 
 
 def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
@@ -343,14 +350,14 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
     if isinstance(strategy, AsynchronousStrategy):
         first_steps.append((name, strategy.first_step))
     late = [f"{who} first acts after step {first}" for who, first in first_steps if first > run.steps]
-    if run.plan is not None and isinstance(run.spec.participation, Schedule | Trace):
-        first = run.plan.segment(1)
+    if run.presence.plan is not None and isinstance(run.spec.participation, Schedule | Trace):
+        first = run.presence.plan.segment(1)
         if len(first.nodes) == run.spec.num_nodes and run.steps <= first.last < sys.maxsize:
             late.append(f"{type(run.spec.participation).__name__}: nodes first leave after step {first.last}")
     attack = strategy.attack
-    if run.plan is not None and attack is not None:
-        attackers = {*attack.attackers(run.plan.population)}
-        if all(attackers.isdisjoint(segment.nodes) for segment in run.plan.segments(run.steps)):
+    if run.presence.plan is not None and attack is not None:
+        attackers = {*attack.attackers(run.presence.plan.population)}
+        if all(attackers.isdisjoint(segment.nodes) for segment in run.presence.plan.segments(run.steps)):
             late.append(f"{attack}: none of its nodes takes part with participation={run.spec.participation}")
     warmups = [(f"{name}: H={own.H!r}", getattr(own.H, "warmup_steps", 0)) for own in strategy.communication_modules]
     if strategy.schedule.named:
@@ -367,16 +374,16 @@ def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None
     """
     for run in runs:
         spec = run.spec
-        if spec.val_dataset is None or run.validation is not None:
+        if spec.val_dataset is None or run.measuring.examples is not None:
             continue
         with run.fetching():
             (dataset,) = resolve(spec.val_dataset, spec.num_nodes, range(1), False, "val_dataset")
             collate = (spec.dataloader_kwargs or {}).get("collate_fn")
             examples = validation_examples(dataset, spec.val_size, collate)
-        known = (own for own in (other.validation for other in runs) if own is not None)
+        known = (own for own in (other.measuring.examples for other in runs) if own is not None)
         equal = (own for own in known if _equal_examples(own.batch, examples.batch))
         on_device = tree_map(lambda t: t.to(device), examples.batch)
-        run.validation = next(equal, None) or examples._replace(batch=on_device)
+        run.measuring.examples = next(equal, None) or examples._replace(batch=on_device)
 
 
 def _equal_examples(one: Any, other: Any) -> bool:

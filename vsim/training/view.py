@@ -79,12 +79,12 @@ class RunView:
     @property
     def row(self) -> Mapping[str, float]:
         """The row of the history for the last step: column → number."""
-        return self._run.row
+        return self._run.recording.row
 
     @property
     def history(self) -> History | None:
         """The record of all steps; None in a process that keeps no record."""
-        return self._run.history
+        return self._run.recording.history
 
     @property
     def node_losses(self) -> list[float]:
@@ -104,7 +104,7 @@ class RunView:
     @property
     def columns(self) -> list[str]:
         """The columns of the history that this run measures, at some or all steps."""
-        validated = self._run.evaluator is not None
+        validated = self._run.measuring.evaluator is not None
         apart = self._run.spec.correlation_interval is not None
         absent = {
             *(() if validated else VALIDATED),
@@ -156,7 +156,7 @@ class RunView:
         """Return a copy of the model that a node or client uses: the global model with the client's personal values."""
         whole_number("client", client, at_least=0, at_most=self._run.spec.population - 1)
         with torch.no_grad(), self._run.strategy.evaluation():
-            models = OwnModels(self._run.strategy, self._run.cluster, self._run.clients)
+            models = OwnModels(self._run.strategy, self._run.cluster, self._run.presence.clients)
             own = models(client, self._run.evaluated_weights(), self._run.cluster.mean_buffers())
             return self._run.cluster.replicas.as_module(*own, like=self._run.spec.model)
 

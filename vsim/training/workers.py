@@ -36,7 +36,7 @@ class Workers:
     """
 
     def __init__(self, run: Run, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
-        strategy, batches = run.strategy, run.batches
+        strategy, batches = run.strategy, run.presence.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
