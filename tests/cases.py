@@ -89,7 +89,8 @@ def difference(old: Any, new: Any) -> str:
         return (
             f"{lengths}item {first}: {' → '.join(cut(own[first]) if first < len(own) else '–' for own in (old, new))}"
         )
-    return "" if old == new else f"{cut(old)} → {cut(new)}"
+    alike = type(old) is type(new) and not isinstance(old, np.ndarray) and old == new
+    return "" if alike else f"{cut(old)} → {cut(new)}"
 
 
 def cut(value: Any) -> str:
