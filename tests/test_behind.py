@@ -16,15 +16,15 @@ from test_ensemble import Killed, broken, killed_at, quietly
 import vsim
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.compare import train_entries
+from vsim.core.group import Group
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 from vsim.training import setup
 from vsim.training.attendance import feed
-from vsim.training.stack import Stack
 
 SAVED = 3  # steps between checkpoints; the runs are killed in step 9, and wait at step 6
 KINDS: dict[str, dict[str, Any]] = {  # options of all runs
-    "one stack": {},
-    "two stacks": {},  # "more" has another number of nodes
+    "one group": {},
+    "two groups": {},  # "more" has another number of nodes
     "cohorts": {"participation": vsim.Sample(2, of=5)},
     "uneven": {"data": lambda rank, num_nodes, train: vectors(9 + 4 * rank)},
     "workers": {"dataloader_kwargs": {"num_workers": 1}},
@@ -53,7 +53,7 @@ def compared(end: str, kind: str, **options: Any) -> vsim.Comparison:
     entries: dict[str, Any] = {
         "ends": {"strategy": ends, "num_nodes": 2},
         "other": {"strategy": DiLoCoStrategy(H=3, lr=2e-2), "num_nodes": 2},
-        "more": {"strategy": FedAvgStrategy(H=2, lr=3e-2), "num_nodes": 3 if kind == "two stacks" else 2},
+        "more": {"strategy": FedAvgStrategy(H=2, lr=3e-2), "num_nodes": 3 if kind == "two groups" else 2},
     }
     given: dict[str, Any] = {**OPTIONS, "seeds": [1, 2], "val_interval": 5, "data": vectors(), **KINDS[kind]}
     given["max_steps"] = {"ends": 6 if end == "last is 6" else 10, "other": 10, "more": 10}
@@ -95,10 +95,10 @@ CASES = [
 ]
 QUICK = [
     *((kind, "other, seed 2", "last is 6") for kind in KINDS),
-    *((kind, "other, seed 2", "halved, diverged at 5") for kind in ("two stacks", "cohorts")),
-    ("one stack", "other, seed 2", "stopped at 6"),
-    ("one stack", "ends, seed 1", "last is 6"),
-    ("two stacks", "ends, seed 1", "diverged at 6"),
+    *((kind, "other, seed 2", "halved, diverged at 5") for kind in ("two groups", "cohorts")),
+    ("one group", "other, seed 2", "stopped at 6"),
+    ("one group", "ends, seed 1", "last is 6"),
+    ("two groups", "ends, seed 1", "diverged at 6"),
 ]
 
 
@@ -114,19 +114,19 @@ def test_every_run_resumes_with_the_batches_of_its_own_step(kind: str, behind: s
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["last is 6", "halved, diverged at 5"])
 def test_processes_resume_with_the_batches_of_each_runs_own_step(end: str, tmp_path: Path) -> None:
-    saved = saved_behind(end, "two stacks", ["other, seed 2"], tmp_path)
+    saved = saved_behind(end, "two groups", ["other, seed 2"], tmp_path)
     saved |= {"backend": "process", "num_processes": 2, "threads_per_process": 1}
-    assert_same_comparison(compared(end, "two stacks", **saved, resume=True), uncut(end, "two stacks"))
+    assert_same_comparison(compared(end, "two groups", **saved, resume=True), uncut(end, "two groups"))
 
 
 def test_a_batch_of_another_step_is_an_error_that_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(stack: Stack) -> None:
-        feed(stack)
-        next(stack.batches)
+    def late(group: Group[Any]) -> None:
+        feed(group)
+        next(group.batches)
 
     monkeypatch.setattr(setup, "feed", late)
     with pytest.raises(RuntimeError, match=r"step 1 got the batch of step 2 .* \{1\}"):
-        compared("last is 6", "two stacks", save_dir=tmp_path)
+        compared("last is 6", "two groups", save_dir=tmp_path)
     assert not [*tmp_path.glob("*/end.json")]
 
 
@@ -139,9 +139,9 @@ def test_a_rung_at_which_runs_wait_is_decided_once(tmp_path: Path) -> None:
         return list(scores)
 
     pruned: dict[str, Any] = {"pruning": ([6], keep)}
-    saved = saved_behind("stopped at 8", "one stack", ["ends, seed 1"], tmp_path, **pruned)
+    saved = saved_behind("stopped at 8", "one group", ["ends, seed 1"], tmp_path, **pruned)
     assert asked == [6]
-    compared("stopped at 8", "one stack", **saved, **pruned, resume=True, callbacks=[Stops(4)])
+    compared("stopped at 8", "one group", **saved, **pruned, resume=True, callbacks=[Stops(4)])
     assert asked == [6, 6]
 
 

@@ -393,13 +393,13 @@ def test_what_is_alike_is_one_group() -> None:
     strategies = [DiLoCoStrategy(H=2), SimpleReduceStrategy(), SimpleReduceStrategy(), FedAvgStrategy()]
     strategies += [SPARTAStrategy(), Strategy(lr=1e-2)]
     run = run_of(strategies, num_nodes=3, deterministic=False)
-    (stack,) = run.stacks
+    (stack,) = run.groups
     kept = [run.cluster.replicas for run in run.runs]
     assert [(len(r.weights), len(r.grads)) for r in kept] == 6 * [(3, 3)]
     assert len(stack.executor.replicas.weights) == 18
     run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], data := Jittered())
     before = data.fetched
-    next(run.stacks[0].batches)  # of one order of the data: fetched once
+    next(run.groups[0].batches)  # of one order of the data: fetched once
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
 
 
@@ -460,7 +460,7 @@ def test_rows_of_those_that_left_are_gone() -> None:
     run.stopping = lambda run: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
     list(run.steps())
     list(own.steps())
-    assert [len(stack.executor.replicas.weights) for stack in run.stacks] == [2]
+    assert [len(stack.executor.replicas.weights) for stack in run.groups] == [2]
     # Calls of eight rows and of two; a hundredth of one of Adam's steps.
     torch.testing.assert_close(run.runs[2].cluster.weights, own.runs[0].cluster.weights, rtol=0, atol=1e-4)
     assert [m.done for m in run.runs] == [3, 3, 6, 3]

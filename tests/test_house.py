@@ -21,13 +21,15 @@ from vsim.strategy import DiLoCoStrategy
 
 ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
-LOOP = "vsim.training.loop"
+LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
 FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "sweep", "trainer", "tune", "verify"}
-BELOW_TRAINING = "arguments checkpoint cluster data engine extras figures network records strategy"
+BELOW_TRAINING = "arguments checkpoint cluster core data engine extras figures network records strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.
-MOST_CALLS, MOST_FILES_OF_CALLS = 13, 7
+MOST_CALLS, MOST_FILES_OF_CALLS = 14, 7
+# What a newcomer loads to understand a gradient: the core, with everything that it imports.
+MOST_FILES_OF_THE_CORE, MOST_LINES_OF_THE_CORE = 50, 9_500
 # What was read when this was last written, by `python tests/test_house.py`: the functions that run before the model is
 # called for the first time, which is in the proof; and the files that the training loop loads at once.
 READ = Path(__file__).parent / "reading.json"
@@ -136,6 +138,14 @@ def test_what_is_below_training_does_not_import_it() -> None:
     assert {
         name for name in BELOW_TRAINING.split() if rooms().get(name, set()) & {"training", "process", *FACES}
     } == set()
+
+
+def test_the_core_knows_nothing_of_what_happens_between_its_steps() -> None:
+    loaded = loaded_by(LOOP)
+    assert {path.split("/")[1].removesuffix(".py") for path in loaded} <= {
+        *("arguments", "cluster", "core", "data", "engine", "private_torch", "strategy", "trees"),
+    }
+    assert len(loaded) <= MOST_FILES_OF_THE_CORE and sum(loaded.values()) <= MOST_LINES_OF_THE_CORE
 
 
 def test_kernels_import_nothing_of_vsim() -> None:

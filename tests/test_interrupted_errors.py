@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 import vsim
 from vsim import Callback, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
+from vsim.core.run import Diverged
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training.run import Diverged
 from vsim.training.view import RunView
 
 STEP = 3  # in which it happens
@@ -254,7 +254,7 @@ class Asks(Callback):
     """Asks to stop after a step, in the first process."""
 
     def on_step(self, run: RunView) -> None:
-        if run.done == STEP - 1 and 0 in run.cluster.replicas.nodes:
+        if run.done == STEP - 1 and 0 in run.cluster.collectives.nodes:
             raise KeyboardInterrupt
 
 

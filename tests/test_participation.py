@@ -42,6 +42,7 @@ from vsim import (
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.cluster.plan import Round
+from vsim.core.group import Group
 from vsim.engine import VmapExecutor
 from vsim.models import MLP
 from vsim.strategy import (
@@ -72,7 +73,6 @@ from vsim.strategy import (
     mean,
 )
 from vsim.training import attendance, setup
-from vsim.training.stack import Stack
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
 FEDAVG, FREE = FedAvgStrategy(H=2, lr=0.1), vsim.Network(float("inf"))
@@ -361,16 +361,16 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
         "participation": schedule,
     }
 
-    def spoiling(stack: Stack, *given: Any) -> None:
-        arrange(stack, *given)
-        for run in stack.runs:
+    def spoiling(group: Group[Any], *given: Any) -> None:
+        arrange(group, *given)
+        for run in group.runs:
             made = [t for t in tree_leaves(list(run.presence.made.values())) if isinstance(t, Tensor)]
             for rows in (t[len(run.rows) :] for t in made if t.is_floating_point()):
                 rows.fill_(math.nan)
-        present = sum(len(run.rows) for run in stack.runs)
-        for rows in (stack.whole.weights, stack.whole.grads, *stack.whole.buffers.values()):
+        present = sum(len(run.rows) for run in group.runs)
+        for rows in (group.whole.weights, group.whole.grads, *group.whole.buffers.values()):
             rows[present:] = math.nan
-        spoiled.append(len(stack.whole.weights) - present)
+        spoiled.append(len(group.whole.weights) - present)
 
     expected = compared(strategies, MLP(6, (64, 16), 3, seed=0), **options)
     arrange, spoiled = attendance.arrange, list[int]()

@@ -23,11 +23,11 @@ import vsim
 from vsim import Compute, Network, Schedule, Trainer
 from vsim.cluster.randomness import NODE, fingerprints, generator
 from vsim.cluster.replicas import Replicas
+from vsim.core.run import Diverged
 from vsim.engine import AutoExecutor, LoopExecutor, Settings, VmapError, VmapExecutor
 from vsim.engine.objective import Objective
 from vsim.engine.proof import Proof
 from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
-from vsim.training.run import Diverged
 
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False}
 ALONE, ALLREDUCE = Strategy(optim_spec="sgd", lr=0.1), SimpleReduceStrategy(optim_spec="sgd", lr=0.1)

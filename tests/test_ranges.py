@@ -177,7 +177,7 @@ def test_callbacks() -> None:
 
 class Interrupting(Callback):
     def on_step(self, run: RunView) -> None:
-        if run.done == 3 and 0 not in run.cluster.replicas.nodes:
+        if run.done == 3 and 0 not in run.cluster.collectives.nodes:
             raise KeyboardInterrupt
 
 

@@ -72,8 +72,8 @@ def message(collectives: Any, *_: Any, label: str = "", **__: Any) -> Told:
 PLACES: list[tuple[str, Callable[..., Told], bool]] = [
     ("vsim.training.evaluate:Evaluator.__call__", of_runs("validated"), False),
     ("vsim.training.loop:measured_on", lambda of, stack, runs, *_: of_runs(f"measured {of}")(0, runs), False),
-    ("vsim.training.run:Run.check_weights", lambda run: of_runs("checked")(0, [run]), False),
-    ("vsim.training.run:Run.__setattr__", set_in_run, True),
+    ("vsim.training.tracked:TrackedRun.check_weights", lambda run: of_runs("checked")(0, [run]), False),
+    ("vsim.core.run:Run.__setattr__", set_in_run, True),
     ("vsim.training.display:Display.show", shown, False),
     ("vsim.records.progress:Recorder._advance", lambda r, n, _: [(r.history.ledger, f"shown {n}")], False),
     ("vsim.compare:_lowest", rung, False),

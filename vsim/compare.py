@@ -30,6 +30,7 @@ from vsim.arguments import (
 from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
+from vsim.core.run import Diverged
 from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
@@ -60,7 +61,6 @@ from vsim.training.entries import Entries, Keep, copied_callbacks
 from vsim.training.entry import Entry
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.race_folder import saving_in
-from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec, takes_options, two_lengths
 
 

@@ -50,9 +50,9 @@ from vsim.training.entries import for_elsewhere
 from vsim.training.interrupt import Interrupted
 from vsim.training.loop import Ensemble
 from vsim.training.resume import captured
-from vsim.training.run import Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
+from vsim.training.tracked import TrackedRun
 from vsim.training.view import RunView
 
 
@@ -124,7 +124,7 @@ class Trainer:
         self.strategy: Algorithm | None = None
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
-        self._last: Run | Checkpoint | None = None  # what resume=True resumes if there is no save_dir
+        self._last: TrackedRun | Checkpoint | None = None  # what resume=True resumes if there is no save_dir
 
     @property
     def ledger(self) -> Ledger:
@@ -139,7 +139,7 @@ class Trainer:
         if spec.resume is True and spec.save_dir is None and under_torchrun():
             raise ValueError("under torchrun resume=True needs save_dir: no process has the state of all nodes")
         last = self._last
-        if isinstance(last, Run):
+        if isinstance(last, TrackedRun):
             last = captured(last) if spec.resume is True and spec.save_dir is None else None
         start = start_of(spec.resume, spec.save_dir, last)
         saving = saving_of(spec.checkpoint_interval, spec.save_dir, start)
@@ -176,10 +176,10 @@ class Trainer:
             )
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
         ensemble = self.prepare(**{"progress": False, **options, **unheard})
-        run, stack = ensemble.only
-        batch = stack.coming_batch()
+        run, group = ensemble.only
+        batch = group.coming_batch()
         first = itertools.islice(ensemble.steps(), 12)
-        return explain(stack.executor, first, evened(batch), run.strategy.optim, stack.minibatch_size)
+        return explain(group.executor, first, evened(batch), run.strategy.optim, group.minibatch_size)
 
     @typed_by(RunSpec)
     @takes_options()
@@ -328,7 +328,7 @@ class Trainer:
             ValueError: there was no run in this process: none yet, or a run with backend="process"; or the node was
                 absent at the end.
         """
-        if not isinstance(self._last, Run):
+        if not isinstance(self._last, TrackedRun):
             raise ValueError(
                 "client_model() needs a run of the simulator, which keeps the state of clients in this process: call "
                 "fit() first, without backend='process'"

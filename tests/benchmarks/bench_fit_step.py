@@ -95,7 +95,7 @@ def calls(strategy: Any, x: torch.Tensor, y: torch.Tensor, compile: bool) -> flo
 def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> list[float]:
     """Microseconds of a step: all of it, losses and gradients, optimizer, bookkeeping, and bookkeeping alone."""
     ensemble = run_of(num_nodes, x, y, compile)
-    run, stack = ensemble.only
+    run, group = ensemble.only
     spent = [0.0, 0.0]
     losses = torch.ones(num_nodes)
 
@@ -108,7 +108,7 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
 
         return wrapped
 
-    stack.losses_and_grads = timed(stack.losses_and_grads, 0)  # type: ignore[method-assign]
+    group.losses_and_grads = timed(group.losses_and_grads, 0)  # type: ignore[method-assign]
     run.strategy.optim.step = timed(run.strategy.optim.step, 1)  # type: ignore[method-assign]
     taking, wholes = ensemble.steps(), []
     divided = []
@@ -119,7 +119,7 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
             next(taking)
         wholes.append((time.perf_counter() - started) / STEPS)
         divided.append([seconds / STEPS for seconds in spent])
-    stack.losses_and_grads = lambda batch: losses  # type: ignore[method-assign]
+    group.losses_and_grads = lambda batch: losses  # type: ignore[method-assign]
     run.strategy.optim.step = lambda: None  # type: ignore[method-assign]
     alone = []
     for _ in range(ROUNDS):

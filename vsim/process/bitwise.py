@@ -223,7 +223,7 @@ class CompareStates:
     def __call__(self, run: RunView) -> None:
         step, state = run.cluster.step, _state(run)
         simulated, events = torch.load(self.folder / f"step-{step}.pt")
-        for row, place in enumerate(run.cluster.replicas.nodes):
+        for row, place in enumerate(run.cluster.collectives.nodes):
             node = run.cluster.active[place]
             found = [d for kind, own in state.items() for d in _of_state(run, node, row, kind, simulated[kind], own)]
             found += _of_events(step, node, events, _events(run))

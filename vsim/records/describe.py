@@ -237,7 +237,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
     """Return argument → description for everything that determines a run, except its number of steps.
 
     Args:
-        run: a `vsim.training.run.Run`.
+        run: a `vsim.training.tracked.TrackedRun`.
     """
     spec, replicas, kwargs = run.spec, run.cluster.replicas, run.spec.dataloader_kwargs
     found = {name: describe(getattr(spec, name), seen=set()) for name in _ARGUMENTS}

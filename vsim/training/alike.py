@@ -12,7 +12,7 @@ from vsim.training.spec import RunSpec
 
 
 def batch_shapes(batches: BatchSource, spec: RunSpec, num_steps: int) -> tuple[Any, ...]:
-    """Return a key of the shapes of a run's batches; the runs of a stack have equal keys."""
+    """Return a key of the shapes of a run's batches; the runs of a group have equal keys."""
     drop_last = bool((spec.dataloader_kwargs or {}).get("drop_last", False))
     # If nodes reach their smaller last batches at different steps, batches of different sizes are computed separately.
     uneven = len(set(batches.lengths)) > 1 or spec.participation is not None

@@ -1,6 +1,6 @@
 """Between steps, let nodes leave and join, assign rows to the clients of a new round, and drop runs that have ended.
 
-A stack's rows are permuted so that the present nodes of running runs have the first rows of the matrix. Every other
+A group's rows are permuted so that the present nodes of running runs have the first rows of the matrix. Every other
 object with rows is then a view of these first rows, or is cut to them.
 """
 
@@ -23,20 +23,20 @@ from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import NODE, DataStates, derive_seed
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import CheckpointError, owners
+from vsim.core.group import Group
 from vsim.data.batches import Source, joint_batches, one_in_memory
 from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
 from vsim.training.lasting import python_of, set_python
 from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
-from vsim.training.run import Run
-from vsim.training.stack import Stack
+from vsim.training.tracked import TrackedRun
 
 # A compiled executor is compiled again for another number of rows. Therefore rows of ended runs are still computed
 # until they reach this share of all rows.
 _SHARE = 0.2
 
 
-def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
+def attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], step: int) -> None:
     """Switch every run to its plan's nodes from step `step` on, and drop the rows of runs that have ended.
 
     Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
@@ -45,9 +45,9 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
     Raises:
         CheckpointError: the model or a strategy has state that cannot move with the rows.
     """
-    for stack in stacks:
-        beginning = [run for run in stack.runs if run.begins_segment(step)]
-        if not beginning and all(run.is_running for run in stack.taking):
+    for group in groups:
+        beginning = [run for run in group.runs if run.begins_segment(step)]
+        if not beginning and all(run.is_running for run in group.taking):
             continue
         moving = {}
         for run in beginning:
@@ -56,14 +56,14 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
                     _end_round(run)
                 if _changes(run, step):
                     moving[run] = _rows_from(run, step)
-        if is_new := bool(moving) or _are_to_go(stack):
-            arrange(stack, step, moving)
+        if is_new := bool(moving) or _are_to_go(group):
+            arrange(group, step, moving)
         for run in beginning:
             run.ledger.position.begin(step, "start")
             if run.presence.clients is not None:
                 _begin_round(run, step)
         if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
-            feed(stack)
+            feed(group)
     for run in runs:
         if run.begins_segment(step):
             if not run.starts and run.presence.clients is None:
@@ -77,23 +77,23 @@ def attend(stacks: Sequence[Stack], runs: Sequence[Run], step: int) -> None:
             run.ledger.attend(now)
 
 
-def _are_to_go(stack: Stack) -> bool:
+def _are_to_go(group: Group[TrackedRun]) -> bool:
     """Return whether to stop computing the rows of runs that have ended."""
-    left = [len(run.nodes) for run in stack.taking if not run.is_running]
-    if len(left) in (0, len(stack.taking)):
+    left = [len(run.nodes) for run in group.taking if not run.is_running]
+    if len(left) in (0, len(group.taking)):
         return False
-    run, computed = stack.runs[0], sum(len(run.nodes) for run in stack.taking)
+    run, computed = group.runs[0], sum(len(run.nodes) for run in group.taking)
     bound = (run.spec.dataloader_kwargs or {}).get("num_workers") or run.objective.unsaved()
-    bound = bound or any(map(_kept_view, stack.runs))
+    bound = bound or any(map(_kept_view, group.runs))
     return not bound and (not run.spec.compile or sum(left) >= _SHARE * computed)
 
 
-def _plan(run: Run) -> Plan:
+def _plan(run: TrackedRun) -> Plan:
     assert run.presence.plan is not None
     return run.presence.plan
 
 
-def _changes(run: Run, step: int) -> bool:
+def _changes(run: TrackedRun, step: int) -> bool:
     """Return whether the segment from `step` on needs other rows than the segment before."""
     now = _plan(run).segment(step).nodes
     if run.presence.clients is None:
@@ -104,13 +104,13 @@ def _changes(run: Run, step: int) -> bool:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def rows_at_first(run: Run, step: int) -> list[int]:
+def rows_at_first(run: TrackedRun, step: int) -> list[int]:
     """Return the rows of this process's nodes that take part in `step`, right after the setup with all nodes."""
     own = run.collectives.machines[run.collectives.rank]
     return [machine - own.start for machine in _plan(run).machines(step) if machine in own] or [0]
 
 
-def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
+def _rows_from(run: TrackedRun, step: int) -> tuple[list[int], dict[str, Any]]:
     """Return the rows that this process's nodes in `step` continue from, and the state that row −1 stands for.
 
     A joining node continues from its peer's row. Row −1 stands for a peer's row that another process holds and sends.
@@ -132,20 +132,22 @@ def _rows_from(run: Run, step: int) -> tuple[list[int], dict[str, Any]]:
 
 
 @torch.no_grad()
-def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], Mapping[str, Any]]]) -> None:
-    """Permute a stack's rows, and all state that has rows, so that the rows of nodes present in `step` come first.
+def arrange(
+    group: Group[TrackedRun], step: int, moving: Mapping[TrackedRun, tuple[Sequence[int], Mapping[str, Any]]]
+) -> None:
+    """Permute a group's rows, and all state that has rows, so that the rows of nodes present in `step` come first.
 
     Args:
         moving: run → the rows that its nodes continue from, see `_rows_from`.
     """
     states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
-    python = {run: copy.deepcopy(python_of(run)) for run in stack.runs if run not in moving}
+    python = {run: copy.deepcopy(python_of(run)) for run in group.runs if run not in moving}
     for run in moving:
         run.collectives.attend(_plan(run).segment(step).nodes, _plan(run).machines(step))
-    present = [run for run in stack.runs if run.is_running and run.nodes]
-    whole, first = stack.whole, 0
+    present = [run for run in group.runs if run.is_running and run.nodes]
+    whole, first = group.whole, 0
     sources, places = list[int](), {}
-    for run in [*present, *(run for run in stack.runs if run not in present)]:
+    for run in [*present, *(run for run in group.runs if run not in present)]:
         rows = [max(0, row) for row in moving[run][0]] if run in moving else range(len(run.rows))
         sources += [run.rows.start + row for row in rows]
         places[run] = range(len(sources) - len(rows), len(sources))
@@ -156,7 +158,7 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
         matrix[first : len(sources)] = matrix[moved]
     for run, rows in places.items():
         if rows != run.rows or run in moving:
-            stack.place(run, rows)
+            group.place(run, rows)
     for run, own in python.items():
         set_python(run, own)
     for run, state in states.items():
@@ -168,10 +170,10 @@ def arrange(stack: Stack, step: int, moving: Mapping[Run, tuple[Sequence[int], M
         fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
         run.cluster.shard_sizes = run.presence.batches.shard_sizes[list(run.cluster.active)]
         run.keeping.undeclared = undeclared(run)
-    stack.compute_first(present)
+    group.compute_first(present)
 
 
-def _kept_view(run: Run) -> str:
+def _kept_view(run: TrackedRun) -> str:
     """Return the name of an attribute in which a strategy keeps a view of its weights or gradients, or "".
 
     When rows move, such a view would show other nodes. An attribute named in `derived` may hold a collection of views,
@@ -186,16 +188,16 @@ def _kept_view(run: Run) -> str:
     return ""
 
 
-def feed(stack: Stack) -> None:
-    """Give a stack the batches of its present rows, from the next step of its running runs on."""
-    # Not the step that other stacks are at: after a resume, a stack may wait for another one. Ended runs are behind.
-    done = max(run.done for run in stack.runs)
+def feed(group: Group[TrackedRun]) -> None:
+    """Give a group the batches of its present rows, from the next step of its running runs on."""
+    # Not the step that other groups are at: after a resume, a group may wait for another one. Ended runs are behind.
+    done = max(run.done for run in group.runs)
     fetching: dict[Hashable, DataStates | None] = {}
-    sources = [_source(run, done, fetching) for run in stack.taking]
-    stack.batches = enumerate(joint_batches(sources, done), done + 1) if sources else iter(())
+    sources = [_source(run, done, fetching) for run in group.taking]
+    group.batches = enumerate(joint_batches(sources, done), done + 1) if sources else iter(())
 
 
-def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
+def _source(run: TrackedRun, done: int, fetching: dict[Hashable, DataStates | None]) -> Source:
     """Return the batches of a run after `done` steps.
 
     Args:
@@ -217,7 +219,7 @@ def _source(run: Run, done: int, fetching: dict[Hashable, DataStates | None]) ->
 # Joining, and rounds of clients ---------------------------------------------------------------------------------------
 
 
-def _join(run: Run, step: int) -> None:
+def _join(run: TrackedRun, step: int) -> None:
     """Bill the state that joining nodes copy, and give each of these nodes its own random stream."""
     plan = _plan(run)
     joining = plan.joining(step)
@@ -228,7 +230,7 @@ def _join(run: Run, step: int) -> None:
     _seed(run, joining, step)
 
 
-def _bytes_of_a_node(run: Run) -> int:
+def _bytes_of_a_node(run: TrackedRun) -> int:
     """Return the bytes of one node's weights, buffers, optimizer state and strategy state."""
     replicas, strategy = run.cluster.replicas, run.strategy
     width = replicas.weights.stride(0)
@@ -244,7 +246,7 @@ def _bytes_of_a_node(run: Run) -> int:
     return of_rows + sum(size(t) // len(t) for t in rows) + sum(t.nbytes for t in lasting(strategy, "shared"))
 
 
-def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
+def _seed(run: TrackedRun, nodes: Iterable[int], step: int) -> None:
     """Reseed the streams of nodes that begin to take part; a node gets a new seed each time it returns."""
     times, begin, active = _plan(run).times(step), set(nodes), run.cluster.active
     rows = {row: active[i] for row, i in enumerate(run.nodes) if active[i] in begin}
@@ -254,7 +256,7 @@ def _seed(run: Run, nodes: Iterable[int], step: int) -> None:
 
 
 @torch.no_grad()
-def _end_round(run: Run) -> None:
+def _end_round(run: TrackedRun) -> None:
     """Store the state of the round's clients, and reset all rows to the global weights and buffers.
 
     Clients push their running statistics to the server. They also push their weights, unless the server has the global
@@ -276,13 +278,13 @@ def _end_round(run: Run) -> None:
         replicas.buffers[name].copy_(mean)
 
 
-def _shared_bytes(run: Run) -> int:
+def _shared_bytes(run: TrackedRun) -> int:
     """Return the bytes of the weights that all clients share."""
     modules = run.strategy.communication_modules
     return run.cluster.replicas.weights[0].nbytes - sum(module.personal_bytes for module in modules)
 
 
-def _statistics_bytes(run: Run) -> int:
+def _statistics_bytes(run: TrackedRun) -> int:
     """Return the bytes of a client's running statistics, whose mean over clients the server keeps."""
     personal = {name for module in run.strategy.communication_modules for name in module.personal_buffers}
     own = {name: b for name, b in run.cluster.replicas.buffers.items() if name not in personal}
@@ -290,7 +292,7 @@ def _statistics_bytes(run: Run) -> int:
 
 
 @torch.no_grad()
-def _begin_round(run: Run, step: int) -> None:
+def _begin_round(run: TrackedRun, step: int) -> None:
     """Assign the rows to the clients of the round that begins at `step`."""
     cluster, strategy, plan = run.cluster, run.strategy, _plan(run)
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)

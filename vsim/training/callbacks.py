@@ -19,8 +19,8 @@ from vsim.private_torch import version
 from vsim.records.history import ACCURACIES
 from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.alike import is_vsims
-from vsim.training.run import Run
 from vsim.training.spec import RunSpec
+from vsim.training.tracked import TrackedRun
 from vsim.training.view import RunView
 
 
@@ -97,7 +97,7 @@ def notify_row(callbacks: Sequence[Any], run: Any) -> None:
 
 
 @contextmanager
-def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Iterator[None]:
+def watching(run: TrackedRun, values: MutableMapping[nn.Module, dict[str, int]]) -> Iterator[None]:
     """Check that callbacks that are called in this context change no parameter and no buffer of `run.model`.
 
     Every call is checked for replaced tensors, writes that torch counts, and assignments to `requires_grad` and
@@ -139,7 +139,7 @@ def watching(run: Run, values: MutableMapping[nn.Module, dict[str, int]]) -> Ite
         )
 
 
-def _tensors(run: Run) -> dict[str, Tensor]:
+def _tensors(run: TrackedRun) -> dict[str, Tensor]:
     """Return name → tensor, for the parameters of `run.model` and the buffers of which each node has its own."""
     model, own = run.objective.model, run.cluster.replicas.buffers
     return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in own}
@@ -153,7 +153,7 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
-def _warn_of_given(run: Run, before: Mapping[str, bool]) -> None:
+def _warn_of_given(run: TrackedRun, before: Mapping[str, bool]) -> None:
     """Warn if `requires_grad` in the model that was given is no longer as `before`."""
     now = _trained(run.spec.model)
     found = [name for name, trained in before.items() if now.get(name, trained) != trained]
@@ -167,7 +167,7 @@ def _warn_of_given(run: Run, before: Mapping[str, bool]) -> None:
         )
 
 
-def _values(run: Run) -> dict[str, int]:
+def _values(run: TrackedRun) -> dict[str, int]:
     """Return name → checksum for tensors of `run.model`; {} in a node's own process, where they train."""
     if run.spec.backend == "process" and run.spec.num_processes is None:
         return {}

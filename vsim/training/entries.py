@@ -21,6 +21,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
 from vsim.cluster.state import CheckpointError
+from vsim.core.group import DRAW_FROM_NODES
 from vsim.records.history import History
 from vsim.records.progress import Recorder, Reporter, StepReport
 from vsim.training.callbacks import Relay, notify
@@ -28,11 +29,11 @@ from vsim.training.display import Display
 from vsim.training.entry import Entry, Outcome, end_of
 from vsim.training.groups import fitting_groups
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.loop import DRAW_FROM_NODES, Ensemble
+from vsim.training.loop import Ensemble
 from vsim.training.race_folder import RaceFolder, write_end
-from vsim.training.run import Run
 from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec
+from vsim.training.tracked import TrackedRun
 
 Keep = Callable[[int, Mapping[str, float]], Collection[str]]
 
@@ -239,12 +240,13 @@ class Entries:
                 untouched = fingerprints(self.device)
                 ensemble = self._prepared(configs, [(recorders[entry], entry) for entry in running], display)
                 if len(running) > 1:
-                    ensemble.check_draws(untouched, ensemble.runs[0], "the setup of a strategy")
+                    ensemble.groups[0].check_draws(untouched, ensemble.runs[0], "the setup of a strategy")
                 for entry in running:
                     entry.spec = replace(entry.spec, start=None)  # free the checkpoint's memory
                 del configs
-                ensemble.tolerant = True
-                ensemble.ends_early = not any(r.has_begun for r in self.entries if r not in running)
+                for group in ensemble.groups:
+                    group.tolerant, group.apart = True, "" if self.rungs else group.apart
+                    group.ends_early = not any(r.has_begun for r in self.entries if r not in running)
                 ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
                 ensemble.watch = lambda ensemble: self._collect(ensemble, running, display)
                 for run in self._stopped(ensemble, running):  # the checkpoint may be from a rung's step
@@ -253,7 +255,7 @@ class Entries:
                     run.measuring.rungs = self.rungs
                     if entry.finished_at is not None:
                         run.stop()
-                preparing = next(filter(None, (stack.executor.preparing for stack in ensemble.stacks)), "")
+                preparing = next(filter(None, (group.executor.preparing for group in ensemble.groups)), "")
                 display.expect({entry: run.steps for run, entry in zip(ensemble.runs, running, strict=True)}, preparing)
                 self._collect(ensemble, running, display)  # shows what will train while the first step is prepared
                 try:
@@ -304,7 +306,7 @@ class Entries:
             outcome.error, outcome.stopped_at, outcome.finished_at = known
             self.notify(self.entries.index(entry), outcome)
 
-    def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[Run]:
+    def _stopped(self, ensemble: Ensemble, running: Sequence[Entry]) -> Collection[TrackedRun]:
         """Return the runs to stop: those that `keep` does not name, once all unfinished runs have reached a rung."""
         step = min((run.done for run in ensemble.unfinished), default=0)
         if self.keep is None or step not in self.rungs:

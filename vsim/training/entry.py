@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vsim.cluster.replicas import Replicas, Views
+from vsim.core.run import Diverged
 from vsim.records.history import History
 from vsim.training.callbacks import savable
-from vsim.training.run import Diverged
 from vsim.training.spec import RunSpec
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.arguments import retold
 from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import Views
+from vsim.core.group import Group
 from vsim.data.batches import validation_examples
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.executor import bits_of, check_examples
@@ -25,9 +26,8 @@ from vsim.engine.objective import Objective, explained
 from vsim.private_torch import without_performance_warnings
 from vsim.training.clients import OwnModels
 from vsim.training.finetune import fine_tuned
-from vsim.training.run import Run
 from vsim.training.spec import Metric
-from vsim.training.stack import Stack
+from vsim.training.tracked import TrackedRun
 
 # Columns of the node matrix that are compared at once, to bound the memory of the comparison.
 _COLUMNS_AT_ONCE = 2**18
@@ -79,7 +79,7 @@ class Evaluator:
         self._draws = False  # whether the model draws random numbers in evaluation mode
 
     @torch.no_grad()
-    def __call__(self, runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
+    def __call__(self, runs: Sequence[TrackedRun]) -> dict[TrackedRun, dict[str, float]]:
         """Return run → the validation columns of `History`, with a standard error after the run's last step."""
         pieces = _cut(self.batch, self.num_examples, self.batch_size)
         try:
@@ -224,7 +224,9 @@ def _measured_together(
     return _Measured(losses, accuracies), drew
 
 
-def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = False) -> dict[Run, dict[str, list[float]]]:
+def measured_on(
+    of: str, group: Group[TrackedRun], runs: Sequence[TrackedRun], briefly: bool = False
+) -> dict[TrackedRun, dict[str, list[float]]]:
     """Return for each run the "losses" (N,) of its global model on N datasets, and the "accuracies" if known.
 
     On a client's data, the client's model replaces the global model if the strategy has personal layers, or if
@@ -235,22 +237,24 @@ def measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool = Fals
         of: "client" for the data of every client, or "test" for the test data.
         briefly: whether to measure only the first client, or one batch of the test data.
     """
-    at_once = VmapExecutor.nodes_at_once(stack.whole, stack.executor.settings)
-    own_python, groups = stack.executor.objective.differs, dict[Any, list[Run]]()
+    at_once = VmapExecutor.nodes_at_once(group.whole, group.executor.settings)
+    own_python, alike = group.executor.objective.differs, dict[Any, list[TrackedRun]]()
     for run in runs:
         data = run.spec.client_val_dataset if of == "client" else run.spec.test_dataset
         key = id(data), run.spec.seed, run if own_python else None
-        groups.setdefault(key, []).append(run)
-    found: dict[Run, dict[str, list[float]]] = {}
-    for group in groups.values():
-        for own in (group[i : i + at_once] for i in range(0, len(group), at_once)):
-            found.update(zip(own, _measured_on(of, stack, own, briefly), strict=True))
+        alike.setdefault(key, []).append(run)
+    found: dict[TrackedRun, dict[str, list[float]]] = {}
+    for same in alike.values():
+        for own in (same[i : i + at_once] for i in range(0, len(same), at_once)):
+            found.update(zip(own, _measured_on(of, group, own, briefly), strict=True))
     return found
 
 
 @torch.no_grad()
-def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> list[dict[str, list[float]]]:
-    (run, *_), executor = runs, stack.executor
+def _measured_on(
+    of: str, group: Group[TrackedRun], runs: Sequence[TrackedRun], briefly: bool
+) -> list[dict[str, list[float]]]:
+    (run, *_), executor = runs, group.executor
     batch_size = 4 * (run.minibatch_size or run.spec.batch_size)
     if of == "client":
         datasets, most = run.measuring.client_data[: 1 if briefly else None], run.spec.val_size
@@ -280,7 +284,7 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
                 weights, tuned = fine_tuned(runs[row], number, *own) if runs[row].spec.client_val_steps else own
                 own_buffers = {name: b[None] for name, b in tuned.items()}
                 models[row] = models[row]._replace(weights=weights[None], buffers=own_buffers)
-            with using_threads(1) if stack.is_small else nullcontext():
+            with using_threads(1) if group.is_small else nullcontext():
                 measured, _ = _measured_together(executor, models, pieces, objective)
         except Exception as error:
             data = f"data of client {number}" if of == "client" else "test data"
@@ -299,26 +303,26 @@ def _measured_on(of: str, stack: Stack, runs: Sequence[Run], briefly: bool) -> l
     return [{name: values[row].tolist() for name, values in named.items()} for row in range(len(runs))]
 
 
-def validate(runs: Sequence[Run]) -> dict[Run, dict[str, float]]:
+def validate(runs: Sequence[TrackedRun]) -> dict[TrackedRun, dict[str, float]]:
     """Return run → validation columns, for runs with validation data. Runs with the same evaluator share calls."""
-    by_evaluator: dict[Any, list[Run]] = {}
+    by_evaluator: dict[Any, list[TrackedRun]] = {}
     for run in runs:
         if run.measuring.evaluator is not None:
             by_evaluator.setdefault(run.measuring.evaluator, []).append(run)
-    found: dict[Run, dict[str, float]] = {}
+    found: dict[TrackedRun, dict[str, float]] = {}
     for evaluator, own in by_evaluator.items():
         found.update(evaluator(own))
     return found
 
 
-def _of_nodes(run: Run, own_python: bool) -> _Rows:
+def _of_nodes(run: TrackedRun, own_python: bool) -> _Rows:
     """Return the nodes' models."""
     replicas = run.cluster.replicas
     python = [*run.rows] if own_python else [0] * replicas.num_held
     return _Rows(replicas.weights, replicas.buffers, run.spec.seed, python)
 
 
-def _of_cluster(run: Run, own_python: bool) -> _Rows:
+def _of_cluster(run: TrackedRun, own_python: bool) -> _Rows:
     """Return the global model and the mean replica; the first node's Python object computes the outputs of both."""
     assert run.measuring.weights is not None
     mean = run.measuring.weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
@@ -353,7 +357,7 @@ def _equal(one: _Rows, other: _Rows) -> bool:
     return one.python[0] == other.python[0] and all(torch.equal(a, b) for a, b in tensors)
 
 
-def _of_first_process(run: Run, value: float) -> float:
+def _of_first_process(run: TrackedRun, value: float) -> float:
     """Return, in every process of a run, the value from the first node's process."""
     collectives, num_held = run.cluster.collectives, run.cluster.replicas.num_held
     with collectives.unbilled():
@@ -361,7 +365,7 @@ def _of_first_process(run: Run, value: float) -> float:
         return float(collectives.broadcast(same, label="standard error"))
 
 
-def _columns(run: Run, nodes: _Measured, overall: _Measured) -> dict[str, float]:
+def _columns(run: TrackedRun, nodes: _Measured, overall: _Measured) -> dict[str, float]:
     collectives = run.cluster.collectives
     with collectives.unbilled():
         local = collectives.all_gather(nodes.losses)  # (K,)

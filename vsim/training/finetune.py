@@ -15,11 +15,11 @@ from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import copied
 from vsim.data.batches import resolve
 from vsim.engine.objective import Objective
-from vsim.training.run import Run
+from vsim.training.tracked import TrackedRun
 
 
 def fine_tuned(
-    run: Run, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
+    run: TrackedRun, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return weights (P,) and buffers after `client_val_steps` steps on the training data of a client.
 

@@ -16,22 +16,22 @@ from vsim.cluster.state import Lasting, Stateful, Values, owners, placements_of
 from vsim.strategy.base import Algorithm
 
 if TYPE_CHECKING:
-    from vsim.training.run import Run
+    from vsim.training.tracked import TrackedRun
 
 EXTRA, ATTRIBUTES = PYTHON = "extra state", "attributes"  # names of the Python state of models
 
 
-def stacked_state(run: Run) -> dict[str, Any]:
+def stacked_state(run: TrackedRun) -> dict[str, Any]:
     """Return name → declared state with a row for each node held here."""
     return {name: value for own in run.lasting for name, value in own.stacked().items()}
 
 
-def shared_state(run: Run) -> dict[str, Any]:
+def shared_state(run: TrackedRun) -> dict[str, Any]:
     """Return name → declared state that is equal on all nodes."""
     return {name: value for own in run.lasting for name, value in own.shared().items()}
 
 
-def restore(run: Run, filled: Values) -> None:
+def restore(run: TrackedRun, filled: Values) -> None:
     """Give the owners their values, name → value."""
     for own in run.lasting:
         own.restore(filled)
@@ -40,7 +40,7 @@ def restore(run: Run, filled: Values) -> None:
 # The owners that every run has ----------------------------------------------------------------------------------------
 
 
-def of_nodes(run: Run) -> Lasting:
+def of_nodes(run: TrackedRun) -> Lasting:
     """Return the declaration of the nodes' weights, buffers, random streams and shared decisions."""
 
     def stacked() -> Values:
@@ -57,7 +57,7 @@ def of_nodes(run: Run) -> Lasting:
     return Lasting(stacked, shared, restored)
 
 
-def of_strategy(run: Run) -> Lasting:
+def of_strategy(run: TrackedRun) -> Lasting:
     """Return the declaration of the optimizers, their schedules, and what the strategy and its parts declare."""
     strategy = run.strategy
 
@@ -91,7 +91,7 @@ def declared(strategy: Algorithm, placement: str) -> dict[str, Any]:
     return {name: getattr(owner, own) for name, owner, own, where in attributes_of(strategy) if where == placement}
 
 
-def of_model(run: Run) -> Lasting:
+def of_model(run: TrackedRun) -> Lasting:
     """Return the declaration of the Python state of the model of each row, and of the loss, if it is a module."""
 
     def shared() -> Values:
@@ -105,13 +105,13 @@ def of_model(run: Run) -> Lasting:
     return Lasting(lambda: python_of(run), shared, restored)
 
 
-def python_of(run: Run) -> Values:
+def python_of(run: TrackedRun) -> Values:
     """Return the Python state of the model of each row: two names → a list item for each row."""
     own = (run.objective.extra_states(run.rows), run.objective.attributes(run.rows))
     return {name: [(state,) for state in states] for name, states in zip(PYTHON, own, strict=True)}
 
 
-def set_python(run: Run, state: Values) -> None:
+def set_python(run: TrackedRun, state: Values) -> None:
     """Restore the output of `python_of`."""
     extra, attributes = ([own for (own,) in state[name]] if name in state else None for name in PYTHON)
     run.objective.set_states(run.rows, extra or [{}] * len(run.rows), attributes)

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vsim.arguments import naming, retold
-from vsim.cluster.randomness import fingerprints, global_states
-from vsim.cluster.state import CheckpointError
-from vsim.data.batches import Uneven, sizes_of
-from vsim.engine.machine import moved, repeating, synchronize, using_threads
+from vsim.arguments import naming
+from vsim.cluster.randomness import global_states
+from vsim.core.group import Group, Guard, all_leave
+from vsim.engine.machine import repeating
 from vsim.engine.memory import Held
-from vsim.engine.objective import explained
 from vsim.records.progress import StepReport
-from vsim.strategy.base import take_step
 from vsim.training import resume
 from vsim.training.attendance import attend
 from vsim.training.callbacks import notify, notify_row, watching
 from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.run import Diverged, Run
-from vsim.training.stack import Stack
+from vsim.training.tracked import TrackedRun
 from vsim.training.view import RunView
-from vsim.trees import tensors_of
-
-DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 
 
 @dataclass(eq=False)
@@ -41,24 +32,20 @@ class Ensemble:
     """Runs that are set up to train together, with everything that the training loop needs.
 
     Attributes:
-        runs: all runs, in the given order. stacks: the same runs, in groups that are computed together.
+        runs: all runs, in the given order. groups: the same runs, in groups that are computed together.
         interrupt: holds the user's request to stop after the current step.
-        tolerant: whether the other runs continue when a run fails; if False, the error is raised.
-        ends_early: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
         watch: called as f(ensemble) when a step is reported for all runs.
         stopping: called as f(ensemble) after a step; returns the runs to stop after this step.
         memory: returns how many bytes of a device's memory this process holds.
         values: model that callbacks see → checksums of the model's parameters; see `vsim.training.callbacks.watching`.
     """
 
-    runs: list[Run]
-    stacks: list[Stack]
+    runs: list[TrackedRun]
+    groups: list[Group[TrackedRun]]
     max_steps: int
     interrupt: Interrupt = field(default_factory=Interrupt)
-    tolerant: bool = False
-    ends_early: bool = True
     watch: Callable[[Ensemble], None] | None = None
-    stopping: Callable[[Ensemble], Collection[Run]] | None = None
+    stopping: Callable[[Ensemble], Collection[TrackedRun]] | None = None
     memory: Held = field(default_factory=Held)
     values: MutableMapping[nn.Module, dict[str, int]] = field(default_factory=WeakKeyDictionary)
 
@@ -99,36 +86,17 @@ class Ensemble:
                 run.keeping.left_states = global_states(run.cluster.weights.device)
             if run.presence.clients is not None:
                 run.presence.clients.release()
-            run.cluster.gradient_at = None  # it refers to the stack, whose memory would stay in use
-        for stack in self.stacks:
-            stack.batches = iter(())  # ends the worker processes of a DataLoader
-
-    def states_for_trial(self, run: Run) -> dict[str, bytes]:
-        """Return the states of the global random generators, if `run` is one of several and in its first steps."""
-        return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and len(self.runs) > 1 else {}
-
-    def check_draws(self, before: Mapping[str, bytes], run: Run, who: str) -> None:
-        """Raise a ValueError if `who` has drawn from global random generators since `states_for_trial` gave `before`.
-
-        Runs that train together share these generators, so that the numbers of one run would depend on the others.
-        """
-        now = self.states_for_trial(run) if before else {}
-        if found := [name for name, state in before.items() if state != now[name]]:
-            apart = (
-                "" if run.measuring.rungs else "give together=False, or "
-            )  # halving compares runs that train together
-            raise ValueError(
-                f"{who} draws from the global random generators ({', '.join(found)}), which runs that train together "
-                f"would share: {apart}{DRAW_FROM_NODES}"
-            )
+            run.cluster.gradient_at = None  # it refers to the group, whose memory would stay in use
+        for group in self.groups:
+            group.batches = iter(())  # ends the worker processes of a DataLoader
 
     @property
-    def training(self) -> list[Run]:
+    def training(self) -> list[TrackedRun]:
         """The runs that have neither failed nor been stopped."""
         return [run for run in self.runs if run.trains]
 
     @property
-    def unfinished(self) -> list[Run]:
+    def unfinished(self) -> list[TrackedRun]:
         """The runs that will take another step."""
         return [run for run in self.runs if run.is_running]
 
@@ -138,10 +106,10 @@ class Ensemble:
         return self.runs[0].is_alone
 
     @property
-    def only(self) -> tuple[Run, Stack]:
-        """The run and stack of an ensemble with a single run."""
-        ((run,), (stack,)) = self.runs, self.stacks
-        return run, stack
+    def only(self) -> tuple[TrackedRun, Group[TrackedRun]]:
+        """The run and group of an ensemble with a single run."""
+        ((run,), (group,)) = self.runs, self.groups
+        return run, group
 
 
 def _steps(ensemble: Ensemble) -> Iterator[int]:
@@ -149,14 +117,14 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
             resume.begin(run)
     for run in (run for run in ensemble.training if run.spec.callbacks):
-        with _own(ensemble, run), watching(run, ensemble.values):
+        with Guard(run.group, run), watching(run, ensemble.values):
             for callback in run.spec.callbacks:
                 with ensemble.interrupt.requested_inside():
                     notify(callback, "on_start", RunView(run))
     first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
     for run in ensemble.training:
         run.recording.known_events = len(run.ledger)
-    attend(ensemble.stacks, ensemble.training, first + 1)
+    attend(ensemble.groups, ensemble.training, first + 1)
     _report_start(ensemble)
     _notify_ends(ensemble, ensemble.training)
     if ensemble.watch is not None:
@@ -164,12 +132,12 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
     while ensemble.unfinished:
         step = min(run.done for run in ensemble.unfinished) + 1
         if step > first + 1:
-            attend(ensemble.stacks, ensemble.training, step)
+            attend(ensemble.groups, ensemble.training, step)
         taking = {run for run in ensemble.unfinished if run.done == step - 1}  # other runs resumed from a later step
         stops = False
-        for stack in ensemble.stacks:
-            if taking.intersection(stack.runs):
-                stops |= _take_step(ensemble, stack, step)
+        for group in ensemble.groups:
+            if taking.intersection(group.runs):
+                stops |= next(group.steps).stops
         reached = [run for run in ensemble.training if run in taking and run.done == step]
         ensemble.interrupt.check()
         _report(ensemble, reached, step)
@@ -179,7 +147,7 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         saved = True
         for run in reached:
             run.trial_steps -= 1
-            with _own(ensemble, run):
+            with Guard(run.group, run):
                 if run.trial_steps in (0, 1) and run.is_to_be_moved:
                     with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
                         resume.check_declared(run)
@@ -195,176 +163,36 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         yield step
 
 
-def _take_step(ensemble: Ensemble, stack: Stack, step: int) -> bool:
-    """Take step number `step` with the runs of a stack; return whether any process was asked to stop after it."""
-    runs = [run for run in stack.runs if run.is_running]
-    started = time.perf_counter()
-    device = runs[0].cluster.replicas.weights.device
-    steps = {run.done + 1 for run in runs}
-    for run in runs:
-        run.ledger.position.begin(step)
-        run.lr = run.strategy.lr
-    for run in stack.taking:
-        if run.presence.plan is not None or not run.is_running:
-            run.keep_resting()
-    if stack.take_own_step is not None:
-        (run,) = runs
-        with _own(ensemble, run):
-            stack.take_own_step()
-        run.seconds += time.perf_counter() - started
-        return False
-    try:
-        of_step, batch = next(stack.batches) if stack.taking else (step, [])
-        if any(t.device != device for t in tensors_of(batch)):
-            batch = moved(batch, device)
-    except Exception as error:
-        _all_leave(ensemble, runs, retold(error, f"the batches of step {step}: {error}"))
-        return False
-    if {of_step, *steps} != {step}:  # would train on wrong examples without a sign of it
-        raise RuntimeError(f"step {step} got the batch of step {of_step} for runs whose next steps are {steps}")
-    before = ensemble.states_for_trial(runs[0])
-    with using_threads(1) if stack.is_small else nullcontext():
-        try:
-            with runs[0].computing():
-                losses = stack.losses_and_grads(batch) if stack.taking else torch.empty(0)
-        except Exception as error:  # an error of the model or the data, which all runs of the stack share
-            given = stack.few.batch if isinstance(batch, Uneven) else batch
-            _all_leave(ensemble, runs, explained(error, stack.executor.objective, given, 1, f"at step {step}"))
-            return False
-        ensemble.check_draws(before, runs[0], "the model")
-        stops = _keep_losses(ensemble, stack, losses, step, batch)
-        _take_own_steps(ensemble, stack)
-    runs = [run for run in runs if run.trains]
-    if any(run.is_over or run.is_validated for run in runs):
-        synchronize(device)  # otherwise the measured time of the validation would include work of this step
-    seconds = time.perf_counter() - started
-    num_nodes = sum(run.cluster.num_nodes for run in runs)
-    for run in runs:
-        run.seconds += seconds * run.cluster.num_nodes / num_nodes
-    return stops
-
-
-def _keep_losses(ensemble: Ensemble, stack: Stack, losses: Tensor, step: int, batch: Any) -> bool:
-    """Give every run the losses of its nodes (K,), and count their examples; remove runs with a non-finite loss.
-
-    Returns:
-        Whether a process of the run has been asked to stop after this step.
-    """
-    stops = False
-    stepping = [(run, run.taking) for run in stack.runs if run.trains and run.cluster.step == step]
-    # The only copy from the device in a step, for which the host waits. Copying the losses of several steps at once
-    # would let the host run ahead, but a run with a non-finite loss must end with the weights of its last good step,
-    # and callbacks, loggers and early stopping need each step's losses in that step.
-    values = losses.tolist() if ensemble.is_alone else []
-    others = {} if ensemble.is_alone else _of_all_nodes(losses, batch, stepping, ensemble.interrupt.requested)
-    for run, rows in stepping:
-        resting = run.cluster.resting_nodes
-        if ensemble.is_alone:
-            run.node_losses = values[rows]
-            taking = (row for row in range(rows.start, rows.stop) if row - rows.start not in resting)
-            sizes = sizes_of(batch, taking)
-        else:
-            run.node_losses, requests, *of_nodes = others[run].T.tolist()
-            stops = any(requests)
-            examples, tokens = (sum(n for node, n in enumerate(own) if node not in resting) for own in of_nodes)
-            sizes = int(examples), int(tokens)
-        run.examples, run.tokens = run.examples + sizes[0], run.tokens + sizes[1]
-        try:
-            run.check_losses(dict(zip(run.cluster.active, run.node_losses, strict=True)), batch, rows)
-        except (Diverged, IndexError) as error:
-            _leave(ensemble, run, error)
-        for node in resting:
-            run.node_losses[node] = math.nan
-    return stops
-
-
-@torch.no_grad()
-def _take_own_steps(ensemble: Ensemble, stack: Stack) -> None:
-    """Take the communication and optimizer step of every run."""
-    for run in stack.taking:
-        if not run.is_running:
-            run.put_back_resting()
-    stepping = [run for run in stack.runs if run.trains and run.cluster.step > run.done]
-    for run in stepping:
-        with _own(ensemble, run):
-            take_step(run.strategy, run.put_back_resting)
-
-
-class _own(AbstractContextManager[None]):
-    """Context for the code of one run: an error in this context ends only this run."""
-
-    def __init__(self, ensemble: Ensemble, run: Run) -> None:
-        self.ensemble, self.run = ensemble, run
-
-    def __enter__(self) -> None:
-        self.before = self.ensemble.states_for_trial(self.run)
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if error is None and self.before:
-            who = f"{self.run.spec.label}: its strategy or a callback"
-            self.ensemble.check_draws(self.before, self.run, who)
-        if not isinstance(error, Exception) or not self.ensemble.tolerant:
-            return False
-        _leave(self.ensemble, self.run, error)
-        return True
-
-
-def _leave(ensemble: Ensemble, run: Run, error: Exception) -> None:
-    """Remove a failed run so that the others continue; raise the error if they cannot, or if this loses no progress.
-
-    After a request to stop, a run that fails has no outcome: the others complete the step, and all can be resumed.
-    """
-    if ensemble.interrupt.explains(error):
-        if ensemble.interrupt.insisted or not (ensemble.tolerant and ensemble.is_alone):
-            raise error
-        warnings.warn(
-            f"{run.spec.label}: interrupted in step {run.cluster.step}, which was not completed: {error!r}",
-            UserWarning,
-            stacklevel=2,
-        )
-        run.cut = True
-        return
-    nothing_lost = ensemble.ends_early and (run.done == 0 or isinstance(error, CheckpointError))
-    if not ensemble.tolerant or not (isinstance(error, Diverged) or (ensemble.is_alone and not nothing_lost)):
-        raise error  # with several processes, the other processes may not have this error
-    run.error = error
-
-
-def _all_leave(ensemble: Ensemble, runs: Sequence[Run], error: Exception) -> None:
-    for run in runs:
-        _leave(ensemble, run, error)
-
-
 def _report_start(ensemble: Ensemble) -> None:
     starting = [run for run in ensemble.training if run.starts]
     found = _measurements(ensemble, starting)
-    for stack in ensemble.stacks:
-        for run in [m for m in stack.runs if m in starting and m.trains]:
-            with _own(ensemble, run):
+    for group in ensemble.groups:
+        for run in [m for m in group.runs if m in starting and m.trains]:
+            with Guard(run.group, run):
                 row: dict[str, float] = {"step": run.done, "examples": run.examples}
                 row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
                 row |= {"validation_seconds": run.measuring.seconds, **found[run], **run.strategy.columns()}
-                executor = stack.executor
+                executor = group.executor
                 report = StepReport(row, None, [], executor.name, run.max_steps, run.minibatch_size)
                 report.preparing = executor.preparing
                 _notify(ensemble, run, report)
                 if run.measuring.client_data or run.measuring.test_data:
-                    _of_ended(stack, [run], briefly=True)  # raises before training if a client cannot be measured
+                    _of_ended(group, [run], briefly=True)  # raises before training if a client cannot be measured
             run.starts = False
 
 
-def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
+def _report(ensemble: Ensemble, runs: Sequence[TrackedRun], step: int) -> None:
     if not runs:
         return
     found = _measurements(ensemble, runs)
     memory = ensemble.memory(runs[0].cluster.replicas.weights.device)
-    for stack in ensemble.stacks:
-        name, reason = stack.executor.name, stack.executor.reason
-        ended: dict[Run, StepReport] = {}
-        for run in stack.runs:
+    for group in ensemble.groups:
+        name, reason = group.executor.name, group.executor.reason
+        ended: dict[TrackedRun, StepReport] = {}
+        for run in group.runs:
             if run not in runs or not run.trains:
                 continue
-            with _own(ensemble, run):
+            with Guard(run.group, run):
                 ledger, losses = run.ledger, run.node_losses
                 row = {
                     "step": step,
@@ -393,21 +221,21 @@ def _report(ensemble: Ensemble, runs: Sequence[Run], step: int) -> None:
                         )
                     run.check_weights()
                     ended[run] = report
-        _report_end(ensemble, stack, ended)
+        _report_end(ensemble, group, ended)
 
 
-def _report_end(ensemble: Ensemble, stack: Stack, ended: Mapping[Run, StepReport]) -> None:
+def _report_end(ensemble: Ensemble, group: Group[TrackedRun], ended: Mapping[TrackedRun, StepReport]) -> None:
     """Measure the global models of ended runs on their clients' and test data, and amend their last reports."""
     runs = [run for run in ended if run.trains and (run.measuring.client_data or run.measuring.test_data)]
     if not runs:
         return
     try:
-        found = _of_ended(stack, runs)
+        found = _of_ended(group, runs)
     except Exception as error:  # an error of the model or the data, which all these runs share
-        _all_leave(ensemble, runs, error)
+        all_leave(group, runs, error)
         return
     for run, (own, tested) in found.items():
-        with _own(ensemble, run):
+        with Guard(run.group, run):
             run.recording.row = {**run.recording.row, **tested, "validation_seconds": run.measuring.seconds}
             report = replace(ended[run], row=run.recording.row, events=[], segment=None, amends=True)
             run.recording.report(replace(report, client_val=own))
@@ -422,7 +250,7 @@ def _mean_of_known(losses: Sequence[float]) -> float:
     return total / len(losses)
 
 
-def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
+def _notify(ensemble: Ensemble, run: TrackedRun, report: StepReport) -> None:
     """Report a step, and call the callbacks; with several processes, they get the row of the first node's process."""
     collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
     attendance = run.ledger.attendance
@@ -442,10 +270,10 @@ def _notify(ensemble: Ensemble, run: Run, report: StepReport) -> None:
         run.max_steps = int(last.min())
 
 
-def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
+def _notify_ends(ensemble: Ensemble, runs: Sequence[TrackedRun]) -> None:
     for run in runs:
         if run.trains and run.is_over:
-            with _own(ensemble, run), watching(run, ensemble.values):
+            with Guard(run.group, run), watching(run, ensemble.values):
                 for callback in run.spec.callbacks:
                     # With several processes, an interrupt raises: a request could no longer reach the other processes.
                     with ensemble.interrupt.requested_inside() if ensemble.is_alone else nullcontext():
@@ -453,27 +281,29 @@ def _notify_ends(ensemble: Ensemble, runs: Sequence[Run]) -> None:
                 run.concluded = True
 
 
-def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[str, float]]:
+def _measurements(ensemble: Ensemble, runs: Sequence[TrackedRun]) -> Mapping[TrackedRun, dict[str, float]]:
     """Return the validation and divergence columns that are due."""
-    found: dict[Run, dict[str, float]] = {run: {} for run in runs}
+    found: dict[TrackedRun, dict[str, float]] = {run: {} for run in runs}
     due = {run for run in runs if run.is_validated}
-    for stack in ensemble.stacks if due else ():
-        own = [run for run in stack.runs if run in due]
+    for group in ensemble.groups if due else ():
+        own = [run for run in group.runs if run in due]
+        if own:
+            group.settle(own)
         started = time.perf_counter()
         for run in own:
-            with _own(ensemble, run), torch.no_grad(), run.strategy.evaluation():
+            with Guard(run.group, run), torch.no_grad(), run.strategy.evaluation():
                 run.measuring.weights = run.evaluated_weights()
         own = [run for run in own if run.trains]
         try:
             with ExitStack() as evaluating, torch.no_grad():
                 for run in own:
                     evaluating.enter_context(run.strategy.evaluation())
-                before = ensemble.states_for_trial(runs[0])
+                before = group.states_for_trial(runs[0])
                 found.update(validate(own))
         except Exception as error:  # an error of the model or the data, which all these runs share
-            _all_leave(ensemble, own, error)
+            all_leave(group, own, error)
         else:
-            ensemble.check_draws(before, runs[0], "the model or a metric")
+            group.check_draws(before, runs[0], "the model or a metric")
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
         for run in own:
             run.measuring.weights = None
@@ -487,40 +317,19 @@ def _measurements(ensemble: Ensemble, runs: Sequence[Run]) -> Mapping[Run, dict[
 
 
 def _of_ended(
-    stack: Stack, runs: Sequence[Run], briefly: bool = False
-) -> dict[Run, tuple[dict[str, list[float]], dict[str, float]]]:
+    group: Group[TrackedRun], runs: Sequence[TrackedRun], briefly: bool = False
+) -> dict[TrackedRun, tuple[dict[str, list[float]], dict[str, float]]]:
     """Return run → (result of `measured_on` for its clients' data, columns of the history for its test data)."""
     started = time.perf_counter()
     with ExitStack() as evaluating, torch.no_grad():
         for run in runs:
             evaluating.enter_context(run.strategy.evaluation())
             run.measuring.weights = run.evaluated_weights()
-        of_clients = measured_on("client", stack, [run for run in runs if run.measuring.client_data], briefly)
-        of_tests = measured_on("test", stack, [run for run in runs if run.measuring.test_data], briefly)
+        of_clients = measured_on("client", group, [run for run in runs if run.measuring.client_data], briefly)
+        of_tests = measured_on("test", group, [run for run in runs if run.measuring.test_data], briefly)
     for run in runs:
         run.measuring.weights = None
         run.measuring.seconds += (time.perf_counter() - started) / len(runs)
     names = {"losses": "test_loss", "accuracies": "test_accuracy"}
     tested = {run: {names[name]: value for name, (value,) in own.items()} for run, own in of_tests.items()}
     return {run: (of_clients.get(run, {}), tested.get(run, {})) for run in runs}
-
-
-def _of_all_nodes(
-    losses: Tensor, batch: Any, stepping: Sequence[tuple[Run, slice]], requested: bool
-) -> dict[Run, Tensor]:
-    """Return run → (K, 4), a row for each of its nodes in all processes; all runs of a stack share one message.
-
-    The columns are the loss, whether the node's process was asked to stop after this step, and the numbers of examples
-    and of tokens in the node's batch.
-    """
-    rows = [row for _, own in stepping for row in range(own.start, own.stop)]
-    alike = [sizes_of(batch)] * len(rows) if rows and not isinstance(batch, Uneven) else []
-    sizes = alike or [sizes_of(batch, [row]) for row in rows]
-    of_rows = torch.tensor([[requested, *own] for own in sizes], dtype=torch.float64).view(-1, 3)
-    own = torch.cat([losses[rows].cpu().double()[:, None], of_rows], 1)
-    ranges = [run.cluster.collectives.ranges for run, _ in stepping]
-    counts = [[len(nodes) for nodes in column] for column in zip(*ranges, strict=True)]  # by process, then run
-    found = stepping[0][0].cluster.collectives.all_rows(own, [sum(of_process) for of_process in counts], "losses")
-    parts = iter(found.split([count for of_process in counts for count in of_process]))
-    by_process = [[next(parts) for _ in of_process] for of_process in counts]
-    return {run: torch.cat(own) for (run, _), *own in zip(stepping, *by_process, strict=True)}

@@ -12,10 +12,10 @@ from vsim.arguments import whole_number
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoints_in, folder_at
 from vsim.cluster.state import CheckpointError
+from vsim.core.run import Diverged
 from vsim.reading import read_text
 from vsim.records.history import History, checksum, write_json
 from vsim.training.entry import Entry
-from vsim.training.run import Diverged
 
 
 @dataclass

@@ -27,10 +27,10 @@ from vsim.private_torch import mark_stepped
 from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences, settings_of_run
 from vsim.records.history import History
 from vsim.training.lasting import PYTHON, attributes_of, restore, set_python, shared_state, stacked_state
-from vsim.training.run import Run
+from vsim.training.tracked import TrackedRun
 
 
-def undeclared(run: Run) -> Contents:
+def undeclared(run: TrackedRun) -> Contents:
     """Return the contents of the attributes that the strategy does not declare."""
     cluster, strategy = run.cluster, run.strategy
     replicas = cluster.replicas
@@ -39,7 +39,7 @@ def undeclared(run: Run) -> Contents:
     return contents_of(strategy, (*known, getattr(strategy, "model", None), strategy.optim), memory)
 
 
-def check_declared(run: Run) -> None:
+def check_declared(run: TrackedRun) -> None:
     """Raise a CheckpointError if undeclared attributes have changed, because a checkpoint would not hold them.
 
     The tensors of modules that PyTorch does not register are such attributes of the model.
@@ -56,7 +56,7 @@ def check_declared(run: Run) -> None:
         )
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: TrackedRun) -> dict[str, Any]:
     run.keeping.settings = run.keeping.settings or settings_of_run(run)
     return run.keeping.settings
 
@@ -64,7 +64,7 @@ def _settings(run: Run) -> dict[str, Any]:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def begin(run: Run) -> None:
+def begin(run: TrackedRun) -> None:
     """Record the strategy's undeclared attributes before training, and raise an error if state cannot be saved."""
     run.keeping.undeclared = undeclared(run)
     if run.spec.saving is not None:
@@ -73,7 +73,7 @@ def begin(run: Run) -> None:
             _encoded(run)
 
 
-def save_if_due(run: Run, stops: bool) -> bool:
+def save_if_due(run: TrackedRun, stops: bool) -> bool:
     """Save a run after a step if a checkpoint is due, or if the run stops here. Every process has to call this.
 
     Returns:
@@ -91,7 +91,7 @@ def save_if_due(run: Run, stops: bool) -> bool:
     return saving.wanted
 
 
-def _save(run: Run, folder: Path) -> None:
+def _save(run: TrackedRun, folder: Path) -> None:
     run.check_weights()
     if run.is_first and not run.objective.has_warned and (unsaved := run.objective.unsaved()):
         run.objective.has_warned = True
@@ -112,7 +112,7 @@ def _save(run: Run, folder: Path) -> None:
             run.cluster.collectives.of_processes(None)
 
 
-def captured(run: Run) -> Checkpoint:
+def captured(run: TrackedRun) -> Checkpoint:
     """Return the checkpoint of a run between two steps.
 
     With several processes, the first one gathers the state of all nodes. In one process, the checkpoint's tensors share
@@ -143,7 +143,7 @@ def captured(run: Run) -> Checkpoint:
     return Checkpoint(run.done, history or History(), _settings(run), held, stacked, shared)
 
 
-def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
+def _encoded(run: TrackedRun) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
     rows, shared = len(run.rows), {**shared_state(run), "process": run.random_states}
     return (
         {name: encoded(value, name, True, rows) for name, value in stacked_state(run).items()},
@@ -152,7 +152,7 @@ def _encoded(run: Run) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
 
 
 def _gathered(
-    run: Run, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
+    run: TrackedRun, problem: str, stacked: dict[str, Encoded], shared: dict[str, Encoded]
 ) -> tuple[str, dict[str, Encoded], dict[str, Encoded]]:
     """Return the first problem of any process. If there is none, the first process also returns the joined state."""
     collectives = run.cluster.collectives
@@ -179,7 +179,7 @@ def _gathered(
 
 
 def rows_of(
-    run: Run, rows: Sequence[int], matrix: bool = False, sent: Mapping[str, Encoded] | None = None
+    run: TrackedRun, rows: Sequence[int], matrix: bool = False, sent: Mapping[str, Encoded] | None = None
 ) -> dict[str, Encoded]:
     """Return the encoded state of these rows of a run.
 
@@ -197,7 +197,7 @@ def rows_of(
     return found
 
 
-def fill_rows(run: Run, state: Mapping[str, Encoded], filler: Filler) -> None:
+def fill_rows(run: TrackedRun, state: Mapping[str, Encoded], filler: Filler) -> None:
     """Fill the rows of a run, whose number may have changed, with the state that `rows_of` returned.
 
     Raises:
@@ -221,7 +221,7 @@ def _is_in_matrix(name: str) -> bool:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, checkpoint: Checkpoint) -> None:
+def resume(run: TrackedRun, checkpoint: Checkpoint) -> None:
     """Restore the checkpoint's state in a newly set up run, including the global random generators.
 
     Raises:
@@ -255,7 +255,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.ledger.continue_from(checkpoint.ledger)
 
 
-def _restore(run: Run, checkpoint: Checkpoint) -> None:
+def _restore(run: TrackedRun, checkpoint: Checkpoint) -> None:
     cluster, rows, held = run.cluster, [*run.cluster.replicas.nodes], checkpoint.held
     filler = Filler(cluster.collectives, cluster.weights.device)
     fill_rows(run, {name: cut(own, rows, held) for name, own in checkpoint.stacked.items()}, filler)
@@ -274,7 +274,7 @@ def _restore(run: Run, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_same(run: Run, checkpoint: Checkpoint) -> None:
+def _check_same(run: TrackedRun, checkpoint: Checkpoint) -> None:
     saved, given = dict(checkpoint.settings), dict(_settings(run))
     (before, now), versions = ([side.pop(name, None) for side in (saved, given)] for name in (HORIZON, VERSIONS))
     changes = list(differences(saved, given, CHANGED))
@@ -304,7 +304,7 @@ def begin_fork(checkpoint: Checkpoint, replicas: Replicas) -> None:
         replicas.buffers[name].copy_(mean)
 
 
-def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
+def _continue_as_fork(run: TrackedRun, checkpoint: Checkpoint) -> None:
     replicas = run.cluster.replicas
     for optimizer in torch_optimizers(run.strategy.optim):
         mark_stepped(optimizer)
@@ -339,7 +339,7 @@ def _continue_as_fork(run: Run, checkpoint: Checkpoint) -> None:
         _keep_optimizer(run, cut(checkpoint.stacked["optimizer"], rows, checkpoint.held), filler)
 
 
-def _keep_optimizer(run: Run, saved: Encoded, filler: Filler) -> None:
+def _keep_optimizer(run: TrackedRun, saved: Encoded, filler: Filler) -> None:
     """Restore the inner optimizers' state; clear it if the saved state does not fit."""
     optim = run.strategy.optim
     optimizers = torch_optimizers(optim)

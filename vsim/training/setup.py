@@ -28,6 +28,7 @@ from vsim.cluster.randomness import NODE, SHARED, DataStates, generator
 from vsim.cluster.replicas import Replicas, copied
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.state import check_rows
+from vsim.core.group import Group
 from vsim.data.batches import (
     Batches,
     BatchSource,
@@ -57,10 +58,9 @@ from vsim.training.interrupt import Interrupt
 from vsim.training.lasting import PYTHON, declared, of_model, of_nodes, of_strategy
 from vsim.training.loop import Ensemble
 from vsim.training.resume import begin_fork, resume
-from vsim.training.run import Measuring, Presence, Recording, Run
 from vsim.training.spec import RunSpec
-from vsim.training.stack import FewRows, Stack
-from vsim.training.workers import Workers
+from vsim.training.tracked import Measuring, Presence, Recording, TrackedRun
+from vsim.training.workers import Workers, train_on_clock
 
 WAYS_OUT = (
     ". Fewer nodes, or more devices or machines (num_processes=, see docs/scaling.md), take less each; a node's model "
@@ -121,7 +121,8 @@ def prepare(
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             history.ledger.clock = {"compute": spec.compute.as_plain()}  # compute times decide which nodes are late
         presence, recording = Presence(own_batches, plan, own), Recording(report, history)
-        runs.append(Run(spec, collectives, presence, recording, Measuring(client_data, test_data)))
+        measuring = Measuring(client_data, test_data)
+        runs.append(TrackedRun(spec, collectives, presence=presence, recording=recording, measuring=measuring))
     return assemble(runs, executor or executor_of(specs[0].executor), device, interrupt)
 
 
@@ -156,7 +157,10 @@ def _plan_of(spec: RunSpec, batches: BatchSource) -> Plan | None:
 
 
 def assemble(
-    runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt | None = None
+    runs: Sequence[TrackedRun],
+    executor: Callable[..., Executor],
+    device: torch.device,
+    interrupt: Interrupt | None = None,
 ) -> Ensemble:
     """Place runs in matrices on `device`.
 
@@ -166,18 +170,14 @@ def assemble(
     """
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
-    stacks = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
-    return Ensemble(
-        list(runs),
-        stacks,
-        max(run.steps for run in runs),
-        interrupt=interrupt,
-        tolerant=len(runs) > 1,
-    )
+    groups = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
+    for group in groups:
+        group.several = group.tolerant = len(runs) > 1
+    return Ensemble(list(runs), groups, max(run.steps for run in runs), interrupt=interrupt)
 
 
-def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[Replicas]]:
-    """Return all rows of a stack, and the rows of each run, in the runs' order."""
+def laid_out(runs: Sequence[TrackedRun], device: torch.device) -> tuple[Replicas, list[Replicas]]:
+    """Return all rows of a group, and the rows of each run, in the runs' order."""
     models, counts = [run.spec.model for run in runs], [len(run.nodes) for run in runs]
     whole = Replicas.of_several(models, counts, device)
     stops = [*itertools.accumulate(counts)]
@@ -185,22 +185,22 @@ def laid_out(runs: Sequence[Run], device: torch.device) -> tuple[Replicas, list[
     return whole, [whole.rows(stop - count, stop, run.nodes.start) for run, count, stop in rows]
 
 
-def _grouped(runs: Sequence[Run]) -> list[list[int]]:
+def _grouped(runs: Sequence[TrackedRun]) -> list[list[int]]:
     """Group the indices of runs that are computed together."""
     if len(runs) == 1:
         return [[0]]
-    stacks: list[list[int]] = []
+    groups: list[list[int]] = []
     for i, run in enumerate(runs):
-        for stack in stacks:
-            if _are_alike(runs[stack[0]], run):
-                stack.append(i)
+        for group in groups:
+            if _are_alike(runs[group[0]], run):
+                group.append(i)
                 break
         else:
-            stacks.append([i])
-    return stacks
+            groups.append([i])
+    return groups
 
 
-def _are_alike(first: Run, other: Run) -> bool:
+def _are_alike(first: TrackedRun, other: TrackedRun) -> bool:
     """Return whether one call can compute the losses and gradients of both runs."""
     one, two = first.spec, other.spec
     if one.strategy.is_asynchronous or two.strategy.is_asynchronous:
@@ -232,8 +232,8 @@ def _same_python(one: Checkpoint | None, two: Checkpoint | None) -> bool:
 
 
 def _stacked(
-    runs: Sequence[Run], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
-) -> Stack:
+    runs: Sequence[TrackedRun], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
+) -> Group[TrackedRun]:
     spec, steps = runs[0].spec, max(run.steps for run in runs)
     whole, parts = laid_out(runs, device)
     kept = [module for module in whole.module.modules() if whole.module.training and not module.training]
@@ -250,20 +250,18 @@ def _stacked(
     settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
     first = 0
     for run, replicas in zip(runs, parts, strict=True):
-        run.rows, run.objective, run.interrupt = range(first, first + len(run.nodes)), objective, interrupt
+        run.rows, run.objective = range(first, first + len(run.nodes)), objective
         first = run.rows.stop
         with naming(run.spec.label if len(runs) > 1 else ""):
             _place(run, replicas)
-    stack = Stack(list(runs), whole, lambda own, streams: executor(own, objective, streams, settings))
-    stack.few = FewRows(whole, stack.make)
+    make = lambda own, streams: executor(own, objective, streams, settings)  # noqa: E731
+    group = Group[TrackedRun](list(runs), whole, make, interrupt)
     for run in (run for run in runs if not run.spec.strategy.is_asynchronous):
-        run.cluster.gradient_at = partial(stack.gradient_at, run)
-    stack.compute_first(runs)
-    engine = (
-        stack.executor
-    )  # of all rows, so that validation makes the same calls whoever is present when a run resumes
-    if spec.participation is not None:  # all runs of the stack then have a plan, and start at the same step
-        arrange(stack, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
+        run.cluster.gradient_at = partial(group.gradient_at, run)
+    group.compute_first(runs)
+    engine = group.executor  # of all rows, so that validation makes the same calls whoever is present after a resume
+    if spec.participation is not None:  # all runs of the group then have a plan, and start at the same step
+        arrange(group, spec.first_step, {run: (rows_at_first(run, spec.first_step), {}) for run in runs})
     _find_validation_examples(runs, device)
     evaluators: dict[int, Evaluator] = {}
     for run in runs:
@@ -273,10 +271,10 @@ def _stacked(
             run.spec = replace(run.spec, start=None)  # free the checkpoint's memory
     if len({run.done for run in runs}) > 1:
         raise ValueError(f"runs that train together are at different steps: {[run.done for run in runs]}")
-    feed(stack)
+    feed(group)
     minibatch_size = spec.minibatch_size
     if spec.max_memory_usage is not None and runs[0].done < steps:
-        minibatch_size = _fitting_minibatch(spec, runs, stack.executor, stack.coming_batch())
+        minibatch_size = _fitting_minibatch(spec, runs, group.executor, group.coming_batch())
     for run in runs:
         run.minibatch_size = minibatch_size
     # Evaluation keeps no activations, so more examples fit at once than in training.
@@ -287,11 +285,11 @@ def _stacked(
             evaluator = Evaluator(engine, own.batch, batch_size, at_once, own.total)
             run.measuring.evaluator = evaluators.setdefault(id(own), evaluator)
     if spec.strategy.is_asynchronous:
-        stack.take_own_step = Workers(runs[0], engine, stack.few, minibatch_size).take_step
-    return stack
+        group.steps = train_on_clock(Workers(runs[0], engine, group.few, minibatch_size))
+    return group
 
 
-def _place(run: Run, replicas: Replicas) -> None:
+def _place(run: TrackedRun, replicas: Replicas) -> None:
     """Set up the cluster and strategy of a run whose nodes have these rows."""
     spec = run.spec
     if spec.start is not None and spec.start.forks:
@@ -344,7 +342,7 @@ def _place(run: Run, replicas: Replicas) -> None:
         run.lasting.append(run.presence.clients.lasting)
 
 
-def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
+def _warn_of_what_comes_late(strategy: Algorithm, run: TrackedRun) -> None:
     name = type(strategy).__name__
     first_steps = [(f"{name}: {type(module).__name__}", module.first_step) for module in strategy.communication_modules]
     if isinstance(strategy, AsynchronousStrategy):
@@ -367,7 +365,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: Run) -> None:
         warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
 
 
-def _find_validation_examples(runs: Sequence[Run], device: torch.device) -> None:
+def _find_validation_examples(runs: Sequence[TrackedRun], device: torch.device) -> None:
     """For every run with validation data, put the validation examples on `device`.
 
     Runs with equal examples get the same object, and are measured together.
@@ -393,7 +391,7 @@ def _equal_examples(one: Any, other: Any) -> bool:
     )
 
 
-def _fitting_minibatch(spec: RunSpec, runs: Sequence[Run], engine: Executor, batch: Any) -> int | None:
+def _fitting_minibatch(spec: RunSpec, runs: Sequence[TrackedRun], engine: Executor, batch: Any) -> int | None:
     """Return the largest minibatch that fits into the memory of every process; None: the whole batch."""
     assert spec.max_memory_usage is not None
     cluster = runs[0].cluster

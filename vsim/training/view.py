@@ -17,7 +17,7 @@ from vsim.strategy.base import Algorithm
 from vsim.training.clients import OwnModels
 
 if TYPE_CHECKING:
-    from vsim.training.run import Run
+    from vsim.training.tracked import TrackedRun
 
 
 class RunView:
@@ -27,7 +27,7 @@ class RunView:
     what is changed through `cluster` or `strategy` is not checked.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,8 @@ no random numbers and fetch no data in this call, so that the result does not de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,13 +18,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import retold
 from vsim.cluster.frozen import clear_gradients, skipping
+from vsim.core.few_rows import FewRows
+from vsim.core.group import Guard, Step
 from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.machine import moved
 from vsim.engine.objective import explained
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.training.run import Run
-from vsim.training.stack import FewRows
+from vsim.training.tracked import TrackedRun
+
+
+def train_on_clock(workers: Workers) -> Iterator[Step]:
+    """Take the steps of an asynchronous run, each of which is K local steps of all workers together."""
+    run = workers.run
+    while run.is_running:
+        started, step = time.perf_counter(), Step(run.done + 1, torch.empty(0))
+        run.ledger.position.begin(step.number)
+        run.lr = run.strategy.lr
+        with Guard(run.group, run):
+            workers.take_step()
+        run.seconds += time.perf_counter() - started
+        yield step
 
 
 class Workers:
@@ -35,7 +50,7 @@ class Workers:
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
-    def __init__(self, run: Run, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
+    def __init__(self, run: TrackedRun, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
         strategy, batches = run.strategy, run.presence.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size

@@ -1,0 +1,220 @@
+"""A run: one strategy with one seed on K nodes, as a group trains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from vsim.cluster.cluster import Cluster
+from vsim.cluster.collectives import Collectives
+from vsim.cluster.ledger import Ledger
+from vsim.cluster.randomness import fingerprints
+from vsim.cluster.state import Lasting
+from vsim.data.batches import Uneven, of_rows
+from vsim.engine.indices import is_off_cpu
+from vsim.engine.objective import Objective, explained
+from vsim.strategy.base import Algorithm
+
+WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
+_IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
+
+
+class Diverged(FloatingPointError):
+    """Losses or weights of a run are not finite. All processes of the run raise this at the same time."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One strategy with one seed on K nodes: where it stands. What acts keep for themselves is in `TrackedRun`.
+
+    Attributes:
+        spec: what was asked; the core reads its label, and whether the run is deterministic.
+        collectives: how nodes communicate.
+        group: the runs that are computed together, a `Group`.
+        rows: this process's rows of the group's matrix, for present nodes of the run; one row if there are none.
+        cluster: the run's nodes. strategy: the run's copy of the strategy.
+        generators: for randomness in the model, one for each row that this process may hold at once.
+        lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
+        objective: model and loss, shared with the run's group.
+        minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
+        max_steps: steps to train; `stop` makes it the number of completed steps.
+        examples, tokens, seconds: totals, including those before a resume. Runs that train together share the seconds
+            of a step in proportion to their nodes.
+        starts: whether no step is recorded yet; False in a resumed run.
+        error: the error that ended this run; the other runs continue.
+        stopped: whether this run was stopped before the other runs.
+        cut: whether an error ended this run after a request to stop; it has no outcome, and its last checkpoint counts.
+        trial_steps: the number of coming steps in which draws from the global random generators are detected.
+        node_losses: the losses of the nodes (K,) in the current or last step. lr: its learning rate.
+    """
+
+    spec: Any
+    collectives: Collectives
+    group: Any = field(init=False)
+    rows: range = field(init=False)
+    cluster: Cluster = field(init=False)
+    strategy: Algorithm = field(init=False)
+    generators: list[torch.Generator] = field(init=False)
+    lasting: list[Lasting] = field(default_factory=list)
+    objective: Objective = field(init=False)
+    minibatch_size: int | None = None
+    max_steps: int = field(init=False)
+    examples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    starts: bool = True
+    error: Exception | None = None
+    stopped: bool = False
+    cut: bool = False
+    trial_steps: int = 2
+    node_losses: list[float] = field(default_factory=list)
+    lr: float = 0.0
+    # Rows, weights and buffers of nodes that rest in this step.
+    _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
+
+    # The clock counts completed steps: actions due after step t happen when `done` is t.
+
+    @property
+    def done(self) -> int:
+        """The number of completed steps."""
+        return self.cluster.completed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has completed its last step."""
+        return self.cluster.completed >= self.max_steps
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has neither failed nor been stopped."""
+        return self.error is None and not (self.stopped or self.cut)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run will take another step."""
+        return self.trains and not self.is_over
+
+    def stop(self) -> None:
+        """End the run here, as if `max_steps` had been the number of completed steps."""
+        self.max_steps = self.done
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record of the run's communication."""
+        return self.cluster.collectives.ledger
+
+    @property
+    def nodes(self) -> range:
+        """Indices of this process's nodes among the present nodes."""
+        return self.collectives.nodes
+
+    @property
+    def taking(self) -> slice:
+        """The rows of the matrix of this process's present nodes."""
+        return slice(self.rows.start, self.rows.start + len(self.nodes))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the run's record, and writes its checkpoints."""
+        return self.collectives.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds all nodes of the run."""
+        return self.collectives.is_alone
+
+    def keep_resting(self) -> None:
+        """Save the rows of resting nodes, or of a run that has ended, before the next step computes all rows."""
+        rows = self.cluster.resting if self.is_running else [*range(len(self.nodes))]
+        buffers = self.cluster.replicas.buffers
+        self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
+
+    def put_back_resting(self) -> None:
+        """Restore the rows that `keep_resting` saved, because the step has updated every row."""
+        if self._kept is None:
+            return
+        rows, weights, buffers = self._kept
+        self.cluster.replicas.weights[rows] = weights
+        for buffer, kept in zip(self.cluster.replicas.buffers.values(), buffers, strict=True):
+            buffer[rows] = kept
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return a context for calls of the model in a step.
+
+        Raises:
+            ValueError: with `deterministic=True`, the model draws from `random` or `numpy.random`, which no node owns.
+        """
+        device = self.cluster.weights.device
+        before = fingerprints(device) if self.spec.deterministic and self.trial_steps > 0 else {}
+        yield
+        now = fingerprints(device) if before else {}
+        if found := [name for name in ("random", "numpy.random") if before.get(name) != now.get(name)]:
+            raise ValueError(
+                f"with deterministic=True a model must not draw from {' and '.join(found)} in forward, where nodes "
+                "have no generators of their own: draw by torch's functions, or leave out deterministic"
+            )
+
+    def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:
+        """Raise `Diverged` if a loss of the current step is not finite.
+
+        Args:
+            losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
+
+        Raises:
+            IndexError: on an accelerator, an index in a node's batch is out of range.
+        """
+        if math.isfinite(sum(losses.values())):
+            return
+        odd = {node: value for node, value in losses.items() if value - value != 0}
+        if odd:
+            given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
+            own = batch if rows == slice(None) else of_rows(batch, range(rows.start, rows.stop))
+            if is_off_cpu(batch):
+                self._check_indices([*losses], odd, own)
+            whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
+            odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
+            advice = f"The data are not finite: {', '.join(odd_data)}" if odd_data else WHAT_HELPS
+            unlabelled = [name for name, t in whole.items() if _has_row_of(t, _IGNORED)]
+            if unlabelled and not odd_data and any(map(math.isnan, odd.values())):
+                advice = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
+            raise Diverged(
+                f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
+                f"kept. {advice}"
+            )
+
+    def _check_indices(self, nodes: Sequence[int], odd: Collection[int], batch: Any) -> None:
+        """Raise an IndexError if an index was out of range in the loss of one of this process's `odd` nodes.
+
+        Args:
+            nodes: the nodes whose losses are known. odd: nodes with a non-finite loss.
+            batch: the batch of this process's nodes.
+        """
+        held, replicas = [self.cluster.active[row] for row in self.nodes], self.cluster.replicas
+        for place, node in enumerate(node for node in nodes if node in held):
+            if node not in odd:
+                continue
+            row, part = held.index(node), of_rows(batch, range(place, place + 1))
+            own = tree_map(lambda t: t[0], part.parts[0] if isinstance(part, Uneven) else part)
+            one, objective = replicas.rows(row, row + 1), self.objective.of_row(self.rows[row])
+            try:
+                objective.check_indices(_first(one.views(one.weights)), _first(one.buffers), own)
+            except IndexError as error:
+                raise explained(error, objective, own, 0, f"at step {self.cluster.step} on node {node}")  # noqa: B904
+
+
+def _first(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t[0] for name, t in stacked.items()}
+
+
+def _has_row_of(batch: Tensor, value: int) -> bool:
+    """Return whether a stacked tensor of integers has a row in which every number is `value`."""
+    whole = not (batch.is_floating_point() or batch.is_complex()) and batch.numel() > 0
+    return whole and bool((batch == value).flatten(1).all(1).any())

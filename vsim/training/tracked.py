@@ -1,0 +1,226 @@
+"""What acts keep on a run: who takes part, what is measured, where outcomes go, what saving compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from vsim.checkpoint.undeclared import Contents
+from vsim.cluster.plan import Plan
+from vsim.cluster.randomness import DataStates, global_states
+from vsim.core.run import WHAT_HELPS, Diverged, Run
+from vsim.data.batches import BatchSource, ValidationExamples
+from vsim.records.history import History
+from vsim.records.progress import Reporter
+from vsim.training.clients import Clients
+from vsim.training.spec import RunSpec
+
+
+@dataclass(eq=False)
+class Presence:
+    """Which nodes take part in a run, and what they are fed.
+
+    Attributes:
+        batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
+        plan: which nodes take part in which steps; None: all nodes in all steps.
+        data_states: the random states that the run's data draw from; None: the process's random generators.
+        made: name → stacked state from the strategy's setup, with a row for each node of the setup.
+        clients: the state of a population's clients; None without a population.
+    """
+
+    batches: BatchSource
+    plan: Plan | None = None
+    data_states: DataStates | None = None
+    made: dict[str, Any] = field(default_factory=dict)
+    clients: Clients | None = None
+
+
+@dataclass(eq=False)
+class Measuring:
+    """How a run is measured.
+
+    Attributes:
+        client_data: validation data of each node or client, for measuring the final global model; may be empty.
+        test_data: the test data, for measuring the final global model; may be empty.
+        evaluator: measures the run on the validation data; None without validation data.
+        examples: the validation examples, on the run's device; None until they are found.
+        rungs: steps after which the run is validated, besides the requested steps.
+        seconds: the time of all measurements, including those before a resume.
+        weights: the global model's weights (P,) while they are measured.
+    """
+
+    client_data: Sequence[Dataset[Any]] = ()
+    test_data: Sequence[Dataset[Any]] = ()
+    evaluator: Callable[[Sequence[TrackedRun]], dict[TrackedRun, dict[str, float]]] | None = None
+    examples: ValidationExamples | None = None
+    rungs: Collection[int] = ()
+    seconds: float = 0.0
+    weights: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Recording:
+    """Where the outcomes of a run's steps go.
+
+    Attributes:
+        report: called with the `StepReport` of every step.
+        history: the record of the outcomes of all steps; None if this process keeps no record.
+        row: the history's row of the last step.
+        known_events: the number of events in the ledger that are reported.
+    """
+
+    report: Reporter
+    history: History | None
+    row: Mapping[str, float] = field(default_factory=dict)
+    known_events: int = 0
+
+
+@dataclass(eq=False)
+class Keeping:
+    """What saving a run compares with.
+
+    Attributes:
+        settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
+        undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
+        left_states: the states of the process's random generators after training.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    undeclared: Contents = field(default_factory=dict)
+    left_states: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
+class TrackedRun(Run):
+    """A run with what acts keep for themselves. `vsim.training.setup` places it in a matrix.
+
+    Attributes:
+        presence, measuring, recording, keeping: what those need who let nodes attend, measure, record and save.
+        concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
+    """
+
+    spec: RunSpec
+    presence: Presence = field(kw_only=True)
+    recording: Recording = field(kw_only=True)
+    measuring: Measuring = field(default_factory=Measuring)
+    keeping: Keeping = field(default_factory=Keeping)
+    concluded: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the options ask for."""
+        spec = self.spec
+        return (
+            (spec.num_epochs or 1) * self.presence.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
+        )
+
+    @property
+    def start(self) -> int:
+        """The number of completed steps that the run starts from."""
+        return 0 if self.spec.start is None else self.spec.start.step
+
+    def begins_segment(self, step: int) -> bool:
+        """Return whether `step` is the next step, and begins a new run or a segment of the run's plan."""
+        if self.presence.plan is None or not self.is_running or self.done != step - 1:
+            return False
+        return self.starts or self.presence.plan.segment(step).first == step
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether a validation is due: at the start, at the end, at a rung, and every `val_interval` steps."""
+        return self.measuring.evaluator is not None and (
+            self.starts
+            or self.is_over
+            or self.done in self.measuring.rungs
+            or _every(self.spec.val_interval, self.done)
+        )
+
+    @property
+    def is_spread_measured(self) -> bool:
+        """Whether a measurement of the replicas' divergence is due."""
+        return _every(self.spec.correlation_interval, self.done)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint is due."""
+        saving = self.spec.saving
+        return saving is not None and saving.wanted and (self.is_over or _every(saving.interval, self.done))
+
+    @property
+    def is_to_be_moved(self) -> bool:
+        """Whether the run's state must be savable or movable, as the run is saved, or its nodes come and go."""
+        return self.presence.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
+
+    @property
+    def random_states(self) -> dict[str, Any]:
+        """The states of the random generators that the run's data draw from; if the run trains alone, the process's."""
+        if self.presence.data_states is not None:
+            return self.presence.data_states.states
+        return (
+            global_states(self.cluster.weights.device) if self.keeping.left_states is None else self.keeping.left_states
+        )
+
+    @property
+    def losses_of_all(self) -> list[float]:
+        """The losses of the nodes (K,) in the last step, NaN for absent nodes; in a cohort's order if there is one."""
+        spec, losses = self.spec, self.node_losses
+        if self.presence.plan is None or spec.num_nodes < spec.population:
+            return [*losses, *[math.nan] * (spec.num_nodes - len(losses))]
+        own = dict(zip(self.cluster.active, losses, strict=True))
+        return [own.get(node, math.nan) for node in range(spec.num_nodes)]
+
+    def fetching(self) -> AbstractContextManager[None]:
+        """Return a context in which the run's data draw from the global generators as if the run were alone."""
+        return nullcontext() if self.presence.data_states is None else self.presence.data_states.here()
+
+    def evaluated_weights(self) -> Tensor:
+        """Return the weights (P,) of the global model.
+
+        Raises:
+            TypeError: the strategy does not return a tensor of the weights' shape and dtype.
+        """
+        weights, own = self.strategy.model_weights(), self.cluster.weights[0]
+        if not isinstance(weights, Tensor) or (weights.shape, weights.dtype) != (own.shape, own.dtype):
+            given = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+            raise TypeError(
+                f"{type(self.strategy).__name__}: the global weights must be shared weights, "
+                f"{own.dtype} {tuple(own.shape)}; got {given}"
+            )
+        return weights
+
+    def mean_model(self) -> nn.Module:
+        """Return the mean of the nodes' models as an ordinary module."""
+        cluster = self.cluster
+        return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
+
+    def mean_weights(self) -> Tensor:
+        """Return the mean over the nodes (P,) of the weights that the strategy evaluates."""
+        with torch.no_grad(), self.strategy.evaluation():
+            return self.cluster.mean_weights()
+
+    def check_weights(self) -> None:
+        """Raise `Diverged` if weights are not finite, which after the last step no later loss would reveal."""
+        cluster = self.cluster
+        if bool(cluster.mean_weights().isfinite().all()):
+            return
+        with cluster.collectives.unbilled():
+            finite = cluster.collectives.all_gather(cluster.weights.isfinite().all(1).long()[:, None], label="finite")
+        by_node = zip(cluster.active, finite.flatten().tolist(), strict=True)
+        odd = [node for node, is_finite in by_node if not is_finite]
+        where = (
+            f"weights after step {self.done} on nodes {odd}"
+            if odd
+            else f"mean of the nodes' weights after step {self.done}"
+        )
+        raise Diverged(f"non-finite {where}. {WHAT_HELPS}")
+
+
+def _every(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
