@@ -71,7 +71,7 @@ def message(collectives: Any, *_: Any, label: str = "", **__: Any) -> Told:
 # Function of vsim → what its calls tell, given its arguments; and whether after the call, not before.
 PLACES: list[tuple[str, Callable[..., Told], bool]] = [
     ("vsim.training.evaluate:Evaluator.__call__", of_runs("validated"), False),
-    ("vsim.training.loop:measured_on", lambda of, stack, runs, *_: of_runs(f"measured {of}")(0, runs), False),
+    ("vsim.training.acts.measure:measured_on", lambda of, stack, runs, *_: of_runs(f"measured {of}")(0, runs), False),
     ("vsim.training.tracked:TrackedRun.check_weights", lambda run: of_runs("checked")(0, [run]), False),
     ("vsim.core.run:Run.__setattr__", set_in_run, True),
     ("vsim.training.display:Display.show", shown, False),

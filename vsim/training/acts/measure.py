@@ -1,0 +1,108 @@
+"""Measure runs: on the validation data, how far their replicas are apart, and at the end on clients' and test data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from vsim.core.group import Group, Guard, all_leave
+from vsim.training.acts.moment import Moment
+from vsim.training.evaluate import measured_on, replica_spread, validate
+from vsim.training.tracked import TrackedRun
+
+
+class Validate:
+    """Writes columns of the runs that are due, and ends the steps' time before that.
+
+    Args:
+        again: measure only the runs that a callback has stopped in this step, since their last row has a validation.
+    """
+
+    def __init__(self, again: bool = False) -> None:
+        self.again = again
+
+    def __call__(self, moment: Moment) -> None:
+        runs = moment.due()
+        if self.again:
+            runs = [run for run in runs if run.is_over and moment.number < moment.reports[run].max_steps]
+        if any(run.is_over or run.is_validated for run in runs):
+            for group, own in moment.by_group(runs.__contains__):
+                self._measure(moment, group, own, [run for run in own if run.is_validated])
+        for run in runs:
+            if run.is_spread_measured:
+                with run.cluster.collectives.unbilled():
+                    weights = run.cluster.collectives.all_gather(run.cluster.weights)
+                moment.columns.setdefault(run, {}).update(replica_spread(weights))
+
+    def _measure(
+        self, moment: Moment, group: Group[TrackedRun], runs: Sequence[TrackedRun], due: Sequence[TrackedRun]
+    ) -> None:
+        group.settle(runs)
+        started = time.perf_counter()
+        for run in due:
+            with Guard(group, run), torch.no_grad(), run.strategy.evaluation():
+                run.measuring.weights = run.evaluated_weights()
+        own = [run for run in due if run.trains]
+        if not own:
+            return
+        before = group.states_for_trial(own[0])
+        try:
+            with ExitStack() as evaluating, torch.no_grad():
+                for run in own:
+                    evaluating.enter_context(run.strategy.evaluation())
+                found = validate(own)
+        except Exception as error:  # an error of the model or the data, which all these runs share
+            all_leave(group, own, error)
+        else:
+            group.check_draws(before, own[0], "the model or a metric")
+            for run, columns in found.items():
+                moment.columns.setdefault(run, {}).update(columns)
+        seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
+        for run in own:
+            run.measuring.weights = None
+            run.measuring.seconds += seconds * run.cluster.num_nodes / num_nodes
+
+
+class MeasureEnded:
+    """Measures the global models of ended runs on their clients' and test data.
+
+    Args:
+        briefly: measure some examples of runs that begin, and keep nothing: raises before training if that fails.
+    """
+
+    def __init__(self, briefly: bool = False) -> None:
+        self.briefly = briefly
+
+    def __call__(self, moment: Moment) -> None:
+        if self.briefly:
+            moment.each(lambda run: self._measure(moment, run.group, [run]), self._has_data)
+            return
+        for group, runs in moment.by_group(lambda run: run.is_over and self._has_data(run)):
+            try:
+                self._measure(moment, group, runs)
+            except Exception as error:  # an error of the model or the data, which all these runs share
+                all_leave(group, runs, error)
+
+    @staticmethod
+    def _has_data(run: TrackedRun) -> bool:
+        return len(run.measuring.client_data) > 0 or len(run.measuring.test_data) > 0
+
+    def _measure(self, moment: Moment, group: Group[TrackedRun], runs: Sequence[TrackedRun]) -> None:
+        started = time.perf_counter()
+        with ExitStack() as evaluating, torch.no_grad():
+            for run in runs:
+                evaluating.enter_context(run.strategy.evaluation())
+                run.measuring.weights = run.evaluated_weights()
+            of_clients = measured_on("client", group, [r for r in runs if r.measuring.client_data], self.briefly)
+            of_tests = measured_on("test", group, [r for r in runs if r.measuring.test_data], self.briefly)
+        for run in runs:
+            run.measuring.weights = None
+            run.measuring.seconds += (time.perf_counter() - started) / len(runs)
+        names = {"losses": "test_loss", "accuracies": "test_accuracy"}
+        for run in () if self.briefly else runs:
+            tested = {names[name]: value for name, (value,) in of_tests.get(run, {}).items()}
+            moment.client_val[run] = of_clients.get(run, {})
+            moment.columns.setdefault(run, {}).update(tested, validation_seconds=run.measuring.seconds)

@@ -1,0 +1,57 @@
+"""What acts see between two steps, and the only place where one leaves something for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vsim.core.group import Group, Guard
+from vsim.records.progress import StepReport
+from vsim.training.tracked import TrackedRun
+
+Due = Callable[[TrackedRun], object]
+
+
+def _always(run: TrackedRun) -> bool:
+    return True
+
+
+@dataclass
+class Moment:
+    """The time after a step of all groups that took it; before the first step, that of the runs that begin.
+
+    Attributes:
+        number: the step. groups: all groups, also those that did not take this step.
+        reached: the runs that have completed this step.
+        columns: run → what has been measured since its row was recorded, or amended last.
+        client_val: run → the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
+        reports: run → the report of its row.
+        stops: whether training ends here. saved: whether every run is saved where the user asked for it.
+    """
+
+    number: int
+    groups: Sequence[Group[TrackedRun]]
+    reached: Sequence[TrackedRun]
+    columns: dict[TrackedRun, dict[str, float]] = field(default_factory=dict)
+    client_val: dict[TrackedRun, dict[str, list[float]]] = field(default_factory=dict)
+    reports: dict[TrackedRun, StepReport] = field(default_factory=dict)
+    stops: bool = False
+    saved: bool = True
+
+    def due(self, due: Due = _always) -> list[TrackedRun]:
+        """Return the runs that still train and are due; an act that ends a run hides it from the acts that follow."""
+        return [run for run in self.reached if run.trains and due(run)]
+
+    def each(self, act: Callable[[TrackedRun], object], due: Due = _always) -> None:
+        """Call act(run) for every run that is due; an error ends that run only."""
+        for run in self.reached:
+            if run.trains and due(run):
+                with Guard(run.group, run):
+                    act(run)
+
+    def by_group(self, due: Due = _always) -> list[tuple[Group[TrackedRun], list[TrackedRun]]]:
+        """Return the runs that are due, by group, in the groups' order."""
+        found: dict[Group[TrackedRun], list[TrackedRun]] = {}
+        for run in self.due(due):
+            found.setdefault(run.group, []).append(run)
+        return [(group, found[group]) for group in self.groups if group in found]
