@@ -247,8 +247,8 @@ class Entries:
                 for group in ensemble.groups:
                     group.tolerant, group.apart = True, "" if self.rungs else group.apart
                     group.ends_early = not any(r.has_begun for r in self.entries if r not in running)
-                ensemble.stopping = lambda ensemble: self._stopped(ensemble, running)
-                ensemble.watch = lambda ensemble: self._collect(ensemble, running, display)
+                ensemble.stopping = lambda: self._stopped(ensemble, running)
+                ensemble.watch = lambda: self._collect(ensemble, running, display)
                 for run in self._stopped(ensemble, running):  # the checkpoint may be from a rung's step
                     run.stopped = True
                 for run, entry in zip(ensemble.runs, running, strict=True):

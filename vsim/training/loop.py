@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from vsim.arguments import naming
 from vsim.cluster.randomness import global_states
 from vsim.core.group import Group
 from vsim.engine.machine import repeating
 from vsim.training import resume
+from vsim.training.acts.attend import Attend
+from vsim.training.acts.compete import Halve, Show
 from vsim.training.acts.measure import MeasureEnded, Validate
 from vsim.training.acts.moment import Moment
 from vsim.training.acts.record import Amend, Record
 from vsim.training.acts.save import CheckDeclared, CheckWeights, Save
 from vsim.training.acts.stop import Ask, Stop
 from vsim.training.acts.tell import OnEnd, OnStart, OnStep
-from vsim.training.attendance import attend
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.tracked import TrackedRun
 
 Act = Callable[[Moment], None]
+Told = tuple[Interrupt, WeakKeyDictionary[nn.Module, dict[str, int]]]
 
 
 @dataclass(eq=False)
@@ -31,16 +36,18 @@ class Ensemble:
     Attributes:
         runs: all runs, in the given order. groups: the same runs, in groups that are computed together.
         interrupt: holds the user's request to stop after the current step.
-        watch: called as f(ensemble) when a step is reported for all runs.
-        stopping: called as f(ensemble) after a step; returns the runs to stop after this step.
+        watch: called when a step is reported for all runs.
+        stopping: called after a step; returns the runs to stop after this step.
+        record: makes the rows of all runs.
     """
 
     runs: list[TrackedRun]
     groups: list[Group[TrackedRun]]
     max_steps: int
     interrupt: Interrupt = field(default_factory=Interrupt)
-    watch: Callable[[Ensemble], None] | None = None
-    stopping: Callable[[Ensemble], Collection[TrackedRun]] | None = None
+    watch: Callable[[], None] | None = None
+    stopping: Callable[[], Collection[TrackedRun]] | None = None
+    record: Record = field(default_factory=Record)
 
     def train(self) -> None:
         """Train to the last step, and report every completed step.
@@ -105,66 +112,62 @@ class Ensemble:
         return run, group
 
 
-def _steps(ensemble: Ensemble) -> Iterator[int]:
-    interrupt, several = ensemble.interrupt, len(ensemble.runs) > 1
-    on_start = OnStart(interrupt)
-    on_step, on_end = OnStep(interrupt, on_start.values), OnEnd(interrupt, on_start.values)
-    validate, record, amend = Validate(), Record(), Amend()
+def acts_after_a_step(ensemble: Ensemble, told: Told) -> list[Act]:
+    """Return what happens after every step, in this order, with the reason for each place.
 
-    def show(moment: Moment) -> None:
-        if ensemble.watch is not None:
-            ensemble.watch(ensemble)
-
-    # The order is the contract; each line says what would go wrong elsewhere.
-    after: list[Act] = [
-        validate,  # before the row that has its columns
-        record,  # before callbacks, which get the row
-        on_step,
+    Args:
+        told: the interrupt, and what callbacks have seen of models.
+    """
+    amend = Amend()
+    return [
+        Validate(),  # before the row that has its columns
+        ensemble.record,  # before callbacks, which get the row
+        OnStep(*told),  # before the run is saved or ends: a callback may set weights, or end it
         Validate(again=True),  # a run that a callback has just stopped ends with a validation
-        amend,
+        amend,  # before the run is saved with its last row
         CheckWeights(),  # before the end is measured: of weights that are not finite nothing is
         MeasureEnded(),  # after callbacks, one of which may have ended the run
         amend,
-        CheckDeclared(several),
-        Ask(interrupt),  # once, so that what is saved and what is said agree
-        Save(),  # after callbacks, which may have set weights, and after the last amendment
-        on_end,  # after the last step is saved: an error there does not lose it
-        show,
-        Stop(),  # after on_end, which a run that is complete gets, too
+        CheckDeclared(len(ensemble.runs) > 1),  # before the state is saved, or moves
+        Ask(ensemble.interrupt),  # once and before saving, so that what is saved and what is said agree
+        Save(),  # before on_end, so that an error there does not lose the last step
+        OnEnd(*told),
+        Show(ensemble.watch),
+        Stop(),  # after on_end, which a complete run gets also where training stops
+        Halve(ensemble.stopping),  # after Stop: a run that was interrupted at a rung is not beaten
+        Attend(),  # last: what the next step's nodes join, pull and send is billed in the next step
     ]
-    for run in ensemble.training:
-        with naming(run.spec.label if several else ""):
+
+
+def _steps(ensemble: Ensemble) -> Iterator[int]:
+    told: Told = (ensemble.interrupt, WeakKeyDictionary())
+    after, runs = acts_after_a_step(ensemble, told), ensemble.training
+    for run in runs:
+        with naming(run.spec.label if len(ensemble.runs) > 1 else ""):
             resume.begin(run)
-    everyone = Moment(0, ensemble.groups, ensemble.training)
-    on_start(everyone)
-    first = min((run.done for run in ensemble.unfinished), default=ensemble.max_steps)
+    all_runs = Moment(0, ensemble.groups, runs)
+    OnStart(*told)(all_runs)
     for run in ensemble.training:
         run.recording.known_events = len(run.ledger)
-    attend(ensemble.groups, ensemble.training, first + 1)
-    new = [run for run in ensemble.training if run.starts]
-    starting = Moment(first, ensemble.groups, new)
-    begin: list[Act] = [validate, record, on_step, MeasureEnded(briefly=True)]
-    for act in begin:
-        act(starting)
-    for run in new:
+    Attend()(all_runs)
+    new_runs = Moment(0, ensemble.groups, [run for run in ensemble.training if run.starts])
+    of_new: list[Act] = [Validate(), ensemble.record, OnStep(*told), MeasureEnded(briefly=True)]
+    for act in of_new:
+        act(new_runs)
+    for run in new_runs.reached:
         run.starts = False
-    on_end(everyone)
-    show(everyone)
+    for act in (OnEnd(*told), Show(ensemble.watch)):
+        act(all_runs)
     while ensemble.unfinished:
         step = min(run.done for run in ensemble.unfinished) + 1
-        if step > first + 1:
-            attend(ensemble.groups, ensemble.training, step)
         taking = {run for run in ensemble.unfinished if run.done == step - 1}  # other runs resumed from a later step
         stops = False
         for group in ensemble.groups:
             if taking.intersection(group.runs):
                 stops |= next(group.steps).stops
+        ensemble.interrupt.check()
         reached = [run for run in ensemble.training if run in taking and run.done == step]
-        interrupt.check()
         moment = Moment(step, ensemble.groups, reached, stops=stops)
         for act in after:
             act(moment)
-        if ensemble.stopping is not None:
-            for run in ensemble.stopping(ensemble):
-                run.stopped = True
         yield step

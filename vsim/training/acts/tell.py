@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from contextlib import nullcontext
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,9 +23,8 @@ class Tell:
         values: model that callbacks see → checksums of its parameters; see `vsim.training.callbacks.watching`.
     """
 
-    def __init__(self, interrupt: Interrupt, values: MutableMapping[nn.Module, dict[str, int]] | None = None) -> None:
-        self.interrupt = interrupt
-        self.values = WeakKeyDictionary() if values is None else values
+    def __init__(self, interrupt: Interrupt, values: MutableMapping[nn.Module, dict[str, int]]) -> None:
+        self.interrupt, self.values = interrupt, values
 
     def __call__(self, moment: Moment) -> None:
         moment.each(self.tell, lambda run: run.spec.callbacks)
