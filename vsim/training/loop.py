@@ -156,17 +156,17 @@ def _steps(ensemble: Ensemble) -> Iterator[int]:
         act(new_runs)
     for run in new_runs.reached:
         run.starts = False
+    all_runs.over = [run for run in runs if run.is_over]
     for act in (OnEnd(*told), Show(ensemble.watch)):
         act(all_runs)
-    while ensemble.unfinished:
-        step = min(run.done for run in ensemble.unfinished) + 1
-        taking = {run for run in ensemble.unfinished if run.done == step - 1}  # other runs resumed from a later step
+    while unfinished := ensemble.unfinished:
+        step = min([run.done for run in unfinished]) + 1
+        taking = [run for run in unfinished if run.done == step - 1]  # other runs resumed from a later step
         stops = False
-        for group in ensemble.groups:
-            if taking.intersection(group.runs):
-                stops |= next(group.steps).stops
+        for group in dict.fromkeys([run.group for run in taking]):
+            stops |= next(group.steps).stops
         ensemble.interrupt.check()
-        reached = [run for run in ensemble.training if run in taking and run.done == step]
+        reached = [run for run in taking if run.trains and run.done == step]
         moment = Moment(step, ensemble.groups, reached, stops=stops)
         for act in after:
             act(moment)

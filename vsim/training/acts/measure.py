@@ -25,11 +25,11 @@ class Validate:
         self.again = again
 
     def __call__(self, moment: Moment) -> None:
-        runs = moment.due()
+        runs = moment.training
         if self.again:
-            runs = [run for run in runs if run.is_over and moment.number < moment.reports[run].max_steps]
+            runs = [run for run in moment.over if run.trains and moment.number < moment.reports[run].max_steps]
         if any(run.is_over or run.is_validated for run in runs):
-            for group, own in moment.by_group(runs.__contains__):
+            for group, own in moment.by_group(runs):
                 self._measure(moment, group, own, [run for run in own if run.is_validated])
         for run in runs:
             if run.is_spread_measured:
@@ -78,9 +78,10 @@ class MeasureEnded:
 
     def __call__(self, moment: Moment) -> None:
         if self.briefly:
-            moment.each(lambda run: self._measure(moment, run.group, [run]), self._has_data)
+            starting = [run for run in moment.reached if self._has_data(run)]
+            moment.each(lambda run: self._measure(moment, run.group, [run]), starting)
             return
-        for group, runs in moment.by_group(lambda run: run.is_over and self._has_data(run)):
+        for group, runs in moment.by_group([run for run in moment.over if self._has_data(run)]) if moment.over else ():
             try:
                 self._measure(moment, group, runs)
             except Exception as error:  # an error of the model or the data, which all these runs share

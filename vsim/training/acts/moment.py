@@ -9,12 +9,6 @@ from vsim.core.group import Group, Guard
 from vsim.records.progress import StepReport
 from vsim.training.tracked import TrackedRun
 
-Due = Callable[[TrackedRun], object]
-
-
-def _always(run: TrackedRun) -> bool:
-    return True
-
 
 @dataclass
 class Moment:
@@ -26,6 +20,7 @@ class Moment:
         columns: run → what has been measured since its row was recorded, or amended last.
         client_val: run → the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
         reports: run → the report of its row.
+        over: the runs that have completed their last step, after callbacks had their say.
         stops: whether training ends here. saved: whether every run is saved where the user asked for it.
     """
 
@@ -35,23 +30,26 @@ class Moment:
     columns: dict[TrackedRun, dict[str, float]] = field(default_factory=dict)
     client_val: dict[TrackedRun, dict[str, list[float]]] = field(default_factory=dict)
     reports: dict[TrackedRun, StepReport] = field(default_factory=dict)
+    over: Sequence[TrackedRun] = ()
     stops: bool = False
     saved: bool = True
 
-    def due(self, due: Due = _always) -> list[TrackedRun]:
-        """Return the runs that still train and are due; an act that ends a run hides it from the acts that follow."""
-        return [run for run in self.reached if run.trains and due(run)]
+    @property
+    def training(self) -> list[TrackedRun]:
+        """The runs that still train: an act that ends a run hides it from the acts that follow."""
+        return [run for run in self.reached if run.trains]
 
-    def each(self, act: Callable[[TrackedRun], object], due: Due = _always) -> None:
-        """Call act(run) for every run that is due; an error ends that run only."""
-        for run in self.reached:
-            if run.trains and due(run):
+    def each(self, act: Callable[[TrackedRun], object], runs: Sequence[TrackedRun] | None = None) -> None:
+        """Call act(run) for every run, or for these, that still trains; an error ends that run only."""
+        for run in self.reached if runs is None else runs:
+            if run.trains:
                 with Guard(run.group, run):
                     act(run)
 
-    def by_group(self, due: Due = _always) -> list[tuple[Group[TrackedRun], list[TrackedRun]]]:
-        """Return the runs that are due, by group, in the groups' order."""
+    def by_group(self, runs: Sequence[TrackedRun]) -> list[tuple[Group[TrackedRun], list[TrackedRun]]]:
+        """Return those of these runs that still train, by group, in the groups' order."""
         found: dict[Group[TrackedRun], list[TrackedRun]] = {}
-        for run in self.due(due):
-            found.setdefault(run.group, []).append(run)
+        for run in runs:
+            if run.trains:
+                found.setdefault(run.group, []).append(run)
         return [(group, found[group]) for group in self.groups if group in found]

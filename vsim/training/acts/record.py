@@ -58,7 +58,8 @@ class Amend:
     """Replaces values of a row by those that were measured after it was reported."""
 
     def __call__(self, moment: Moment) -> None:
-        moment.each(lambda run: self._amend(moment, run), lambda run: moment.columns.get(run))
+        if moment.columns:
+            moment.each(lambda run: self._amend(moment, run), [*moment.columns])
 
     def _amend(self, moment: Moment, run: TrackedRun) -> None:
         recording = run.recording

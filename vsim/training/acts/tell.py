@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from vsim.core.group import Guard
 from vsim.training.acts.moment import Moment
 from vsim.training.callbacks import notify, notify_row, watching
 from vsim.training.interrupt import Interrupt
@@ -27,7 +28,11 @@ class Tell:
         self.interrupt, self.values = interrupt, values
 
     def __call__(self, moment: Moment) -> None:
-        moment.each(self.tell, lambda run: run.spec.callbacks)
+        for run in moment.reached:
+            if run.spec.callbacks and run.trains:
+                with Guard(run.group, run):
+                    self.tell(run)
+        moment.over = [run for run in moment.reached if run.is_over]  # callbacks may have ended some
 
     def tell(self, run: TrackedRun) -> None:
         """Call a run's callbacks."""
@@ -61,7 +66,7 @@ class OnEnd(Tell):
     """Calls `on_end` of runs that are over, which are then concluded."""
 
     def __call__(self, moment: Moment) -> None:
-        moment.each(self.tell, lambda run: run.is_over)
+        moment.each(self.tell, moment.over)
 
     def tell(self, run: TrackedRun) -> None:
         with watching(run, self.values):
