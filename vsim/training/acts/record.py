@@ -32,20 +32,17 @@ class Record:
 
     def _record(self, moment: Moment, run: TrackedRun, memory: float) -> None:
         ledger, recording, executor = run.ledger, run.recording, run.group.executor
-        measured = {
-            "validation_seconds": run.measuring.seconds,
-            **moment.columns.pop(run, {}),
-            **run.strategy.columns(),
-        }
+        measured, own = moment.columns.pop(run, {}), run.strategy.columns()
         row: dict[str, float] = {"step": run.done, "examples": run.examples}
         of_run = executor.name, run.max_steps, run.minibatch_size
         if run.starts:
-            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0, **measured}
+            row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
+            row |= {"validation_seconds": run.measuring.seconds, **measured, **own}
             report = StepReport(row, None, [], *of_run, preparing=executor.preparing)
         else:
             row |= {"tokens": run.tokens or math.nan, "train_loss": _mean_of_known(run.node_losses), "lr": run.lr}
             row |= {"payload_bytes": ledger.payload_bytes, "wire_bytes": ledger.wire_bytes, "seconds": run.seconds}
-            row |= {"memory_bytes": memory, **measured}
+            row |= {"validation_seconds": run.measuring.seconds, "memory_bytes": memory, **own, **measured}
             events, recording.known_events = ledger[recording.known_events :], len(ledger)
             report = StepReport(row, run.losses_of_all, events, *of_run, executor.reason)
         report.segment = ledger.attendance[-1] if ledger.attendance else None
