@@ -317,6 +317,22 @@ for arguments, status in (
     assert "vsim 0." in subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
 
 
+def test_a_misspelled_option_brings_options_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "--step", "3"])
+    said = capsys.readouterr().err
+    assert "--steps T" in said and said.count("--steps") == 1 and "vsim compare --help" in said
+
+
+def test_a_closed_pipe_ends_a_command_in_silence() -> None:
+    code = "import sys; from vsim_cli import main; sys.exit(main(['strategies']))"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()
+    assert command.stderr.read() == "" and command.wait() == 141
+    command.stderr.close()
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("compare", "sweep", "time", "show", "watch", "report", "verify"):

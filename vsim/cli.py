@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -115,8 +116,12 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
     formatted = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:
-        return _COMMANDS[type(command)](command)
+        status = _COMMANDS[type(command)](command)
+        sys.stdout.flush()  # here, since Python would report a closed pipe in its own words when it ends
+        return status
     except _ERRORS as error:
+        if isinstance(error, BrokenPipeError) and _pipe_is_closed():
+            return 128 + signal.SIGPIPE
         print(f"vsim {argv[0]}: {_said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -124,6 +129,16 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
         return 130
     finally:
         warnings.formatwarning = formatted
+
+
+def _pipe_is_closed() -> bool:
+    """Return whether nobody reads the output any more, as in `vsim strategies | head`; then drop what is left of it."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 # Arguments of `fit` and of classes in error messages → the options that give them.
