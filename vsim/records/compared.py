@@ -350,6 +350,7 @@ def brief_list(names: Sequence[str], most: int = 6) -> str:
     """Return names as text: all or, of more than `most`, the first ones and the number of others.
 
     >>> brief_list(["a", "b", "c"], 2)
-    'a, b and 1 others'
+    'a, b and 1 other'
     """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} other{'s' if more > 1 else ''}" if more > 0 else "")
