@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("MPLBACKEND", "Agg")
 if "VSIM_DEVICE" not in os.environ:  # any_device.py is for GPUs; all other tests are about the CPU's bits
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("COLUMNS", None)  # pytest-xdist's processes inherit one, and tables would fit into it
 os.environ["VSIM_TEST_SESSION"] = uuid.uuid4().hex  # tells the processes that this one starts from all others
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,11 +44,26 @@ def pictures(page: Path) -> Iterator[tuple[int, str, Path]]:
         yield text.count("\n", 0, match.start()) + 1, match[1], (page.parent / match[2]).resolve()
 
 
+def write(figure: Any, path: Path) -> None:
+    """Write a figure for a page: a column of a paper is about 600 pixels wide."""
+    from vsim.figures.paper import save
+
+    save(figure, path)
+    reduce(path, 0.6)
+
+
+def reduce(path: Path, share: float = 1.0) -> None:
+    """Make a picture smaller, by its size and its number of colours."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        size = round(share * image.width), round(share * image.height)
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).quantize(128).save(path, optimize=True)
+
+
 def draw(page: Path) -> list[Path]:
     """Run the Python of a page, write its pictures, and return their files."""
     import matplotlib.pyplot as plt
-
-    from vsim.figures.paper import save
 
     code = [(block.line, block.text) for block in blocks(page) if block.kind == "python"]
     first, last = code[0][0], code[-1][0] + 1
@@ -57,7 +72,7 @@ def draw(page: Path) -> list[Path]:
     for line, text, *path in sorted([*code, *drawn], key=lambda one: one[0]):
         with contextlib.redirect_stdout(io.StringIO()):
             if path:
-                save(eval(text, scope), path[0])
+                write(eval(text, scope), path[0])
             else:
                 exec(compile("\n" * (line - 1) + text, str(page), "exec"), scope)
         plt.close("all")
@@ -101,6 +116,7 @@ def draw_report() -> list[Path]:
             page.resolve().as_uri(),
         ]
         subprocess.run(command, check=True, capture_output=True)
+        reduce(ROOT / "docs" / "images" / name)
     return [ROOT / "docs" / "images" / name for name in REPORT]
 
 

@@ -244,6 +244,24 @@ def test_the_table_fits_the_terminal_below_what_was_trained(
     assert "not shown in 60 characters:" in printed and "seconds to simulate" in " ".join(printed.split())
 
 
+def test_a_title_names_the_partition_and_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "--partition",
+        "dirichlet:alpha=0.5",
+        "--budget",
+        "time=2 s",
+        "--network",
+        "1 Gbit/s",
+        "--compute",
+        "800ms",
+    ]
+    given += ["--nodes", 2, "--strategies", "allreduce", "--quiet", "--val-size", 4, "--out", tmp_path]
+    assert run("compare", "--data", "digits", "--model", "mlp", *given) == 0
+    trained = "MLP on digits (dirichlet, alpha=0.5), 2 nodes × batch 16, within 2 s"
+    assert capsys.readouterr().out.splitlines()[1] == f"{trained}; 1 Gbit/s, 800ms of computing a step"
+    assert vsim.Comparison.from_json(tmp_path / "comparison.json").trained == trained
+
+
 def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="non-finite loss"):
         assert run("compare", *SMALL, "--out", tmp_path, "--strategies", "allreduce:lr=1e30", "fedavg:lr=1e30") == 2
@@ -297,6 +315,22 @@ for arguments, status in (
         ended = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         assert ended.returncode == status and not re.search(r"\| +(torch|numpy)\b", ended.stderr), arguments
     assert "vsim 0." in subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_misspelled_option_brings_options_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "--step", "3"])
+    said = capsys.readouterr().err
+    assert "--steps T" in said and said.count("--steps") == 1 and "vsim compare --help" in said
+
+
+def test_a_closed_pipe_ends_a_command_in_silence() -> None:
+    code = "import sys; from vsim_cli import main; sys.exit(main(['strategies']))"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()
+    assert command.stderr.read() == "" and command.wait() == 141
+    command.stderr.close()
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

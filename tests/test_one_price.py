@@ -176,7 +176,7 @@ def test_the_map_of_the_command_line(
     cell = list(found.latencies).index(0.1), list(found.bandwidths).index(1e7)
     reached = int(history.crossing(9, "global_loss").step)
     expected = history.time(network, 0.1).seconds[reached]
-    assert found.seconds["fedavg:H=1"][cell] == pytest.approx(expected)
+    assert found.seconds["FedAvg, H = 1"][cell] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("named", ["", ", tree"])

@@ -47,7 +47,7 @@ def test_pictures_are_drawn_where_they_stand(tmp_path: Path, monkeypatch: pytest
         + "```python\nx = 7\n```\n"
         + picture.format(3)
     )
-    monkeypatch.setattr(vsim.figures.paper, "save", lambda figure, path: saved.update({path.stem: figure}))
+    monkeypatch.setattr("pictures.write", lambda figure, path: saved.update({path.stem: figure}))
     assert [path.stem for path in draw(page)] == ["1", "2", "3"]
     assert saved == {"1": 8, "2": 7, "3": 10}
 

@@ -199,7 +199,11 @@ def test_a_rule_in_both_languages_is_one_rule(opened: Any) -> None:
         cut = limits([*own])
         assert high == pytest.approx(np.max(own) if cut is None else cut[1])
 
-    ranges = [(low, low * float(10 ** rng.uniform(0.5, 5))) for low in (10 ** rng.uniform(-3, 6, 60)).tolist()]
+    ranges = [(low, low * float(10 ** rng.uniform(0.01, 5))) for low in (10 ** rng.uniform(-3, 6, 2000)).tolist()]
+    for count in (3, 4, 7):
+        for log in (False, True):
+            assert min(map(len, each("ticks", [[*own, count, log] for own in ranges]))) > 1
+    ranges = [own for own in ranges if own[1] > 3.2 * own[0]][:60]
     for ticks, (low, most) in zip(each("ticks", [[*own, 7, True] for own in ranges]), ranges, strict=True):
         for own in (ticks, PlainLocator().tick_values(low, most)):
             assert len(own) > 1 and sorted(own) == list(own)

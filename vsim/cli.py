@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -115,8 +116,12 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
     formatted = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:
-        return _COMMANDS[type(command)](command)
+        status = _COMMANDS[type(command)](command)
+        sys.stdout.flush()  # here, since Python would report a closed pipe in its own words when it ends
+        return status
     except _ERRORS as error:
+        if isinstance(error, BrokenPipeError) and _pipe_is_closed():
+            return 128 + signal.SIGPIPE
         print(f"vsim {argv[0]}: {_said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -124,6 +129,16 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
         return 130
     finally:
         warnings.formatwarning = formatted
+
+
+def _pipe_is_closed() -> bool:
+    """Return whether nobody reads the output any more, as in `vsim strategies | head`; then drop what is left of it."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 # Arguments of `fit` and of classes in error messages → the options that give them.
@@ -181,10 +196,10 @@ def compare(command: commands.Compare) -> int:
         extend=None if command.choice.extend is None else Comparison.from_json(command.choice.extend),
         **options,
     )
-    _print_table(comparison, priced.target_loss, problem.trained(priced.budget))
+    _print_table(comparison, priced.target_loss, problem)
     picture, winners = _FIGURES["comparison"]
     drawn = comparison.in_words()
-    title = "; ".join([problem.title(priced.budget), *tuning(drawn)])
+    title = "; ".join([drawn.trained, *tuning(drawn)])
     figures: dict[str, Any] = {picture: drawn.figure(title, x="step" if problem.network is None else "time")}
     in_lockstep = not any(strategy.is_asynchronous for strategy in made.values())  # an asynchronous run has one network
     if problem.network is not None and priced.target_loss is not None and in_lockstep:
@@ -216,7 +231,7 @@ def sweep(command: commands.Sweep) -> int:
         extend=None if command.extend is None else Sweep.from_json(command.extend),
         **options,
     )
-    _print_table(result, priced.target_loss, problem.trained(priced.budget))
+    _print_table(result, priced.target_loss, problem)
     picture, heatmap = _FIGURES["sweep"]
     figures: dict[str, Any] = {picture: result.figure()}
     if len(result.varied) > 1:
@@ -231,8 +246,7 @@ def show(command: commands.Show) -> int:
         title = comparison.title + (f", losses at step {steps.pop()}" if len(steps) == 1 else "")
         table = comparison.table(loss=command.target_loss, network=network, compute=compute, width=_width())
         about = ", started ".join(filter(None, [comparison.trained, comparison.date]))
-        named = textwrap.fill(f"{name}: {title}", _width() or 10**6)
-        print("\n".join(filter(None, [about, named])) + f"\n\n{table}\n")
+        print("\n".join(map(_filled, filter(None, [about, f"{name}: {title}"]))) + f"\n\n{table}\n")
     return 0
 
 
@@ -656,7 +670,11 @@ def _width() -> int | None:
     return shutil.get_terminal_size().columns if given else None
 
 
-def _print_table(result: Comparison, loss: float | None, trained: str) -> None:
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _width() or 10**6)
+
+
+def _print_table(result: Comparison, loss: float | None, problem: Common) -> None:
     """Print the table below what was trained; in a terminal, the best line is green and bold, lines marked † green."""
     from rich.console import Console
 
@@ -666,7 +684,10 @@ def _print_table(result: Comparison, loss: float | None, trained: str) -> None:
     names, best = list(result), ""
     with suppress(ValueError):  # no run is complete
         best = result.best()
-    console.print(f"\n{trained}\n")
+    seeds = f", seeds {' '.join(map(str, problem.seeds))}" if len(problem.seeds) > 1 else ""
+    computing = f"{problem.compute or ''}{' s' if (problem.compute or ' ')[-1].isdigit() else ''}"
+    priced = ", ".join(filter(None, [problem.network, computing and f"{computing} of computing a step"]))
+    console.print(f"\n{_filled('; '.join(filter(None, [result.trained + seeds, priced])))}\n")
     for i, line in enumerate(lines):
         name = result.order[i - first] if first <= i < first + len(names) else ""
         style = "bold green" if name and name == best else "green" if name and " †" in line else None

@@ -57,11 +57,12 @@ def parsed(argv: Sequence[str]) -> Command | int:
         _reject_repeated(argv)
         _reject_both(argv)
         _reject_empty(argv)
-        line = tyro.cli(
-            _Line,
-            prog="vsim",
+        own = {command.__name__.lower(): command for command in get_args(Command)}.get(name)
+        line = tyro.cli(  # a command by itself, so that suggestions for a misspelled option are this command's
+            _Line if own is None else own,
+            prog="vsim" if own is None else f"vsim {name}",
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            args=argv,
+            args=argv if own is None else argv[1:],
         )
     except SystemExit as end:
         if name in _EXAMPLES and not end.code:
@@ -70,7 +71,7 @@ def parsed(argv: Sequence[str]) -> Command | int:
     except ValueError as error:
         print(f"vsim {name}: {error}", file=sys.stderr)
         return 2
-    return line.command
+    return line.command if isinstance(line, _Line) else line
 
 
 _NAMES = [command.__name__.lower() for command in get_args(Command)]

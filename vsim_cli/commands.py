@@ -92,7 +92,7 @@ class Problem:
         return 160 if self.steps is None else self.steps
 
     def title(self, budget: Sequence[str]) -> str:
-        """Return the title of a figure, with the budget if there is one."""
+        """Return what is going to be trained, to show before it is."""
         data = Path(self.text).name if self.text is not None else self.data
         data += f" ({self.details.partition})" if self.details.partition else ""
         nodes = f"{self.num_nodes} nodes × batch {self.examples_per_step}"
@@ -112,13 +112,6 @@ class Common(Problem):
     """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
     out: Annotated[str, arg(metavar="DIR")] = "vsim-out"
     """folder for figures and data"""
-
-    def trained(self, budget: Sequence[str]) -> str:
-        """Return what was trained, as a line above a table: `title` with seeds, network and compute."""
-        seeds = f"seeds {' '.join(map(str, self.seeds))}" if len(self.seeds) > 1 else ""
-        computing = "" if self.compute is None else self.compute if self.compute[-1].isalpha() else f"{self.compute} s"
-        priced = ", ".join(filter(None, (self.network, computing and f"{computing} of computing a step")))
-        return "; ".join(filter(None, (", ".join(filter(None, (self.title(budget), seeds))), priced)))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from vsim.network import Compute, Network
 from vsim.records.describe import BY_NAME, describe
 from vsim.records.history import History
 from vsim.records.plots import MANY, SETTING, Y_LABELS, Looks, looks_of
-from vsim.records.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, spent
+from vsim.records.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, amount_text, spent
 from vsim.records.tables import quoted, size_text
 
 if TYPE_CHECKING:
@@ -240,12 +240,14 @@ class Runs(Mapping[str, ComparedRun]):
         data = config["train_dataset"] if isinstance(config.get("train_dataset"), Mapping) else {}
         name, examples = str(data.get("name", data.get("class", ""))), data.get("examples")
         named = name if name not in _UNNAMED else f"{examples:,} examples" if isinstance(examples, int) else "own data"
+        if dealt := re.match(r"Partition\((.+?)(?:, min_size=\d+)?(?:, seed=\d+)?:", str(data.get("partition", ""))):
+            named += f" ({dealt[1]})"
         batch = f" × batch {config['batch_size']}" if isinstance(config.get("batch_size"), int) else ""
         asked = {run: run.history.config.get("max_steps") for run in self.all_runs}
         steps = sorted({most if isinstance(most, int) else run.ledger.steps for run, most in asked.items()})
         length = f"{steps[0]:,} to {steps[-1]:,} steps" if len(steps) > 1 else f"{steps[0]:,} steps"
         if self.budget:
-            length = f"within {' and '.join(f'{most} ({of})' for of, most in self.budget.items())}"
+            length = f"within {' and '.join(amount_text(of, most) for of, most in self.budget.items())}"
         return f"{config['model'].get('class', 'a model')} on {named}, {self._nodes}{batch}, {length}"
 
     @property
@@ -348,6 +350,7 @@ def brief_list(names: Sequence[str], most: int = 6) -> str:
     """Return names as text: all or, of more than `most`, the first ones and the number of others.
 
     >>> brief_list(["a", "b", "c"], 2)
-    'a, b and 1 others'
+    'a, b and 1 other'
     """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} other{'s' if more > 1 else ''}" if more > 0 else "")

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from vsim.arguments import a_list, a_text, encodable, one_of, true_or_false
 from vsim.network import Compute, Network
 from vsim.records import best, cheapest, crossings, differences, fronts, provenance, resized, summary, winners
-from vsim.records.compared import ComparedRun, Runs
+from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.describe import Conditions
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
 from vsim.records.losses import diverged, sound
@@ -335,8 +335,7 @@ class Comparison(Runs):
         """
         from vsim.records.report.page import report
 
-        names = [textwrap.shorten(name, 40, placeholder="…") for name in self]
-        short = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        short = brief_list([textwrap.shorten(name, 40, placeholder="…") for name in self], 3)
         page = report({short if title is None else a_text("title", title): self}, network, compute, title)
         return page if path is None else page.save(path)
 

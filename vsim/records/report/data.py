@@ -30,7 +30,7 @@ from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.provenance import Provenance, describe
 from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import Ranking, contenders
-from vsim.records.tables import DIGITS, PERCENT, UNITS, cell, quoted
+from vsim.records.tables import DIGITS, PERCENT, UNITS, cell, quoted, unit_of
 
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -196,7 +196,8 @@ class _Page:
         own = [loss for loss in losses[found.best[0]].values() if math.isfinite(loss)]
         best = _joined(found.best)
         ends = f"{best} {'end' if len(found.best) > 1 else 'ends'} with the lowest {self.comparison.loss_title}"
-        ends += f", {cell(self.comparison.loss_title, float(np.mean(own)))}."
+        mean = float(np.mean(own))
+        ends += f", {cell(mean, unit=unit_of(self.comparison.loss_title, [mean]))}."
         seeds = max(map(len, losses.values()))
         if not found.tested:
             few = "One seed does" if seeds == 1 else "The seeds that all have do"

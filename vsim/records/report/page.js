@@ -282,20 +282,21 @@
     const f = log ? Math.log10 : (v) => v, a = f(low), b = f(high);
     const own = (v) => from + ((f(v) - a) / (b - a)) * (to - from);
     own.back = (px) => { const v = a + ((px - from) / (to - from)) * (b - a); return log ? 10 ** v : v; };
-    own.ticks = (count) => {
-      if (!log || b - a < 0.5) {
+    const every = (count) => {
+      if (!log || b - a < 0.7) {  // at least two of 1, 2 and 5 times a power of ten lie in 0.7 decades
         const step = niceStep(high - low, count), ticks = [];
         for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) ticks.push(Math.abs(v) < step * 1e-9 ? 0 : v);
         return ticks.filter((v) => !log || v > 0);
       }
-      const decades = b - a, every = Math.max(1, Math.ceil(decades / count)), ticks = [];
+      const decades = b - a, apart = Math.max(1, Math.ceil(decades / count)), ticks = [];
       const parts = decades < count / 3 ? [1, 2, 5] : decades < count / 2 ? [1, 3] : [1];
       for (let d = Math.floor(a); d <= Math.ceil(b); d += 1) {
-        if (d % every) continue;
+        if (d % apart) continue;
         for (const m of parts) { const v = m * 10 ** d; if (v >= low * 0.9999 && v <= high * 1.0001) ticks.push(v); }
       }
       return ticks;
     };
+    own.ticks = (count) => [count, 2 * count, 4 * count].map(every).find((ticks) => ticks.length > 1) || [];
     return Object.assign(own, { low, high, log });
   };
   const tick = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e6 || Math.abs(v) < 1e-3 ? digits(v, 2) : String(Number(v.toPrecision(4))));
