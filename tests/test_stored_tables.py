@@ -137,3 +137,8 @@ strategy        to  difference    low  high     p  seeds  seeds_needed
 def test_what_is_old_or_contradicts_itself_is_found(old: str, new: str, why: str) -> None:
     found = wrong(NOW.replace(old, new, 1) if old else NOW)
     assert any(one.startswith(why) for one in found) if why else found == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_show_what_is_printed_today(path: Path) -> None:
+    assert [why for text in outputs(path) for why in wrong(text)] == []
