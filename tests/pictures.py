@@ -28,7 +28,6 @@ from documents import ROOT, blocks
 PICTURE = re.compile(r"^<!-- picture: (.+?) -->\n!\[[^\]]*\]\(([^)]+\.png)\)", re.MULTILINE)
 # Pictures that something else makes.
 ELSEWHERE = {
-    "docs/images/bench.png": "tests/benchmarks/bench_step.py",
     "docs/images/penalty.png": "notebooks/penalty.ipynb",
     "docs/images/quadratics.png": "tests/reproductions/quadratics.py",
     **dict.fromkeys(("docs/images/report.png", "docs/images/report_top.png"), "tests/pictures.py"),

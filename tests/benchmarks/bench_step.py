@@ -507,7 +507,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="turns that every candidate takes (default: by model)")
     parser.add_argument("--steps", type=int, help="steps of a turn (default: by model)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers, written after every line")
-    parser.add_argument("--figure", type=Path, help="a figure of the numbers, such as docs/images/bench.png")
+    parser.add_argument("--figure", type=Path, help="a figure of the numbers, for a page")
     options = parser.parse_args(argv)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(options.device or best)
