@@ -14,13 +14,15 @@ from separate import images, small_cnn
 import vsim
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.strategy import DittoStrategy, FedBNStrategy, FedDynStrategy, ScaffoldStrategy, Strategy
-from vsim.training import loop, resume
+from vsim.training import resume
+from vsim.training.acts import measure
+from vsim.training.acts.record import Record
 from vsim.training.clients import Clients
 
 # Functions around which the state of the run, its clients' files or its folder change.
 EVENTS: list[tuple[Any, str]] = [
     *((Clients, "arrive"), (Clients, "leave")),  # a round begins and ends
-    *((loop, "validate"), (loop, "_notify")),
+    *((measure, "validate"), (Record, "_record")),
     *((resume, "captured"), (resume, "prune")),  # before and after a checkpoint is written
 ]
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
