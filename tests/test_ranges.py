@@ -277,7 +277,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", *problem, "--strategy", "diloco:H=2", "--processes", "2"]) == 0
     assert "num_processes=2" in capsys.readouterr().out
     assert main(["compare", *problem, "--processes", "x"]) == 2
-    assert "num_processes must be a whole number or 'auto', got 'x'" in capsys.readouterr().err
+    assert "--processes must be a whole number or 'auto', got 'x'" in capsys.readouterr().err
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vsim.arguments import true_or_false
+from vsim.arguments import true_or_false, whole_number
 from vsim.cluster.traffic import traffic
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import crossing_of, never, noise
@@ -186,8 +186,10 @@ def table(
     are aligned at their points.
 
     Raises:
-        ValueError: there is no such column.
+        ValueError: there is no such column, or `width` is not a positive whole number.
     """
+    if width is not None:
+        whole_number("width", width)
     order, title = comparison.order, comparison.loss_title
     shown = rows(comparison, loss, network, compute, stays=stays)
     without, at = diverged(comparison), measured_at(comparison)
