@@ -457,7 +457,7 @@ def test_a_run_that_diverges_leaves_and_changes_no_other(deterministic: bool) ->
 def test_rows_of_those_that_left_are_gone() -> None:
     run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)])
     own = run_of([FedAvgStrategy(H=3, lr=1e-2)])
-    run.stopping = lambda run: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
+    run.stopping = lambda: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
     list(run.steps())
     list(own.steps())
     assert [len(stack.executor.replicas.weights) for stack in run.groups] == [2]

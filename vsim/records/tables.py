@@ -295,7 +295,7 @@ def unit_of(key: str, values: Iterable[Any]) -> Unit:
 
     >>> unit_of("wire MB/node", [225.6e6, 3.9e6])
     Unit(heading='wire TB/node', factor=1e-06, digits=2, sign='')
-    >>> unit_of("hours to 1.5", [0.25, 0.002]).heading
+    >>> unit_of("hours to 1.5", [0.25, 0.02]).heading
     'minutes to 1.5'
     """
     sizes = [size for value in values if not isinstance(value, str) and math.isfinite(value) and (size := abs(value))]

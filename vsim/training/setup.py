@@ -170,7 +170,13 @@ def assemble(
     """
     settle_vector_functions()
     interrupt = interrupt or Interrupt()
-    groups = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
+    try:
+        groups = [_stacked([runs[i] for i in own], executor, device, interrupt) for own in _grouped(runs)]
+    except BaseException:
+        for run in runs:
+            if run.presence.plan is not None and run.presence.plan.store is not None:
+                run.presence.plan.store.release()  # for other runs
+        raise
     for group in groups:
         group.several = group.tolerant = len(runs) > 1
     return Ensemble(list(runs), groups, max(run.steps for run in runs), interrupt=interrupt)
