@@ -25,11 +25,11 @@ from trained import OF_THE_MACHINE, Acts, examples, mlp
 import vsim
 from vsim.checkpoint.files import Checkpoint
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training import loop
+from vsim.training import fit as training
 from vsim.training.tracked import TrackedRun
 
 ORDER = """Validate, Record, OnStep, Validate again, Amend, CheckWeights, MeasureEnded, Amend again, CheckDeclared, Ask,
-Save, OnEnd, Show, Stop, Halve, Attend""".replace("\n", " ").split(", ")
+Save, OnEnd, Conclude, Show, Stop, Halve, Attend""".replace("\n", " ").split(", ")
 Permute = Callable[[list[str]], list[str]]
 
 
@@ -117,9 +117,7 @@ class Outcome:
         return [int(re.findall(r"'step': (\d+)", text)[0]) for text in callback.heard if text.startswith(f"{event} ")]
 
     def history(self, label: str = "") -> vsim.History:
-        history = self.run(label).recording.history
-        assert history is not None
-        return history
+        return self.run(label).history
 
     def known(self, column: str, label: str = "") -> list[int]:
         """The steps at which a run has a value in this column."""
@@ -141,23 +139,24 @@ class Outcome:
             del plain["config"]
             plain["columns"] = {name: own for name, own in plain["columns"].items() if name not in OF_THE_MACHINE}
             heard = [text for callback in run.spec.callbacks for text in callback.heard]
-            lines.append(f"{label}: {run.stopped} {run.concluded} {run.error!r} {plain} {heard}")
+            lines.append(f"{label}: {run.stopped_at} {run.concluded} {run.error!r} {plain} {heard}")
         return [line.replace(str(self.folder), "") for line in lines]
 
 
 @contextmanager
 def ordered(permute: Permute, outcome: Outcome) -> Iterator[None]:
     """Permute the acts of runs in this context, and note these runs, what is saved of them, and how it ends."""
-    in_order, save = loop.acts_after_a_step, Checkpoint.save
+    save, begin = Checkpoint.save, training.begin
 
-    def permuted(ensemble: Any, told: Any) -> list[Any]:
+    def permuted(groups: Any, orders: Any) -> None:
         named: dict[str, Any] = {}
-        for act in in_order(ensemble, told):
+        for act in orders.after_a_step:
             name = type(act).__name__
             named[f"{name} again" if name in named else name] = act
         assert [*named] == ORDER
-        outcome.runs |= {run.spec.label: run for run in ensemble.runs}
-        return [named[name] for name in permute([*named])]
+        outcome.runs |= {run.spec.label: run for group in groups for run in group.runs}
+        orders.after_a_step = [named[name] for name in permute([*named])]
+        begin(groups, orders)
 
     def noted(checkpoint: Checkpoint, path: Any) -> None:
         history = checkpoint.history
@@ -168,7 +167,7 @@ def ordered(permute: Permute, outcome: Outcome) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        patch.setattr(loop, "acts_after_a_step", permuted)
+        patch.setattr(training, "begin", permuted)
         patch.setattr(Checkpoint, "save", noted)
         try:
             yield
@@ -354,7 +353,7 @@ MOVED = {
     "Halve before Stop: after Ctrl-C at a rung, a run counts as beaten": Moved(
         halve("interrupts", "on_step", 2, **SAVED),
         move("Halve", before="Stop"),
-        lambda o: {label: run.stopped for label, run in o.runs.items()},
+        lambda o: {label: run.stopped_at is not None for label, run in o.runs.items()},
         {BEATEN: False, KEPT: False},
         {BEATEN: True, KEPT: False},
     ),

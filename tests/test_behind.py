@@ -18,8 +18,8 @@ from vsim.checkpoint.folder import checkpoints_in
 from vsim.compare import train_entries
 from vsim.core.group import Group
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
-from vsim.training import setup
-from vsim.training.attendance import feed
+from vsim.training.acts import feed as feeding
+from vsim.training.feeding import feed
 
 SAVED = 3  # steps between checkpoints; the runs are killed in step 9, and wait at step 6
 KINDS: dict[str, dict[str, Any]] = {  # options of all runs
@@ -124,7 +124,7 @@ def test_a_batch_of_another_step_is_an_error_that_ends_no_run(tmp_path: Path, mo
         feed(group)
         next(group.batches)
 
-    monkeypatch.setattr(setup, "feed", late)
+    monkeypatch.setattr(feeding, "feed", late)
     with pytest.raises(RuntimeError, match=r"step 1 got the batch of step 2 .* \{1\}"):
         compared("last is 6", "two groups", save_dir=tmp_path)
     assert not [*tmp_path.glob("*/end.json")]

@@ -25,6 +25,7 @@ import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
+from vsim.training.fit import steps
 from vsim.training.view import RunView
 
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
@@ -639,7 +640,7 @@ def test_without_validation_data_and_step_by_step() -> None:
         trainer.fit(strategy=Strategy(), **QUICK, callbacks=[EarlyStopping()])
     stopping = EarlyStopping("train_loss", patience=1, min_delta=9)
     options = {**QUICK, "strategy": Strategy(), "callbacks": [heard, stopping]}
-    assert list(trainer.prepare(**options).steps()) == [1, 2] and heard.words[-1] == "end 2"
+    assert [moment.number for moment in steps([trainer.prepare(**options)])] == [1, 2] and heard.words[-1] == "end 2"
     heard.words.clear()
     trainer.explain(**options)
     assert not heard.words

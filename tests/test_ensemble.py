@@ -34,12 +34,11 @@ from vsim.checkpoint.folder import checkpoint_path
 from vsim.cluster import Cluster
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.randomness import isolated
+from vsim.core.group import Group
 from vsim.data import digits
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.proof import Proof
 from vsim.models import MLP
-from vsim.records.history import History
-from vsim.records.progress import Recorder
 from vsim.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -54,8 +53,10 @@ from vsim.strategy import (
     Strategy,
 )
 from vsim.training import groups
-from vsim.training.loop import Ensemble
-from vsim.training.setup import prepare
+from vsim.training.acts.halve import Halve
+from vsim.training.fit import Orders, prepare, steps
+from vsim.training.interrupt import Interrupt
+from vsim.training.tracked import TrackedRun
 
 Strategies = Mapping[str, Strategy]
 CPU = torch.device("cpu")
@@ -86,14 +87,13 @@ def compare(strategies: Strategies, data: Any = None, start: Any = None, **optio
     return vsim.compare(start, data, data, strategies=strategies, **{**OPTIONS, "num_nodes": 2, **options})
 
 
-def run_of(strategies: Sequence[Strategy], data: Any = None, **options: Any) -> Ensemble:
+def groups_of(strategies: Sequence[Strategy], data: Any = None, **options: Any) -> list[Group[TrackedRun]]:
     """Runs that are set up together, for a look inside."""
     trainer = vsim.Trainer(small_mlp(), data or vectors())
     options = {**OPTIONS, "val_interval": None, "num_nodes": 2, **options}
     specs = [trainer.spec(f"run {i}", strategy=s, **options) for i, s in enumerate(strategies)]
-    histories = [History(c.label, c.num_nodes) for c in specs]
     with isolated(0, CPU):
-        return prepare(specs, [Recorder(h) for h in histories], histories, CPU)
+        return prepare([TrackedRun.of(spec) for spec in specs], CPU)
 
 
 # Strategies, data and models that would spread what they do -----------------------------------------------------------
@@ -392,14 +392,13 @@ def test_a_deterministic_model_must_not_draw_globally(draw: Any, name: str, exec
 def test_what_is_alike_is_one_group() -> None:
     strategies = [DiLoCoStrategy(H=2), SimpleReduceStrategy(), SimpleReduceStrategy(), FedAvgStrategy()]
     strategies += [SPARTAStrategy(), Strategy(lr=1e-2)]
-    run = run_of(strategies, num_nodes=3, deterministic=False)
-    (stack,) = run.groups
-    kept = [run.cluster.replicas for run in run.runs]
+    (group,) = groups_of(strategies, num_nodes=3, deterministic=False)
+    kept = [run.cluster.replicas for run in group.runs]
     assert [(len(r.weights), len(r.grads)) for r in kept] == 6 * [(3, 3)]
-    assert len(stack.executor.replicas.weights) == 18
-    run = run_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], data := Jittered())
+    assert len(group.executor.replicas.weights) == 18
+    (group,) = groups_of([Strategy(lr=r) for r in (1e-3, 1e-2, 1e-1)], data := Jittered())
     before = data.fetched
-    next(run.groups[0].batches)  # of one order of the data: fetched once
+    next(group.batches)  # of one order of the data: fetched once
     assert data.fetched - before == 2 * OPTIONS["batch_size"]
 
 
@@ -420,12 +419,12 @@ def test_equal_models_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rate_that_is_changed_by_hand_is_its_runs_own() -> None:
-    def run(change: bool) -> Ensemble:
-        made = run_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)])
-        for step in made.steps():
-            if step == 3 and change:
-                made.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
-        return made
+    def run(change: bool) -> Group[TrackedRun]:
+        (group,) = groups_of([FedAvgStrategy(H=2, lr=1e-2), FedAvgStrategy(H=3, lr=1e-2)])
+        for moment in steps([group]):
+            if moment.number == 3 and change:
+                group.runs[1].strategy.optim.param_groups[0]["lr"] = 0.1
+        return group
 
     (ours, other), (theirs, plain) = ([one.cluster.weights for one in run(change).runs] for change in (True, False))
     assert torch.equal(ours, theirs) and not torch.equal(other, plain)
@@ -455,12 +454,13 @@ def test_a_run_that_diverges_leaves_and_changes_no_other(deterministic: bool) ->
 
 
 def test_rows_of_those_that_left_are_gone() -> None:
-    run = run_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)])
-    own = run_of([FedAvgStrategy(H=3, lr=1e-2)])
-    run.stopping = lambda: [m for m in run.runs if m.spec.label != "run 2"] if run.runs[2].done == 3 else []
-    list(run.steps())
-    list(own.steps())
-    assert [len(stack.executor.replicas.weights) for stack in run.groups] == [2]
+    (run,) = groups_of([FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4)])
+    (own,) = groups_of([FedAvgStrategy(H=3, lr=1e-2)])
+    run.runs[2].name = "kept"
+    halve = Halve(run.runs, [3], lambda step, scores: ["kept"])
+    list(steps([run], Orders(Interrupt(), halve=halve)))
+    list(steps([own]))
+    assert len(run.executor.replicas.weights) == 2
     # Calls of eight rows and of two; a hundredth of one of Adam's steps.
     torch.testing.assert_close(run.runs[2].cluster.weights, own.runs[0].cluster.weights, rtol=0, atol=1e-4)
     assert [m.done for m in run.runs] == [3, 3, 6, 3]
@@ -571,7 +571,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
 def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
     together = compare(strategies)
-    (spec,) = (m.spec for m in run_of([FedAvgStrategy(H=1)]).runs)
+    spec = groups_of([FedAvgStrategy(H=1)])[0].runs[0].spec
     room = 2.1 * groups.matrix_bytes(spec) / groups.SHARE_OF_MATRICES
     monkeypatch.setattr(groups, "available_bytes", lambda *_: room)
     with warned("groups that fit into memory", "2, 2, 1 runs"):

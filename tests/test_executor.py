@@ -64,9 +64,10 @@ def test_a_batch_that_has_something_else_in_front_of_its_examples_is_not_cut() -
     with refused(ValueError, "batch['x']: 4", "batch['y']: 6"):
         list(minibatches(batch, 3))
     engine = make(LoopExecutor, small_mlp())
-    Evaluator(engine, {"x": torch.ones(4, 6, 3), "y": torch.ones(6)}, 4, 1)
+    evaluator = Evaluator(engine, {"x": torch.ones(4, 6, 3), "y": torch.ones(6)}, 1)
+    assert evaluator.pieces(4) == [evaluator.batch]
     with refused(ValueError, "examples first"):
-        Evaluator(engine, {"x": torch.ones(4, 6, 3), "y": torch.ones(6)}, 3, 1)
+        evaluator.pieces(3)
 
 
 class Partly(nn.Module):

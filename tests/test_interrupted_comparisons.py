@@ -18,7 +18,8 @@ from separate import small_mlp, vectors
 import vsim
 from vsim import Callback, Comparison
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training.entries import Entries
+from vsim.training import race
+from vsim.training.race import Race
 from vsim_cli import main
 
 STEPS, SEEDS = 4, [3, 5]
@@ -101,15 +102,15 @@ def test_one_press_completes_the_step_and_a_second_ends_it(event: str, step: int
 
 
 def test_a_press_before_the_next_group_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, before = [], Entries._prepared
+    prepared, before = [], race.prepare
 
-    def press(self: Entries, configs: Any, entries: Any = (), *more: Any) -> Any:
-        prepared.extend(entry for _, entry in entries)
+    def press(runs: Any, device: Any, interrupt: Any = None, **given: Any) -> Any:
+        prepared.extend(runs if interrupt else ())  # without it, to find errors early
         if len(prepared) == 2:
             raise KeyboardInterrupt
-        return before(self, configs, entries, *more)
+        return before(runs, device, interrupt, **given)
 
-    monkeypatch.setattr(Entries, "_prepared", press)
+    monkeypatch.setattr(race, "prepare", press)
     assert outcomes(compared(together=False)) == ["ended", BEFORE, BEFORE, BEFORE]
 
 
@@ -169,21 +170,21 @@ class _Moment:
 @pytest.mark.parametrize("together", [True, False])
 def test_any_moment(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missing, and what is saved resumes as if it had not been interrupted."""
-    train, straight = Entries.train_here, compared(together=together)
+    train, straight = Race.train_here, compared(together=together)
     never = _Moment(0)
-    monkeypatch.setattr(Entries, "train_here", never.around(train))
+    monkeypatch.setattr(Race, "train_here", never.around(train))
     compared(together=together, save_dir=tmp_path / "whole")
     stream = torch.Generator().manual_seed(int(together))
     moments = torch.randint(1, never.count, (3 if together else 1,), generator=stream).tolist()
     # At the end there are more kinds of moments.
     for number in [*moments, *range(never.count - 60, never.count, 30)]:
         moment, folder = _Moment(number), tmp_path / str(number)
-        monkeypatch.setattr(Entries, "train_here", moment.around(train))
+        monkeypatch.setattr(Race, "train_here", moment.around(train))
         try:
             found = outcomes(compared(together=together, save_dir=folder, checkpoint_interval=2))
         except KeyboardInterrupt:  # raised where no run trains any more, or none trains yet
             found = []
-        monkeypatch.setattr(Entries, "train_here", train)
+        monkeypatch.setattr(Race, "train_here", train)
         resumed = compared(together=together, save_dir=folder, resume=True)
         assert outcomes(resumed) == 4 * ["ended"], (number, found)
         for name, one in straight.items():

@@ -83,10 +83,10 @@ def test_joined_comparisons_are_the_one_that_trained_all(two: vsim.Comparison, t
 
 def test_extending_trains_only_what_is_new(two: vsim.Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[int] = []
-    from vsim.training.entries import Entries
+    from vsim.training.race import Race
 
-    run = Entries.run
-    monkeypatch.setattr(Entries, "run", lambda self: (trained.append(len(self.entries)), run(self))[1])
+    train = Race.train
+    monkeypatch.setattr(Race, "train", lambda self: (trained.append(len(self.runs)), train(self))[1])
     more = compared("AllReduce", "DiLoCo", "alone", seeds=[1, 2, 3], extend=two)
     assert trained == [5]  # a third seed of two, and three of the third
     assert {name: [run.seed for run in more.runs(name)] for name in more} == {name: [1, 2, 3] for name in ALL}

@@ -23,7 +23,7 @@ from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT, MLP
 from vsim.process.options import backend_for
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
-from vsim.training import loop
+from vsim.training import fit as training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "progress": False}
@@ -88,7 +88,7 @@ SEEN: set[bool] = set()
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", ["fit", "compare", "explain"])
 def test_all_that_trains_is_made_to_repeat(way: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "repeating", lambda device: repeating(CUDA))
+    monkeypatch.setattr(training, "repeating", lambda device: repeating(CUDA))
     options, model = {**OPTIONS, "deterministic": deterministic}, Noting(12, (8,), 5, seed=0)
     SEEN.clear()
     if way == "compare":
@@ -101,8 +101,8 @@ def test_all_that_trains_is_made_to_repeat(way: str, deterministic: bool, monkey
 
 def test_on_an_accelerator_nodes_are_not_cut_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def settings_of(**options: Any) -> Settings:
-        ensemble = Trainer(small_mlp(), vectors()).prepare(strategy=DiLoCoStrategy(), **{**OPTIONS, **options})
-        return ensemble.only[1].executor.settings
+        group = Trainer(small_mlp(), vectors()).prepare(strategy=DiLoCoStrategy(), **{**OPTIONS, **options})
+        return group.executor.settings
 
     assert settings_of(deterministic=True) == Settings(deterministic=True)
     monkeypatch.setattr(batched, "favors_loops", lambda device: False)

@@ -435,7 +435,8 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def replace() -> None:
         monkeypatch.setattr("vsim.trainer.train_in_processes", train)
-        monkeypatch.setattr("vsim.training.loop.Ensemble.train", train)
+        monkeypatch.setattr("vsim.trainer.fit", train)
+        monkeypatch.setattr("vsim.training.race.fit", train)
 
     return replace
 

@@ -27,7 +27,7 @@ from vsim.cluster.replicas import with_gaps
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memory
 from vsim.engine.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy
-from vsim.training import setup as assembly
+from vsim.training.acts import feed as feeding
 
 CPU = torch.device("cpu")
 K = 3
@@ -161,7 +161,7 @@ def test_the_run_is_that_with_the_minibatch_given_by_hand(monkeypatch: pytest.Mo
     optimizer = OptimSpec("adamw").build_for(engine.replicas, False)
     budget = 1.55 * step_bytes(engine, batch_of(TASKS[1], 12))(4) + optimizer_bytes(optimizer)
     monkeypatch.setattr(memory, "occupied_bytes", lambda device: 0)
-    monkeypatch.setattr(assembly, "total_bytes", lambda device: 2 * budget)
+    monkeypatch.setattr(feeding, "total_bytes", lambda device: 2 * budget)
     runs = []
     for choice in ({"max_memory_usage": 0.5}, {"minibatch_size": 4}):
         trainer = Trainer(small_cnn(), Noisy(), Noisy())

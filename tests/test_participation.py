@@ -72,7 +72,7 @@ from vsim.strategy import (
     clip,
     mean,
 )
-from vsim.training import attendance, setup
+from vsim.training.acts import attend, place
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
 FEDAVG, FREE = FedAvgStrategy(H=2, lr=0.1), vsim.Network(float("inf"))
@@ -373,8 +373,8 @@ def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypa
         spoiled.append(len(group.whole.weights) - present)
 
     expected = compared(strategies, MLP(6, (64, 16), 3, seed=0), **options)
-    arrange, spoiled = attendance.arrange, list[int]()
-    for module in (attendance, setup):
+    arrange, spoiled = attend.arrange, list[int]()
+    for module in (attend, place):
         monkeypatch.setattr(module, "arrange", spoiling)
     for name, run in compared(strategies, MLP(6, (64, 16), 3, seed=0), **options).items():
         assert run.ended and run.model is not None, (name, run.failure)

@@ -46,14 +46,16 @@ def sent(ledger: Any, event: Any) -> Told:
 
 
 def set_in_run(run: Any, name: str, value: Any) -> Told:
-    if name == "stopped" and value:
+    if "cluster" not in vars(run):  # it learns how it ended before a resume
+        return
+    if name == "stopped_at" and value is not None:
         yield run.ledger, f"stopped {run.done}"
     if name == "error" and value is not None:
         yield run.ledger, f"failed {run.done}: {type(value).__name__}"
 
 
 def shown(watch: Any, *_: Any, **__: Any) -> Told:
-    yield ALL, "shown " + " ".join(str(len(entry.history) - 1) for entry in watch.entries)
+    yield ALL, "shown " + " ".join(str(len(entry.history) - 1) for entry in watch.runs)
 
 
 def rung(kept: Any, step: int, losses: dict[str, float]) -> Told:

@@ -57,11 +57,12 @@ from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
-from vsim.training.entries import Entries, Keep, copied_callbacks
-from vsim.training.entry import Entry
+from vsim.training.acts.halve import Keep
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.race import Race, copied_callbacks
 from vsim.training.race_folder import saving_in
 from vsim.training.spec import RunSpec, takes_options, two_lengths
+from vsim.training.tracked import TrackedRun
 
 
 @takes_options("strategy")
@@ -310,7 +311,7 @@ def train_entries(
         max_steps: steps of all entries, or name → steps.
         halving: only the best 1 / halving of the entries (on average over the seeds) continue at each of the `rungs`.
             Runs of stopped entries stay in the result, with `stopped_at`.
-        pruning: steps at which entries may end, and the function `keep` of `Entries`: it returns entries that continue.
+        pruning: steps at which entries may end, and the function `keep` of `Halve`: it returns entries that continue.
         extend: a comparison whose runs are neither trained again nor in the result.
         interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
@@ -366,8 +367,8 @@ def train_entries(
     logs = logger is not None or run_name is not None or options.get("wandb_project") is not None
     folder = run_name or date_and_time()
     models = {seed: model if isinstance(model, nn.Module) else _made(model, seed) for seed in seeds}
-    running: list[Entry] = []
-    configs: dict[Entry, Callable[[], dict[str, Any]]] = {}
+    running: list[TrackedRun] = []
+    configs: dict[TrackedRun, Callable[[], dict[str, Any]]] = {}
     problems: dict[Trainer, dict[str, Any]] = {}  # the descriptions of model and data that were made so far
     started = datetime.now()
     fitting = None if extend is None else _conditions_of(extend)
@@ -395,20 +396,20 @@ def train_entries(
                 spec = replace(spec, participation=spec.participation.of_run(len(running)))
             spec = replace(spec, saving=saving, callbacks=copied_callbacks(spec))
             others = spec.backend == "process" and world_rank() > 0
-            entry = Entry(name, trainer.logged(spec, about, [] if others else spec.loggers))
+            run = TrackedRun.of(trainer.logged(spec, about, [] if others else spec.loggers), name)
             config = partial(_config, trainer, about, started, problems)
             if extend is not None and fitting is not None:
                 fitting.check(name, seed, config())
                 if not _is_new(name, seed, extend):
                     continue
-            running.append(entry)
-            configs[entry] = config
+            running.append(run)
+            configs[run] = config
     if spec.backend == "process" and spec.num_processes is None:
         raise ValueError(
             "a comparison trains all its runs together, and backend='process' alone gives each node of one run a "
             "process: give num_processes=, too, so that each process computes its nodes of all runs"
         )
-    folders = [entry.folder for entry in running if entry.folder is not None]
+    folders = [run.folder for run in running if run.folder is not None]
     if len({str(own).casefold() for own in folders}) < len(folders):  # some file systems ignore case
         raise ValueError("the names of strategies become folders, and two of them are the same there")
     if halving is not None:
@@ -425,7 +426,7 @@ def train_entries(
             warnings.warn(f"too few steps for {text}", UserWarning, stacklevel=4)
         pruning = list(kept), partial(_lowest, kept)
     steps, keep = ((), None) if pruning is None else pruning
-    trained = Entries(
+    race = Race(
         running,
         trainer.device_of(spec),
         together=true_or_false("together", together),
@@ -436,26 +437,26 @@ def train_entries(
         title=title + (f"{len(entries)} × {len(seeds)} runs" if len(seeds) > 1 else f"{len(entries)} runs"),
         folder=None if save_dir is None else Path(save_dir),
         resume=resume,
-        configs=[] if save_dir is None else [configs[entry]() for entry in running],
+        configs=[] if save_dir is None else [configs[run]() for run in running],
         interrupt=interrupt or Interrupt(),
     )
-    with trained.interrupt:
+    with race.interrupt:
         try:
             if running:
-                _train(trained, trainer.device)
+                _train(race, trainer.device)
         except Interrupted:
-            trained.interrupt.request()
-        for entry in running:
-            if not entry.has_begun:
+            race.interrupt.request()
+        for run in running:
+            if not run.has_begun:
                 counts = ("step", "examples", "payload_bytes", "wire_bytes", "seconds", "validation_seconds")
-                entry.history.append(dict.fromkeys(counts, 0))
-            entry.history.config = configs[entry]()
+                run.history.append(dict.fromkeys(counts, 0))
+            run.history.config = configs[run]()
     trainable = [p for p in models[seeds[0]].parameters() if p.requires_grad]
     comparison = Comparison(sum(p.numel() * p.element_size() for p in trainable))
     if priced is not None:
         comparison.network, comparison.compute = priced
-    for entry in running:
-        comparison.add(entry.name, _compared(entry))
+    for run in running:
+        comparison.add(run.name, _compared(run))
     if at is None:
         return comparison
     return comparison.at(parameters=at, layers=None if priced is None else overlapped(None, priced[1], None))
@@ -516,29 +517,28 @@ def _steps_within(
         )
 
 
-def _train(entries: Entries, device: torch.device | None) -> None:
+def _train(race: Race, device: torch.device | None) -> None:
     """Train in this process or, with backend="process", in several processes."""
-    specs = [entry.spec for entry in entries.entries]
-    device = entries.device if specs[0].device is not None else device
+    specs = [run.spec for run in race.runs]
+    device = race.device if specs[0].device is not None else device
     here = specs[0].backend == "stacked"
     number = 1 if here else min(number_of_processes(spec, device) for spec in specs)
     if here or (number == 1 and specs[0].num_processes == "auto" and not under_torchrun()):
-        entries.device = first_device(specs[0], device)
-        entries.run()
+        race.device = first_device(specs[0], device)
+        race.train()
         return
     options = options_of(specs[0], device, number)
-    entries.portion = options.most_on_a_device / number
-    share = entries.memory_share and entries.memory_share / options.most_on_a_device
-    entries.memory_share = share
-    for entry in entries.entries:
-        entry.spec = replace(entry.spec, num_processes=number, max_memory_usage=share)
+    race.portion = options.most_on_a_device / number
+    race.memory_share = share = race.memory_share and race.memory_share / options.most_on_a_device
+    for run in race.runs:
+        run.spec = replace(run.spec, num_processes=number, max_memory_usage=share)
     if under_torchrun():
         with joined_group(options) as own:
-            entries.processes = Ranks()
-            entries.progress = entries.processes.is_first and entries.progress
-            entries.run(lambda: entries.train_elsewhere(lambda content, notify: run_ranges(content, own, notify)))
+            race.processes = Ranks()
+            race.progress = race.processes.is_first and race.progress
+            race.train(lambda: race.train_elsewhere(lambda content, notify: run_ranges(content, own, notify)))
     else:
-        entries.run(lambda: entries.train_elsewhere(lambda given, notify: train_in_processes(given, options, notify)))
+        race.train(lambda: race.train_elsewhere(lambda content, notify: train_in_processes(content, options, notify)))
 
 
 def _config(
@@ -603,32 +603,32 @@ def checked_seeds(seeds: Sequence[int] | None, options: dict[str, Any]) -> list[
     return checked
 
 
-def _compared(entry: Entry) -> ComparedRun:
-    """Return the outcome of an entry; issue a UserWarning if the run is not complete."""
-    failure, error = "", entry.error
+def _compared(run: TrackedRun) -> ComparedRun:
+    """Return the outcome of a run; issue a UserWarning if the run is not complete."""
+    failure, error = "", run.error
     if error is not None:
         where = f" ({_first_line(error.__cause__).rstrip(':')})" if isinstance(error.__cause__, NodeFailure) else ""
         diverged = isinstance(error, Diverged)
         failure = str(error).split(" (")[0] if diverged else f"{type(error).__name__}: {_first_line(error)}{where}"
-        warnings.warn(f"{entry.spec.label}: {brief(str(error))}{where}", UserWarning, stacklevel=4)
-    elif not entry.has_outcome:
-        step = int(entry.history.last("step"))
+        warnings.warn(f"{run.spec.label}: {brief(str(error))}{where}", UserWarning, stacklevel=4)
+    elif not run.has_outcome:
+        step = int(run.history.last("step"))
         failure = f"interrupted after step {step}" if step else "interrupted before the first step"
-        text = f"{entry.spec.label}: {failure}" + ("; the comparison holds its steps so far" if step else "")
-        if entry.folder is not None:
-            resumes = f"resume=True (--resume) resumes it from {str(entry.folder.parent)!r}"
+        text = f"{run.spec.label}: {failure}" + ("; the comparison holds its steps so far" if step else "")
+        if run.folder is not None:
+            resumes = f"resume=True (--resume) resumes it from {str(run.folder.parent)!r}"
             text += f", and {resumes}" if step else f"; {resumes}"
         warnings.warn(text, UserWarning, stacklevel=4)
     return ComparedRun(
-        entry.history,
-        entry.model,
+        run.history,
+        run.model,
         failure,
-        entry.spec.seed,
+        run.spec.seed,
         error,
-        entry.diverged_at,
-        entry.stopped_at,
-        [one for one in entry.spec.callbacks if not getattr(one, "here", False)],
-        entry.spec.strategy,
+        run.diverged_at,
+        run.stopped_at,
+        [one for one in run.spec.callbacks if not getattr(one, "here", False)],
+        run.spec.strategy,
     )
 
 

@@ -22,6 +22,7 @@ from vsim.checkpoint.folder import Saving, checkpoints_in, locked
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import idle_dropout
+from vsim.core.group import Group
 from vsim.data.batches import Data, evened
 from vsim.engine.explain import Explanation, explain
 from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device
@@ -46,11 +47,10 @@ from vsim.shapes import check_apart
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
-from vsim.training.entries import for_elsewhere
+from vsim.training.fit import fit, prepare, steps
 from vsim.training.interrupt import Interrupted
-from vsim.training.loop import Ensemble
+from vsim.training.race import for_elsewhere
 from vsim.training.resume import captured
-from vsim.training.setup import prepare
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 from vsim.training.tracked import TrackedRun
 from vsim.training.view import RunView
@@ -146,10 +146,11 @@ class Trainer:
         return replace(spec, start=start, saving=saving, callbacks=with_hooks(spec))
 
     @takes_options()
-    def prepare(self, **options: Any) -> Ensemble:
-        """Set up the run of `fit(**options)` in the simulator, and return it before its first step; nothing is logged.
+    def prepare(self, **options: Any) -> Group[TrackedRun]:
+        """Set up the run of `fit(**options)` in the simulator, and return its group before the first step.
 
-        `for step in ensemble.steps()` takes its steps one by one.
+        `for moment in vsim.training.fit.steps([group])` takes its steps one by one: runs are validated, recorded and
+        saved, and callbacks are called. `for step in vsim.core.group.train(group)` only trains. Nothing is logged.
 
         Raises:
             TypeError, ValueError: see `fit`; or the backend is not the simulator.
@@ -160,7 +161,8 @@ class Trainer:
         device = self.device_of(spec)
         with isolated(spec.seed, device):
             history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
-            return prepare([spec], [Recorder(history)], [history], device)
+            (group,) = prepare([TrackedRun(spec, recorder=Recorder(history))], device)
+            return group
 
     @takes_options()
     def explain(self, **options: Any) -> Explanation:
@@ -175,11 +177,10 @@ class Trainer:
                 "explain() is about the simulator: leave out backend='process' and the options of processes"
             )
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
-        ensemble = self.prepare(**{"progress": False, **options, **unheard})
-        run, group = ensemble.only
-        batch = group.coming_batch()
-        first = itertools.islice(ensemble.steps(), 12)
-        return explain(group.executor, first, evened(batch), run.strategy.optim, group.minibatch_size)
+        group = self.prepare(**{"progress": False, **options, **unheard})
+        batch, optim = group.coming_batch(), group.runs[0].strategy.optim
+        first = (moment.number for moment in itertools.islice(steps([group]), 12))
+        return explain(group.executor, first, evened(batch), optim, group.minibatch_size)
 
     @typed_by(RunSpec)
     @takes_options()
@@ -367,11 +368,11 @@ class Trainer:
     def _simulate(self, spec: RunSpec, device: torch.device, recorder: Recorder) -> nn.Module:
         """Train all nodes as rows of one matrix in this process."""
         with isolated(spec.seed, device):
-            ensemble = prepare([spec], [recorder], [self.history], device)
-            (self._last,) = ensemble.runs
-            self.strategy = self._last.strategy
-            ensemble.train()
-            return self._last.mean_model()
+            groups = prepare([run := TrackedRun(spec, recorder=recorder)], device)
+            self._last, self.strategy = run, run.strategy
+            fit(groups)
+            assert run.model is not None  # the run is complete
+            return run.model
 
     def _train_in_processes(self, spec: RunSpec, recorder: Recorder) -> nn.Module:
         """Train in several processes or, under torchrun, as the rank of this process."""

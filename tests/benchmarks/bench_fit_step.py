@@ -28,9 +28,11 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.utils.data import TensorDataset
 
 from vsim import Trainer
+from vsim.core.group import Group
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
-from vsim.training.loop import Ensemble
+from vsim.training.fit import steps
+from vsim.training.tracked import TrackedRun
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
 
@@ -75,7 +77,7 @@ def fit_seconds(num_nodes: int, x: torch.Tensor, y: torch.Tensor) -> float:
     return (marks[-1] - marks[0]) / STEPS
 
 
-def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool, strategy: Any = None) -> Ensemble:
+def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool, strategy: Any = None) -> Group[TrackedRun]:
     options = {"num_nodes": num_nodes, "batch_size": BATCH, "progress": False, "executor": "vmap", "compile": compile}
     strategy = strategy or Strategy(lr=1e-3)
     return Trainer(MLP(seed=0), TensorDataset(x, y)).prepare(strategy=strategy, max_steps=100_000, **options)
@@ -83,19 +85,19 @@ def run_of(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool, stra
 
 def calls(strategy: Any, x: torch.Tensor, y: torch.Tensor, compile: bool) -> float:
     """The calls of functions, Python's own included, in a step of 4 nodes."""
-    steps = run_of(4, x, y, compile, strategy).steps()
+    taking = steps([run_of(4, x, y, compile, strategy)])
     for _ in range(STEPS):
-        next(steps)
+        next(taking)
     with cProfile.Profile() as profile:
         for _ in range(6 * STEPS):
-            next(steps)
+            next(taking)
     return float(pstats.Stats(profile).total_calls) / (6 * STEPS)
 
 
 def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> list[float]:
     """Microseconds of a step: all of it, losses and gradients, optimizer, bookkeeping, and bookkeeping alone."""
-    ensemble = run_of(num_nodes, x, y, compile)
-    run, group = ensemble.only
+    group = run_of(num_nodes, x, y, compile)
+    (run,) = group.runs
     spent = [0.0, 0.0]
     losses = torch.ones(num_nodes)
 
@@ -110,7 +112,7 @@ def parts(num_nodes: int, x: torch.Tensor, y: torch.Tensor, compile: bool) -> li
 
     group.losses_and_grads = timed(group.losses_and_grads, 0)  # type: ignore[method-assign]
     run.strategy.optim.step = timed(run.strategy.optim.step, 1)  # type: ignore[method-assign]
-    taking, wholes = ensemble.steps(), []
+    taking, wholes = steps([group]), []
     divided = []
     for _ in range(ROUNDS):
         spent[:] = 0.0, 0.0

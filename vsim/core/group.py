@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,12 +29,13 @@ from vsim.core.run import Diverged, Run
 from vsim.data.batches import Uneven, of_rows, sizes_of
 from vsim.engine.executor import Executor
 from vsim.engine.machine import moved, synchronize, takes_one_thread, using_threads
-from vsim.engine.objective import explained
+from vsim.engine.objective import Objective, explained
 from vsim.strategy.base import take_step
 from vsim.trees import tensors_of
 
 DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's functions in a model"
 R = TypeVar("R", bound=Run)
+Kept = tuple[list[int], list[Tensor]]  # rows; of each matrix with rows, a copy of these
 
 
 class Requests(Protocol):
@@ -68,13 +70,15 @@ class Group(Generic[R]):
     ended, and rows without a node.
 
     Attributes:
-        whole: all rows.
+        whole: all rows. objective: model and loss.
         make: makes an executor for some of the rows and their random generators.
         requests: whether this process was asked to stop.
+        minibatch_size: the examples per node whose gradients are computed at once; None: the whole batch.
         several: whether runs of this and other groups train together, and share the global random generators.
         apart: what a user may do, other than to draw from nodes' generators, if runs would share draws.
         tolerant: whether the other runs continue when a run fails; if False, the error is raised.
         ends_early: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
+        trial_steps: the number of coming steps in which draws from the global random generators are detected.
         taking: the runs with present rows, in the order of their rows.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
@@ -86,12 +90,15 @@ class Group(Generic[R]):
 
     runs: list[R]
     whole: Replicas
+    objective: Objective
     make: Callable[[Replicas, list[torch.Generator]], Executor]
     requests: Requests
+    minibatch_size: int | None = None
     several: bool = False
     apart: str = "give together=False, or "
     tolerant: bool = False
     ends_early: bool = True
+    trial_steps: int = 2
     executor: Executor = field(init=False)
     few: FewRows = field(init=False)
     taking: list[R] = field(default_factory=list)
@@ -171,11 +178,6 @@ class Group(Generic[R]):
         return grads
 
     @property
-    def minibatch_size(self) -> int | None:
-        """The examples per node whose gradients are computed at once; None: the whole batch."""
-        return self.runs[0].minibatch_size
-
-    @property
     def running(self) -> list[R]:
         """The runs that will take another step."""
         return [run for run in self.runs if run.is_running]
@@ -204,7 +206,7 @@ class Group(Generic[R]):
 
     def states_for_trial(self, run: R) -> dict[str, bytes]:
         """Return the states of the global random generators, if `run` is one of several and in its first steps."""
-        return fingerprints(run.cluster.weights.device) if run.trial_steps > 0 and self.several else {}
+        return fingerprints(run.cluster.weights.device) if self.trial_steps > 0 and self.several else {}
 
     def check_draws(self, before: Mapping[str, bytes], run: R, who: str) -> None:
         """Raise a ValueError if `who` has drawn from global random generators since `states_for_trial` gave `before`.
@@ -312,9 +314,10 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
     for run in runs:
         run.ledger.position.begin(step.number)
         run.lr = run.strategy.lr
+    kept: dict[Run, Kept] = {}
     for run in group.taking:
         if run.cluster.plan is not None or not run.is_running:
-            run.keep_resting()
+            kept[run] = _kept(run)
     try:
         of_step, batch = next(group.batches) if group.taking else (step.number, [])
         if any(t.device != device for t in tensors_of(batch)):
@@ -335,12 +338,12 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
             return step
         group.check_draws(before, runs[0], "the model")
         with torch.no_grad():
-            _end_step(group, step, runs, batch)
+            _end_step(group, step, runs, batch, kept)
     share_time([run for run in runs if run.trains], time.perf_counter() - started)
     return step
 
 
-def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any) -> None:
+def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any, kept: Mapping[Run, Kept]) -> None:
     """Exchange and check the losses, before a strategy acts; then take every run's own part of the step."""
     resting = {run: run.cluster.resting_nodes for run in runs}
     found, step.stops = group.exchange(step.losses, batch, resting)
@@ -354,9 +357,25 @@ def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any) ->
         for node in resting[run]:
             run.node_losses[node] = math.nan
     for run in group.taking:
-        if not run.is_running:
-            run.put_back_resting()
+        if not run.is_running and run in kept:
+            _put_back(run, kept[run])
     for run in runs:
         if run.trains:
             with Guard(group, run):
-                take_step(run.strategy, run.put_back_resting)
+                take_step(run.strategy, partial(_put_back, run, kept[run]) if run in kept else None)
+
+
+# The step updates all rows: what rows held before is kept, and put back after the optimizer, before nodes communicate.
+
+
+def _kept(run: Run) -> Kept:
+    """Return a copy of the rows of resting nodes, or of a run that has ended."""
+    rows = run.cluster.resting if run.is_running else [*range(len(run.nodes))]
+    return rows, [matrix[rows] for matrix in (run.cluster.weights, *run.cluster.replicas.buffers.values()) if rows]
+
+
+def _put_back(run: Run, kept: Kept) -> None:
+    rows, copies = kept
+    replicas = run.cluster.replicas
+    for matrix, own in zip((replicas.weights, *replicas.buffers.values()), copies, strict=True) if rows else ():
+        matrix[rows] = own

@@ -16,7 +16,6 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints
-from vsim.cluster.state import Lasting
 from vsim.data.batches import Uneven, of_rows
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
@@ -36,48 +35,37 @@ class Run:
 
     Attributes:
         spec: what was asked; the core reads its label, and whether the run is deterministic.
-        collectives: how nodes communicate.
-        group: the runs that are computed together, a `Group`.
+        collectives: how nodes communicate. group: the runs that are computed together, a `Group`.
         rows: this process's rows of the group's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
-        lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
-        objective: model and loss, shared with the run's group.
-        minibatch_size: examples per node whose gradients are computed at once; None: the whole batch.
         max_steps: steps to train; `stop` makes it the number of completed steps.
         examples, tokens, seconds: totals, including those before a resume. Runs that train together share the seconds
             of a step in proportion to their nodes.
         starts: whether no step is recorded yet; False in a resumed run.
         error: the error that ended this run; the other runs continue.
-        stopped: whether this run was stopped before the other runs.
+        stopped_at: the step after which this run was stopped, while the other runs continue.
         cut: whether an error ended this run after a request to stop; it has no outcome, and its last checkpoint counts.
-        trial_steps: the number of coming steps in which draws from the global random generators are detected.
         node_losses: the losses of the nodes (K,) in the current or last step. lr: its learning rate.
     """
 
     spec: Any
-    collectives: Collectives
+    collectives: Collectives = field(init=False)
     group: Any = field(init=False)
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
     strategy: Algorithm = field(init=False)
     generators: list[torch.Generator] = field(init=False)
-    lasting: list[Lasting] = field(default_factory=list)
-    objective: Objective = field(init=False)
-    minibatch_size: int | None = None
     max_steps: int = field(init=False)
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
     starts: bool = True
     error: Exception | None = None
-    stopped: bool = False
+    stopped_at: int | None = None
     cut: bool = False
-    trial_steps: int = 2
     node_losses: list[float] = field(default_factory=list)
     lr: float = 0.0
-    # Rows, weights and buffers of nodes that rest in this step.
-    _kept: tuple[list[int], Tensor, list[Tensor]] | None = None
 
     # The clock counts completed steps: actions due after step t happen when `done` is t.
 
@@ -94,7 +82,7 @@ class Run:
     @property
     def trains(self) -> bool:
         """Whether the run has neither failed nor been stopped."""
-        return self.error is None and not (self.stopped or self.cut)
+        return self.error is None and self.stopped_at is None and not self.cut
 
     @property
     def is_running(self) -> bool:
@@ -104,6 +92,12 @@ class Run:
     def stop(self) -> None:
         """End the run here, as if `max_steps` had been the number of completed steps."""
         self.max_steps = self.done
+
+    @property
+    def objective(self) -> Objective:
+        """Model and loss, which all runs of the group share."""
+        objective: Objective = self.group.objective
+        return objective
 
     @property
     def ledger(self) -> Ledger:
@@ -130,21 +124,6 @@ class Run:
         """Whether this process holds all nodes of the run."""
         return self.collectives.is_alone
 
-    def keep_resting(self) -> None:
-        """Save the rows of resting nodes, or of a run that has ended, before the next step computes all rows."""
-        rows = self.cluster.resting if self.is_running else [*range(len(self.nodes))]
-        buffers = self.cluster.replicas.buffers
-        self._kept = (rows, self.cluster.weights[rows], [b[rows] for b in buffers.values()]) if rows else None
-
-    def put_back_resting(self) -> None:
-        """Restore the rows that `keep_resting` saved, because the step has updated every row."""
-        if self._kept is None:
-            return
-        rows, weights, buffers = self._kept
-        self.cluster.replicas.weights[rows] = weights
-        for buffer, kept in zip(self.cluster.replicas.buffers.values(), buffers, strict=True):
-            buffer[rows] = kept
-
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Return a context for calls of the model in a step.
@@ -153,7 +132,7 @@ class Run:
             ValueError: with `deterministic=True`, the model draws from `random` or `numpy.random`, which no node owns.
         """
         device = self.cluster.weights.device
-        before = fingerprints(device) if self.spec.deterministic and self.trial_steps > 0 else {}
+        before = fingerprints(device) if self.spec.deterministic and self.group.trial_steps > 0 else {}
         yield
         now = fingerprints(device) if before else {}
         if found := [name for name in ("random", "numpy.random") if before.get(name) != now.get(name)]:

@@ -32,8 +32,8 @@ from vsim.private_torch import register_recorders
 from vsim.process.distributed import CollectiveFailure, completing, open_group
 from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
-from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.outcome import Outcome
 from vsim.training.spec import RunSpec
 
 # Time limit for the other interpreters to start and to read the shipped data. The limit is generous, because the parent
@@ -141,7 +141,7 @@ def main(
     """Train in this process, which becomes the leader of a new session.
 
     Args:
-        shipped: a file with the `RunSpec` or `Entries`, pickled by cloudpickle.
+        shipped: a file with the `RunSpec` or `Race`, pickled by cloudpickle.
         outputs: the caller's standard output and error, by file number; the fork server's may be other files.
         parent: receives messages (kind, content); any message from the parent interrupts the run after the step.
         alive: closes when the parent ends the run or dies; all processes of the session are then killed.
@@ -231,7 +231,7 @@ def _load(shipped: Descriptor) -> Any:
             "operators and other registrations with torch must be made when the module that defines the model is "
             "imported"
         ) from error
-    for spec in [loaded] if isinstance(loaded, RunSpec) else [entry.spec for entry in loaded.entries]:
+    for spec in [loaded] if isinstance(loaded, RunSpec) else [run.spec for run in loaded.runs]:
         register_recorders(spec.model)
     return loaded
 

@@ -37,9 +37,9 @@ from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.distributed import CollectiveFailure, even_ranges
 from vsim.process.options import ProcessOptions, backend_for
 from vsim.records.progress import StepReport
-from vsim.training.entries import Entries
-from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.outcome import Outcome
+from vsim.training.race import Race
 from vsim.training.spec import RunSpec
 
 # "spawn" on macOS, because its frameworks do not survive a fork.
@@ -110,7 +110,7 @@ class _Child:
 
 
 def train_in_processes(
-    content: RunSpec | Entries, options: ProcessOptions, report: Callable[[int, Any], None]
+    content: RunSpec | Race, options: ProcessOptions, report: Callable[[int, Any], None]
 ) -> list[Outcome]:
     """Train in processes on this machine; return a run's outcome. Outcomes of a comparison's runs go to `report`.
 
@@ -125,7 +125,7 @@ def train_in_processes(
         content: the run, or the runs of a comparison.
         options: number of processes, devices, threads and timeout.
         report: called for each message of the first process as report(number of the run, its `StepReport` or another
-            message, see `Entries.notify`).
+            message, see `Race.send`).
 
     Raises:
         TypeError: an option of the run, which the message names, cannot be pickled.
@@ -148,7 +148,7 @@ def train_in_processes(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         run = _Run(_specs(content), options, report, Descriptor(file.fileno()), port)
-        if isinstance(content, Entries):
+        if isinstance(content, Race):
             run.interrupt = content.interrupt  # installed by the caller
         ending.callback(run.end)
         with run.interrupt:
@@ -165,7 +165,7 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
+def _ship(content: RunSpec | Race, file: IO[bytes]) -> None:
     try:
         _Pickler(file).dump(content)
         file.flush()
@@ -182,8 +182,8 @@ def _ship(content: RunSpec | Entries, file: IO[bytes]) -> None:
         raise TypeError(f"backend='process' cannot ship the run to the processes: {whole}") from whole
 
 
-def _specs(content: RunSpec | Entries) -> list[RunSpec]:
-    return [content] if isinstance(content, RunSpec) else [entry.spec for entry in content.entries]
+def _specs(content: RunSpec | Race) -> list[RunSpec]:
+    return [content] if isinstance(content, RunSpec) else [run.spec for run in content.runs]
 
 
 def _advice(error: Exception) -> str:

@@ -27,8 +27,8 @@ from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.objective import keep_assigned
 from vsim.process.ranges import run_one
 from vsim.records.progress import Reporter
-from vsim.training.entry import Outcome
 from vsim.training.interrupt import Interrupt
+from vsim.training.outcome import Outcome
 from vsim.training.spec import RunSpec
 
 

@@ -22,12 +22,14 @@ from vsim.data.batches import BatchSource
 from vsim.engine import Executor
 from vsim.process.distributed import ProcessCollectives, completing
 from vsim.records.history import History
-from vsim.records.progress import Recorder, Reporter, StepReport
-from vsim.training.entries import Entries, Processes
-from vsim.training.entry import Outcome
+from vsim.records.progress import Recorder, Reporter
+from vsim.training.fit import fit, prepare
 from vsim.training.interrupt import Interrupt
-from vsim.training.setup import batches_of, prepare
+from vsim.training.outcome import Outcome
+from vsim.training.race import Processes, Race
+from vsim.training.setup import batches_of
 from vsim.training.spec import RunSpec
+from vsim.training.tracked import TrackedRun
 
 Notify = Callable[[int, Any], None]  # f(number of a run, its `StepReport` or `Outcome`)
 
@@ -53,7 +55,7 @@ class Ranks(Processes):
 
 
 def run_ranges(
-    content: RunSpec | Entries, device: torch.device, notify: Notify, interrupt: Interrupt | None = None
+    content: RunSpec | Race, device: torch.device, notify: Notify, interrupt: Interrupt | None = None
 ) -> list[Outcome]:
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
@@ -62,9 +64,9 @@ def run_ranges(
     """
     if isinstance(content, RunSpec):
         return [run_one(content, device, partial(notify, 0), interrupt)]
-    entries = replace(content, device=device, processes=Ranks(), notify=notify, progress=False)
-    entries.interrupt = interrupt or content.interrupt
-    entries.train_here()
+    interrupt = interrupt or content.interrupt
+    own = replace(content, device=device, processes=Ranks(), send=notify, progress=False, interrupt=interrupt)
+    own.train_here()
     return []
 
 
@@ -76,20 +78,15 @@ def run_one(
     batches: Callable[[RunSpec, Collectives], BatchSource] = batches_of,
     executor: Callable[..., Executor] | None = None,
 ) -> Outcome:
-    """Train this process's nodes of a run, as a rank of the default process group; see `prepare`."""
+    """Train this process's nodes of a run, as a rank of the default process group; see `build`."""
     history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
     if spec.start is not None:
         spec.start.fill(history)
-    recorder = Recorder(history)
-    recorder.has_warned = True  # the caller's recorder warns
-
-    def report(report: StepReport) -> None:
-        recorder(report)
-        notify(report)
-
+    run = TrackedRun(spec, recorder=Recorder(history))
+    run.recorder.has_warned = True  # the caller's recorder warns
+    run.recording.reporters.append(notify)
     with isolated(spec.seed, device):
-        own = Ranks().connect, interrupt, batches, executor
-        ensemble = prepare([spec], [report], [history], device, *own)
-        ensemble.train()
-        (run,) = ensemble.runs
-        return Outcome.of(run.mean_model(), spec.callbacks)
+        given = {"connect": Ranks().connect, "batches": batches, "executor": executor}
+        fit(prepare([run], device, interrupt, **given))
+        assert run.model is not None  # the run is complete
+        return Outcome.of(run.model, spec.callbacks)

@@ -573,7 +573,7 @@ class Algorithm(Configured):
         return False
 
 
-def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] = lambda: None) -> None:
+def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] | None = None) -> None:
     """Take an algorithm's part of a step, once the gradients are computed, and count the step.
 
     Frozen parameters have gradients of zero, and the optimizer skips them.
@@ -589,7 +589,8 @@ def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] = lambd
     with skipping(cluster):
         strategy.gradients()
         strategy.optimize()
-        after_optimizer()
+        if after_optimizer is not None:
+            after_optimizer()
         strategy.advance()
         if not cluster.collectives.position.has_communicated:
             name = type(strategy).__name__

@@ -89,11 +89,6 @@ class Clients:
         if self._store is not None:
             self._store.check_whole()
 
-    def release(self) -> None:
-        """Unlock the folder for other runs, after this run has ended."""
-        if self._store is not None:
-            self._store.release()
-
     def leave(self, cluster: Cluster) -> None:
         """Store the rows of the present clients."""
         self._check_whole()

@@ -10,7 +10,7 @@ from typing import Any
 from vsim.network.timeline import duration
 from vsim.records.history import History
 from vsim.records.progress import LiveRace, LiveTable, StepReport
-from vsim.training.entry import Entry
+from vsim.training.tracked import TrackedRun
 
 _SECONDS_BETWEEN = 0.1  # updates of a progress bar
 
@@ -18,13 +18,13 @@ _SECONDS_BETWEEN = 0.1  # updates of a progress bar
 class Display:
     """Shows the progress of the runs: a bar, a table, or all curves in one figure."""
 
-    def __init__(self, entries: Sequence[Entry], progress: bool | str, title: str) -> None:
-        self.entries, self.progress, self.title = entries, progress, title
+    def __init__(self, runs: Sequence[TrackedRun], progress: bool | str, title: str) -> None:
+        self.runs, self.progress, self.title = runs, progress, title
         self.bar: Any = None
         self.live: LiveRace | LiveTable | None = None
         self.histories: dict[str, list[History]] = {}
-        self.steps: dict[Entry, int] = {}  # the last step of every run that is known to begin
-        self.losses: dict[Entry, float] = {}  # the last training loss
+        self.steps: dict[TrackedRun, int] = {}  # the last step of every run that is known to begin
+        self.losses: dict[TrackedRun, float] = {}  # the last training loss
         self.preparing = ""
         self._next = 0.0
         self._began = (0.0, -1)  # the time before the first step, and the steps taken until then
@@ -33,16 +33,16 @@ class Display:
         elif progress == "table":
             self.live = LiveTable(title)
 
-    def expect(self, steps: Mapping[Entry, int], preparing: str = "") -> None:
+    def expect(self, steps: Mapping[TrackedRun, int], preparing: str = "") -> None:
         """Note the numbers of steps of runs that will begin, and a text about long work before the first step."""
         self.steps |= steps
         self.preparing = preparing
 
-    def hear(self, entry: Entry, report: StepReport) -> None:
+    def hear(self, run: TrackedRun, report: StepReport) -> None:
         """Note a report of a run. Nothing is shown before `show`."""
-        self.steps[entry], self.preparing = report.max_steps, report.preparing
+        self.steps[run], self.preparing = report.max_steps, report.preparing
         if "train_loss" in report.row:
-            self.losses[entry] = report.row["train_loss"]
+            self.losses[run] = report.row["train_loss"]
 
     def show(self, last: bool = False) -> None:
         """Update the figure, table or bar, unless the last update was a moment ago.
@@ -51,16 +51,16 @@ class Display:
             last: whether this update is the last, which is always shown.
         """
         longest = max(self.steps.values())
-        steps = {entry: self.steps.get(entry) or entry.spec.max_steps or longest for entry in self.entries}
-        over = last or all(entry.has_outcome or len(entry.history) > steps[entry] for entry in self.entries)
+        steps = {run: self.steps.get(run) or run.spec.max_steps or longest for run in self.runs}
+        over = last or all(run.has_outcome or len(run.history) > steps[run] for run in self.runs)
         if self.live is not None:
-            for entry in self.entries:
-                own = self.histories.setdefault(entry.name, [])
-                if entry.has_begun and entry.history not in own:
-                    own.append(entry.history)
+            for run in self.runs:
+                own = self.histories.setdefault(run.name, [])
+                if run.has_begun and run.history not in own:
+                    own.append(run.history)
             if isinstance(self.live, LiveTable):
                 caption = self.preparing or self._time_left(steps)
-                self.live.update(self.histories, {entry.name: own for entry, own in steps.items()}, over, caption)
+                self.live.update(self.histories, {run.name: own for run, own in steps.items()}, over, caption)
             elif any(self.histories.values()):
                 self.live.update(max(steps.values()))
             return
@@ -73,19 +73,19 @@ class Display:
 
             self.bar = tqdm(total=0, unit="step", desc=self.title, dynamic_ncols=True, disable=None)
         self.bar.total = sum(steps.values())
-        self.bar.n = sum(max(0, len(entry.history) - 1) for entry in self.entries)
-        gone = {entry for entry in self.entries if entry.error is not None or entry.stopped_at is not None}
-        left, known = len(gone), (loss for entry, loss in self.losses.items() if entry not in gone)
+        self.bar.n = sum(max(0, len(run.history) - 1) for run in self.runs)
+        gone = {run for run in self.runs if run.error is not None or run.stopped_at is not None}
+        left, known = len(gone), (loss for run, loss in self.losses.items() if run not in gone)
         best = min(filter(math.isfinite, known), default=None)
         shown = self.preparing if best is None else f"best loss {best:.3f}"
         more = f", {left} not training" if left else ""
         self.bar.set_postfix_str(shown + more, refresh=best is None and bool(self.preparing))
         self.bar.update(0)
 
-    def _time_left(self, steps: Mapping[Entry, int]) -> str:
+    def _time_left(self, steps: Mapping[TrackedRun, int]) -> str:
         """Estimate the time for the remaining steps from the mean time of a step since the first."""
-        taken = {entry: max(0, len(entry.history) - 1) for entry in self.entries}
-        missing = sum(steps[entry] - own for entry, own in taken.items() if not entry.has_outcome)
+        taken = {run: max(0, len(run.history) - 1) for run in self.runs}
+        missing = sum(steps[run] - own for run, own in taken.items() if not run.has_outcome)
         now, done = time.perf_counter(), sum(taken.values())
         since, before = self._began
         if before < 0 or done == before:

@@ -62,26 +62,21 @@ class Evaluator:
     Args:
         executor: computes the losses.
         batch: the validation examples, one batch (N, …) on the run's device.
-        batch_size: examples per call.
         rows_at_once: models per call.
         total: number of examples in the dataset; default N.
     """
 
-    def __init__(
-        self, executor: Executor, batch: Any, batch_size: int, rows_at_once: int, total: int | None = None
-    ) -> None:
-        self.executor, self.batch = executor, batch
-        self.batch_size, self.rows_at_once = batch_size, rows_at_once
+    def __init__(self, executor: Executor, batch: Any, rows_at_once: int, total: int | None = None) -> None:
+        self.executor, self.batch, self.rows_at_once = executor, batch, rows_at_once
         self.num_examples = len(tree_leaves(batch)[0])
         self.total = total or self.num_examples
-        if self.num_examples > batch_size:
-            check_examples(batch, 0)
         self._draws = False  # whether the model draws random numbers in evaluation mode
 
     @torch.no_grad()
     def __call__(self, runs: Sequence[TrackedRun]) -> dict[TrackedRun, dict[str, float]]:
         """Return run → the validation columns of `History`, with a standard error after the run's last step."""
-        pieces = _cut(self.batch, self.num_examples, self.batch_size)
+        size = _examples_at_once(runs[0])
+        pieces = self.pieces(size)
         try:
             own_python = self.executor.objective.differs
             to_measure = [f(m, own_python) for m in runs for f in (_of_nodes, _of_cluster)]
@@ -95,13 +90,19 @@ class Evaluator:
             columns |= {"val_examples": self.num_examples, "val_total": self.total}
             if run.is_over:
                 # The first node's process computes the standard error.
-                se = self._standard_error(own, columns["global_loss"]) if 0 in run.nodes else math.nan
+                se = self._standard_error(own, columns["global_loss"], size) if 0 in run.nodes else math.nan
                 columns["global_loss_se"] = se if run.is_alone else _of_first_process(run, se)
             columns |= {name: self._mean(f, name, own, pieces) for name, f in (run.spec.metrics or {}).items()}
         return found
 
-    def _standard_error(self, rows: _Rows, loss: float) -> float:
-        """Return the standard error, over examples, of the first model's loss.
+    def pieces(self, size: int) -> list[Any]:
+        """Return the examples in batches of up to `size`."""
+        if self.num_examples > size:
+            check_examples(self.batch, 0)
+        return _cut(self.batch, self.num_examples, size)
+
+    def _standard_error(self, rows: _Rows, loss: float, size: int) -> float:
+        """Return the standard error, over examples, of the first model's loss; `size`: examples per call.
 
         NaN if the loss of a batch is not the mean of its examples' losses, as in contrastive learning.
         """
@@ -126,7 +127,7 @@ class Evaluator:
             try:
                 check_examples(self.batch, 0)
                 # One model with several batches takes as much memory as several models with one batch.
-                pieces = _cut(self.batch, min(most, self.num_examples), _OF_ONE_MODEL * self.batch_size)
+                pieces = _cut(self.batch, min(most, self.num_examples), _OF_ONE_MODEL * size)
                 losses = torch.cat([own.cpu().double() for own in self._applied(function, rows, pieces)])
             except Exception:  # not vectorizable, or undefined for a single example
                 continue
@@ -182,6 +183,11 @@ class Evaluator:
         known = [own.accuracies for own in found if own.accuracies is not None]
         accuracies = torch.cat(known) if known else None
         return [_Measured(losses[of], None if accuracies is None else accuracies[of]) for of in places]
+
+
+def _examples_at_once(run: TrackedRun) -> int:
+    """Return the examples per call: more than in training, as evaluation keeps no activations."""
+    return 4 * (run.group.minibatch_size or run.spec.batch_size)
 
 
 def _cut(batch: Any, count: int, size: int) -> list[Any]:
@@ -255,7 +261,7 @@ def _measured_on(
     of: str, group: Group[TrackedRun], runs: Sequence[TrackedRun], briefly: bool
 ) -> list[dict[str, list[float]]]:
     (run, *_), executor = runs, group.executor
-    batch_size = 4 * (run.minibatch_size or run.spec.batch_size)
+    batch_size = _examples_at_once(run)
     if of == "client":
         datasets, most = run.measuring.client_data[: 1 if briefly else None], run.spec.val_size
     else:

@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vsim.engine.memory import available_bytes
-from vsim.training.entry import Entry
 from vsim.training.spec import RunSpec
+from vsim.training.tracked import TrackedRun
 
 # Share of a device's free memory for the matrices of runs that train together; the rest is for activations.
 SHARE_OF_MATRICES = 0.5
 
 
 def fitting_groups(
-    entries: Sequence[Entry],
+    runs: Sequence[TrackedRun],
     device: torch.device,
     memory_share: float | None,
     portion: float,
     agreed: Callable[[float], float],
-) -> list[list[Entry]]:
-    """Cut the entries into groups, in their order, whose matrices fit into memory.
+) -> list[list[TrackedRun]]:
+    """Cut the runs into groups, in their order, whose matrices fit into memory.
 
     Args:
         memory_share: the share of the device's memory that this process may hold; None: of the free memory.
@@ -29,14 +29,14 @@ def fitting_groups(
         agreed: returns the first process's value in every process.
     """
     room = agreed(SHARE_OF_MATRICES * available_bytes(device, memory_share))
-    groups: list[list[Entry]] = []
+    groups: list[list[TrackedRun]] = []
     taken = 0.0
-    for entry in entries:
-        own = portion * matrix_bytes(entry.spec)
+    for run in runs:
+        own = portion * matrix_bytes(run.spec)
         if not groups or taken + own > room:
             groups.append([])
             taken = 0.0
-        groups[-1].append(entry)
+        groups[-1].append(run)
         taken += own
     return groups
 

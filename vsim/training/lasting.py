@@ -23,17 +23,17 @@ EXTRA, ATTRIBUTES = PYTHON = "extra state", "attributes"  # names of the Python 
 
 def stacked_state(run: TrackedRun) -> dict[str, Any]:
     """Return name → declared state with a row for each node held here."""
-    return {name: value for own in run.lasting for name, value in own.stacked().items()}
+    return {name: value for own in run.keeping.lasting for name, value in own.stacked().items()}
 
 
 def shared_state(run: TrackedRun) -> dict[str, Any]:
     """Return name → declared state that is equal on all nodes."""
-    return {name: value for own in run.lasting for name, value in own.shared().items()}
+    return {name: value for own in run.keeping.lasting for name, value in own.shared().items()}
 
 
 def restore(run: TrackedRun, filled: Values) -> None:
     """Give the owners their values, name → value."""
-    for own in run.lasting:
+    for own in run.keeping.lasting:
         own.restore(filled)
 
 

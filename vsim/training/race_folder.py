@@ -15,7 +15,7 @@ from vsim.cluster.state import CheckpointError
 from vsim.core.run import Diverged
 from vsim.reading import read_text
 from vsim.records.history import History, checksum, write_json
-from vsim.training.entry import Entry
+from vsim.training.tracked import TrackedRun
 
 
 @dataclass
@@ -23,12 +23,12 @@ class RaceFolder:
     """The folder of a comparison.
 
     Args:
-        folder: None: nothing is saved. entries: the runs, whose folders are in it. rungs: the steps of `halving`.
+        folder: None: nothing is saved. runs: the runs, whose folders are in it. rungs: the steps of `halving`.
         configs: the configuration of each run.
     """
 
     folder: Path | None
-    entries: Sequence[Entry]
+    runs: Sequence[TrackedRun]
     rungs: Sequence[int] = ()
     configs: Sequence[dict[str, Any]] = ()
 
@@ -45,7 +45,7 @@ class RaceFolder:
         """
         if self.folder is None:
             return resume is True
-        about = {"runs": [entry.spec.label for entry in self.entries], "rungs": list(self.rungs)}
+        about = {"runs": [run.spec.label for run in self.runs], "rungs": list(self.rungs)}
         path = self.folder / "race.json"
         resumes = path.exists() if resume == "auto" else resume is True
         if not resumes:
@@ -82,8 +82,8 @@ class RaceFolder:
 
     def _make(self) -> None:
         """Make the folders of all runs, so that a name that cannot be a folder fails before training."""
-        for entry in self.entries:
-            folder = entry.folder
+        for run in self.runs:
+            folder = run.folder
             if folder is None:
                 continue
             try:
@@ -91,60 +91,60 @@ class RaceFolder:
                     raise OSError("the name is taken")
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise CheckpointError(f"{entry.spec.label!r} cannot be saved to a folder: {error}") from error
+                raise CheckpointError(f"{run.spec.label!r} cannot be saved to a folder: {error}") from error
 
     def folders(self) -> Iterator[Path]:
         """Return the folders of the runs that are saved."""
-        return (entry.folder for entry in self.entries if entry.folder is not None)
+        return (run.folder for run in self.runs if run.folder is not None)
 
-    def restored(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[Path]]:
-        """Restore each entry from its newest readable checkpoint.
+    def restored(self, runs: Sequence[TrackedRun]) -> tuple[list[TrackedRun], list[Path]]:
+        """Restore each run from its newest readable checkpoint.
 
         Returns:
-            The entries left to train, and the files about earlier ends that no longer hold.
+            The runs left to train, and the files about earlier ends that no longer hold.
         """
-        running, outdated = list[Entry](), list[Path]()
-        for entry in entries:
-            assert entry.folder is not None
-            end = read_end(entry)
+        running, outdated = list[TrackedRun](), list[Path]()
+        for run in runs:
+            assert run.folder is not None
+            end = read_end(run)
             if end is not None and not end["finished"]:
-                take_end(entry, end)
+                take_end(run, end)
                 continue
-            running.append(entry)
-            start = load_checkpoint(entry.folder) if checkpoints_in(entry.folder) else None
+            running.append(run)
+            start = load_checkpoint(run.folder) if checkpoints_in(run.folder) else None
             if start is not None:
-                start.fill(entry.history)
-                entry.spec = replace(entry.spec, start=start)
+                start.fill(run.history)
+                run.spec = replace(run.spec, start=start)
             if end is None or start is None or end["step"] != start.step:
-                outdated.append(entry.folder / "end.json")
+                outdated.append(run.folder / "end.json")
             elif end["early"]:
-                entry.finished_at = start.step
+                run.finished_at = start.step
         return running, outdated
 
 
 def saving_in(save_dir: str | Path, name: str, interval: int | None) -> Saving:
-    """Return where to save an entry: in a folder of its name within the comparison's folder."""
+    """Return where to save a run: in a folder of its name within the comparison's folder."""
     return Saving(folder_at(save_dir) / name, interval)
 
 
-def write_end(entry: Entry) -> None:
+def write_end(run: TrackedRun) -> None:
     """Write how a run ended to end.json in its folder, which must exist."""
-    assert entry.folder is not None
+    assert run.folder is not None
     content = {
-        "step": int(entry.history["step"][-1]),
-        "finished": _length(entry) if entry.error is None and entry.stopped_at is None else None,
-        "stopped": entry.stopped_at is not None,
-        "early": entry.finished_at is not None,
-        "diverged": isinstance(entry.error, Diverged),
-        "error": "" if entry.error is None else str(entry.error),
-        "history": entry.history.as_plain(),
+        "step": int(run.history["step"][-1]),
+        "finished": _length(run) if run.error is None and run.stopped_at is None else None,
+        "stopped": run.stopped_at is not None,
+        "early": run.finished_at is not None,
+        "diverged": isinstance(run.error, Diverged),
+        "error": "" if run.error is None else str(run.error),
+        "history": run.history.as_plain(),
     }
-    write_whole(entry.folder / "end.json", content)
+    write_whole(run.folder / "end.json", content)
 
 
-def _length(entry: Entry) -> list[int | None]:
+def _length(run: TrackedRun) -> list[int | None]:
     """Return the options that decide the number of steps; a finished run continues if they change."""
-    return [entry.spec.max_steps, entry.spec.num_epochs or 1]
+    return [run.spec.max_steps, run.spec.num_epochs or 1]
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
@@ -168,30 +168,30 @@ def read_whole(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_end(entry: Entry) -> dict[str, Any] | None:
+def read_end(run: TrackedRun) -> dict[str, Any] | None:
     """Return the content of end.json; None if the run has not ended, or had another number of steps than asked for."""
-    assert entry.folder is not None
-    path = entry.folder / "end.json"
+    assert run.folder is not None
+    path = run.folder / "end.json"
     if not path.exists():
         return None
     end = read_whole(path)
     try:
         history = History.from_plain(end["history"])
         whole_number("step", end["step"], at_least=0)
-        of_this_length = end["early"] or end["finished"] in (None, _length(entry))
+        of_this_length = end["early"] or end["finished"] in (None, _length(run))
     except Exception as error:
         raise CheckpointError(f"{path} does not hold the end of a run: {error!r}") from error
-    if history.strategy != entry.spec.label:
+    if history.strategy != run.spec.label:
         raise CheckpointError(
-            f"{path} is of the run {history.strategy!r}, not of {entry.spec.label!r}; remove it to train this run again"
+            f"{path} is of the run {history.strategy!r}, not of {run.spec.label!r}; remove it to train this run again"
         )
     return end if of_this_length else None
 
 
-def take_end(entry: Entry, end: dict[str, Any]) -> None:
-    """Give an entry the record of a run that ended before the others."""
-    entry.history = History.from_plain(end["history"])
+def take_end(run: TrackedRun, end: dict[str, Any]) -> None:
+    """Give a run the record of a run that ended before the others."""
+    run.recorder.history = History.from_plain(end["history"])
     if end["stopped"]:
-        entry.stopped_at = int(end["step"])
+        run.stopped_at = int(end["step"])
     elif end["error"]:
-        entry.error = (Diverged if end["diverged"] else RuntimeError)(end["error"])
+        run.error = (Diverged if end["diverged"] else RuntimeError)(end["error"])

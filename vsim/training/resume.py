@@ -25,7 +25,6 @@ from vsim.cluster.state import CheckpointError, owners
 from vsim.engine.objective import listed
 from vsim.private_torch import mark_stepped
 from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences, settings_of_run
-from vsim.records.history import History
 from vsim.training.lasting import PYTHON, attributes_of, restore, set_python, shared_state, stacked_state
 from vsim.training.tracked import TrackedRun
 
@@ -121,8 +120,8 @@ def captured(run: TrackedRun) -> Checkpoint:
     Raises:
         CheckpointError: the run stopped in the middle of a step, or has state that cannot be saved.
     """
-    history = run.recording.history
-    if run.cluster.step != run.done or (history is not None and run.done not in history["step"][-1:]):
+    history = run.history
+    if run.cluster.step != run.done or run.done not in history["step"][-1:]:
         raise CheckpointError(
             f"the last run stopped in the middle of step {run.cluster.step}, so that nothing whole is left of it in "
             "memory; resume from a checkpoint that it saved, or start again"
@@ -140,7 +139,7 @@ def captured(run: TrackedRun) -> Checkpoint:
         problem, stacked, shared = _gathered(run, problem, stacked, shared)
     if problem:
         raise CheckpointError(problem)
-    return Checkpoint(run.done, history or History(), _settings(run), held, stacked, shared)
+    return Checkpoint(run.done, history, _settings(run), held, stacked, shared)
 
 
 def _encoded(run: TrackedRun) -> tuple[dict[str, Encoded], dict[str, Encoded]]:
@@ -261,7 +260,7 @@ def _restore(run: TrackedRun, checkpoint: Checkpoint) -> None:
     fill_rows(run, {name: cut(own, rows, held) for name, own in checkpoint.stacked.items()}, filler)
     filled = {
         name: filler.fill(own_of(checkpoint.shared[name], rows, held), live, name)
-        for own in run.lasting
+        for own in run.keeping.lasting
         for name, live in own.shared().items()
         if name in checkpoint.shared or not own.may_be_new
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vsim.checkpoint.undeclared import Contents
+from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, global_states
+from vsim.cluster.state import Lasting
 from vsim.core.run import WHAT_HELPS, Diverged, Run
-from vsim.data.batches import BatchSource, ValidationExamples
+from vsim.data.batches import BatchSource
 from vsim.records.history import History
-from vsim.records.progress import Reporter
+from vsim.records.progress import Recorder, Reporter
 from vsim.training.clients import Clients
 from vsim.training.spec import RunSpec
 
@@ -50,7 +54,6 @@ class Measuring:
         client_data: validation data of each node or client, for measuring the final global model; may be empty.
         test_data: the test data, for measuring the final global model; may be empty.
         evaluator: measures the run on the validation data; None without validation data.
-        examples: the validation examples, on the run's device; None until they are found.
         rungs: steps after which the run is validated, besides the requested steps.
         seconds: the time of all measurements, including those before a resume.
         weights: the global model's weights (P,) while they are measured.
@@ -59,7 +62,6 @@ class Measuring:
     client_data: Sequence[Dataset[Any]] = ()
     test_data: Sequence[Dataset[Any]] = ()
     evaluator: Callable[[Sequence[TrackedRun]], dict[TrackedRun, dict[str, float]]] | None = None
-    examples: ValidationExamples | None = None
     rungs: Collection[int] = ()
     seconds: float = 0.0
     weights: Tensor | None = None
@@ -70,14 +72,12 @@ class Recording:
     """Where the outcomes of a run's steps go.
 
     Attributes:
-        report: called with the `StepReport` of every step.
-        history: the record of the outcomes of all steps; None if this process keeps no record.
+        reporters: called with the `StepReport` of every step; the first one keeps the history.
         row: the history's row of the last step.
         known_events: the number of events in the ledger that are reported.
     """
 
-    report: Reporter
-    history: History | None
+    reporters: list[Reporter]
     row: Mapping[str, float] = field(default_factory=dict)
     known_events: int = 0
 
@@ -87,31 +87,96 @@ class Keeping:
     """What saving a run compares with.
 
     Attributes:
+        lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         left_states: the states of the process's random generators after training.
     """
 
+    lasting: list[Lasting] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     undeclared: Contents = field(default_factory=dict)
     left_states: dict[str, Any] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TrackedRun(Run):
-    """A run with what acts keep for themselves. `vsim.training.setup` places it in a matrix.
+    """A run from its options to its outcome, with what acts keep for themselves.
+
+    It begins with options and an empty record. `vsim.training.setup` gives it data and nodes, which `free` takes away.
 
     Attributes:
+        name: the name of the run's strategy or setting, the same for all seeds.
+        history: the run's record. recorder: keeps it, and shows a single run's progress.
         presence, measuring, recording, keeping: what those need who let nodes attend, measure, record and save.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
+        model: the mean of the nodes' final models, once a run of a comparison is complete.
+        finished_at: the step after which a callback ended the run early.
     """
 
     spec: RunSpec
-    presence: Presence = field(kw_only=True)
-    recording: Recording = field(kw_only=True)
-    measuring: Measuring = field(default_factory=Measuring)
-    keeping: Keeping = field(default_factory=Keeping)
-    concluded: bool = False
+    recorder: Recorder = field(kw_only=True)
+    name: str = field(default="", kw_only=True)
+    presence: Presence = field(init=False)
+    recording: Recording = field(init=False)
+    measuring: Measuring = field(default_factory=Measuring, init=False)
+    keeping: Keeping = field(default_factory=Keeping, init=False)
+    concluded: bool = field(default=False, init=False)
+    model: nn.Module | None = field(default=None, init=False)
+    finished_at: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.recording = Recording([self.recorder])
+
+    @classmethod
+    def of(cls, spec: RunSpec, name: str = "") -> TrackedRun:
+        """Return a run with an empty record that has the run's label."""
+        history = History(spec.label, spec.num_nodes, spec.population)
+        return cls(spec, recorder=Recorder(history, False, spec.label), name=name)
+
+    @property
+    def history(self) -> History:
+        """The record of the outcomes of all steps."""
+        return self.recorder.history
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record of the run's communication."""
+        return self.history.ledger
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the history has a row."""
+        return len(self.history) > 0
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether the run is complete, has failed, or was stopped; an interrupted run has no outcome."""
+        return any(one is not None for one in (self.model, self.error, self.stopped_at))
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step with a loss or weights that are not finite."""
+        if not isinstance(self.error, Diverged):
+            return None
+        at = re.search(r"step (\d+)", str(self.error))
+        return int(at[1]) if at else len(self.history)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run's checkpoints; None if the run is not saved."""
+        return None if self.spec.saving is None else self.spec.saving.folder
+
+    def release_clients(self) -> None:
+        """Let other runs use the folder of the clients' state."""
+        if "presence" in vars(self) and self.presence.plan is not None and self.presence.plan.store is not None:
+            self.presence.plan.store.release()
+
+    def free(self) -> None:
+        """Forget nodes and data; options, record and outcome stay."""
+        vars(self).update(measuring=Measuring(), keeping=Keeping(), generators=[])
+        for name in ("group", "cluster", "strategy", "collectives", "presence"):
+            vars(self).pop(name, None)
 
     @property
     def steps(self) -> int:
@@ -120,6 +185,12 @@ class TrackedRun(Run):
         return (
             (spec.num_epochs or 1) * self.presence.batches.steps_per_epoch if spec.max_steps is None else spec.max_steps
         )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a run that has one."""
+        assert self.presence.plan is not None
+        return self.presence.plan
 
     @property
     def start(self) -> int:

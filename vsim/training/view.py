@@ -72,7 +72,8 @@ class RunView:
     @property
     def minibatch_size(self) -> int | None:
         """Examples per node whose gradients are computed at once; None: the whole batch."""
-        return self._run.minibatch_size
+        minibatch_size: int | None = self._run.group.minibatch_size
+        return minibatch_size
 
     # What it has measured -------------------------------------------------------------------------------------------
 
@@ -82,9 +83,9 @@ class RunView:
         return self._run.recording.row
 
     @property
-    def history(self) -> History | None:
-        """The record of all steps; None in a process that keeps no record."""
-        return self._run.recording.history
+    def history(self) -> History:
+        """The record of all steps."""
+        return self._run.history
 
     @property
     def node_losses(self) -> list[float]:

@@ -1,9 +1,20 @@
-"""Let nodes leave and join for the step that follows."""
+"""Between steps, let nodes leave and join, deal rows to the clients of a new round, and drop runs that have ended."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from vsim.arguments import naming
+from vsim.core.group import Group
 from vsim.training.acts.moment import Moment
-from vsim.training.attendance import attend
+from vsim.training.feeding import feed
+from vsim.training.moving import arrange, join, kept_view, rows_from
+from vsim.training.rounds import begin_round, end_round
+from vsim.training.tracked import TrackedRun
+
+# A compiled executor is compiled again for another number of rows. Therefore rows of ended runs are still computed
+# until they reach this share of all rows.
+_SHARE = 0.2
 
 
 class Attend:
@@ -12,4 +23,64 @@ class Attend:
     def __call__(self, moment: Moment) -> None:
         runs = [run for group in moment.groups for run in group.runs if run.trains]
         if running := [run.done for run in runs if run.is_running]:
-            attend(moment.groups, runs, min(running) + 1)
+            _attend(moment.groups, runs, min(running) + 1)
+
+
+def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], step: int) -> None:
+    """Switch every run to its plan's nodes from step `step` on, and drop the rows of runs that have ended.
+
+    Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
+    In a round of clients, every row starts from the global weights.
+
+    Raises:
+        CheckpointError: the model or a strategy has state that cannot move with the rows.
+    """
+    for group in groups:
+        beginning = [run for run in group.runs if run.begins_segment(step)]
+        if not beginning and all(run.is_running for run in group.taking):
+            continue
+        moving = {}
+        for run in beginning:
+            with naming(run.spec.label if len(runs) > 1 else ""):
+                if run.presence.clients is not None:
+                    end_round(run)
+                if _changes(run, step):
+                    moving[run] = rows_from(run, step)
+        if is_new := bool(moving) or _are_to_go(group):
+            arrange(group, step, moving)
+        for run in beginning:
+            run.ledger.position.begin(step, "start")
+            if run.presence.clients is not None:
+                begin_round(run, step)
+        if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
+            feed(group)
+    for run in runs:
+        if run.begins_segment(step):
+            if not run.starts and run.presence.clients is None:
+                join(run, step)
+            before, now = (run.plan.segment(at) for at in (max(1, step - 1), step))
+            if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
+                with run.collectives.unbilled():
+                    run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
+            else:
+                run.strategy.change_nodes(run.presence.clients is not None or before.nodes != now.nodes)
+            run.ledger.attend(now)
+
+
+def _are_to_go(group: Group[TrackedRun]) -> bool:
+    """Return whether to stop computing the rows of runs that have ended."""
+    left = [len(run.nodes) for run in group.taking if not run.is_running]
+    if len(left) in (0, len(group.taking)):
+        return False
+    run, computed = group.runs[0], sum(len(run.nodes) for run in group.taking)
+    bound = (run.spec.dataloader_kwargs or {}).get("num_workers") or run.objective.unsaved()
+    bound = bound or any(map(kept_view, group.runs))
+    return not bound and (not run.spec.compile or sum(left) >= _SHARE * computed)
+
+
+def _changes(run: TrackedRun, step: int) -> bool:
+    """Return whether the segment from `step` on needs other rows than the segment before."""
+    now = run.plan.segment(step).nodes
+    if run.presence.clients is None:
+        return now != run.cluster.active
+    return len(now) != run.cluster.num_nodes

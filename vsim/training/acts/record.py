@@ -34,7 +34,7 @@ class Record:
         ledger, recording, executor = run.ledger, run.recording, run.group.executor
         measured, own = moment.columns.pop(run, {}), run.strategy.columns()
         row: dict[str, float] = {"step": run.done, "examples": run.examples}
-        of_run = executor.name, run.max_steps, run.minibatch_size
+        of_run = executor.name, run.max_steps, run.group.minibatch_size
         if run.starts:
             row |= {"payload_bytes": 0, "wire_bytes": 0, "seconds": 0}
             row |= {"validation_seconds": run.measuring.seconds, **measured, **own}
@@ -47,7 +47,7 @@ class Record:
             report = StepReport(row, run.losses_of_all, events, *of_run, executor.reason)
         report.segment = ledger.attendance[-1] if ledger.attendance else None
         recording.row = _of_first(run, row)
-        recording.report(report if 0 in run.nodes else replace(report, row=recording.row))
+        _report(run, report if 0 in run.nodes else replace(report, row=recording.row))
         moment.reports[run] = report
 
 
@@ -62,7 +62,20 @@ class Amend:
         recording = run.recording
         recording.row = {**recording.row, **moment.columns.pop(run)}
         report = replace(moment.reports[run], row=recording.row, events=[], segment=None, amends=True)
-        recording.report(replace(report, client_val=moment.client_val.pop(run, {})))
+        _report(run, replace(report, client_val=moment.client_val.pop(run, {})))
+
+
+class Begun:
+    """Notes that the first rows of new runs are recorded."""
+
+    def __call__(self, moment: Moment) -> None:
+        for run in moment.reached:
+            run.starts = False
+
+
+def _report(run: TrackedRun, report: StepReport) -> None:
+    for hear in run.recording.reporters:
+        hear(report)
 
 
 def _of_first(run: TrackedRun, row: dict[str, float]) -> dict[str, float]:

@@ -16,23 +16,26 @@ class CheckWeights:
         moment.each(TrackedRun.check_weights, moment.over)
 
 
+class CheckSavable:
+    """Before training, notes what strategies do not declare, and raises if state of a run cannot be saved."""
+
+    def __call__(self, moment: Moment) -> None:
+        for run in moment.reached:
+            with naming(run.spec.label if run.group.several else ""):
+                resume.begin(run)
+
+
 class CheckDeclared:
     """After each of a run's first two steps here, checks that nothing undeclared has changed, if its state may move."""
 
-    def __init__(self, several: bool) -> None:
-        self.several, self.is_done = several, False
-
     def __call__(self, moment: Moment) -> None:
-        if self.is_done:
-            return
-        for run in (trying := [run for run in moment.training if run.trial_steps > 0]):
-            run.trial_steps -= 1
-        moment.each(self._check, [run for run in trying if run.is_to_be_moved])
-        runs = [run for group in moment.groups for run in group.runs]
-        self.is_done = all(run.trial_steps == 0 for run in runs if run.is_running)
+        for group, runs in moment.by_group(moment.reached) if any(g.trial_steps for g in moment.groups) else ():
+            if group.trial_steps > 0:
+                group.trial_steps -= 1
+                moment.each(self._check, [run for run in runs if run.is_to_be_moved])
 
     def _check(self, run: TrackedRun) -> None:
-        with naming(run.spec.label if self.several else ""):
+        with naming(run.spec.label if run.group.several else ""):
             resume.check_declared(run)
 
 

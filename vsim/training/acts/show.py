@@ -1,0 +1,17 @@
+"""Show the progress of runs that train together."""
+
+from __future__ import annotations
+
+from vsim.training.acts.moment import Moment
+from vsim.training.display import Display
+
+
+class Show:
+    """Updates a display, which has heard of every step; None: nothing is shown."""
+
+    def __init__(self, display: Display | None = None) -> None:
+        self.display = display
+
+    def __call__(self, moment: Moment, last: bool = False) -> None:
+        if self.display is not None:
+            self.display.show(last)

@@ -1,0 +1,192 @@
+"""Train groups of runs: what happens before the first step and after every step, in which order, and why there.
+
+runs ─► prepare ─► groups ─► steps ─► Moment, Moment, …    one after each step; `fit` takes all steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from vsim.cluster.randomness import global_states
+from vsim.core.group import Group
+from vsim.engine.machine import repeating
+from vsim.training.acts.attend import Attend
+from vsim.training.acts.conclude import Conclude
+from vsim.training.acts.feed import Feed
+from vsim.training.acts.halve import Halve
+from vsim.training.acts.measure import MeasureEnded, Validate
+from vsim.training.acts.moment import Moment
+from vsim.training.acts.place import Place
+from vsim.training.acts.record import Amend, Begun, Record
+from vsim.training.acts.restore import Resume
+from vsim.training.acts.save import CheckDeclared, CheckSavable, CheckWeights, Save
+from vsim.training.acts.show import Show
+from vsim.training.acts.stop import Ask, Stop
+from vsim.training.acts.tell import OnEnd, OnStart, OnStep
+from vsim.training.interrupt import Interrupt, Interrupted
+from vsim.training.setup import build
+from vsim.training.tracked import TrackedRun
+
+Act = Callable[[Moment], None]
+
+
+class Orders:
+    """The acts, in their orders.
+
+    Args:
+        interrupt: holds the user's request to stop.
+        conclude, show, halve: what the runs of a comparison have in common.
+    """
+
+    def __init__(
+        self,
+        interrupt: Interrupt,
+        conclude: Conclude | None = None,
+        show: Show | None = None,
+        halve: Halve | None = None,
+    ) -> None:
+        conclude, show, halve = conclude or Conclude(), show or Show(), halve or Halve()
+        record, amend = Record(), Amend()
+        values: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()  # what callbacks have seen of models
+        told = interrupt, values
+        self.begin: list[Act] = [
+            CheckSavable(),  # after the setup, which changes what strategies do not declare
+            OnStart(*told),  # before nodes attend: a callback that fails has joined nobody
+            Attend(),
+        ]
+        self.begin_new: list[Act] = [
+            Validate(),
+            record,
+            OnStep(*told),  # on_evaluation
+            MeasureEnded(briefly=True),  # raises before training what would fail after it
+            Begun(),
+        ]
+        self.begin_ended: list[Act] = [OnEnd(*told), conclude, show]  # runs that resume after their last step
+        self.after_a_step: list[Act] = [
+            Validate(),  # before the row that has its columns
+            record,  # before callbacks, which get the row
+            OnStep(*told),  # before the run is saved or ends: a callback may set weights, or end it
+            Validate(again=True),  # a run that a callback has just stopped ends with a validation
+            amend,  # before the run is saved with its last row
+            CheckWeights(),  # before the end is measured: of weights that are not finite nothing is
+            MeasureEnded(),  # after callbacks, one of which may have ended the run
+            amend,
+            CheckDeclared(),  # before the state is saved, or moves
+            Ask(interrupt),  # once and before saving, so that what is saved and what is said agree
+            Save(),  # before on_end, so that an error there does not lose the last step
+            OnEnd(*told),
+            conclude,  # of what on_end has left; before the end is shown
+            show,
+            Stop(),  # after on_end, which a complete run gets also where training stops
+            halve,  # after Stop: a run that was interrupted at a rung is not beaten
+            Attend(),  # last: what the next step's nodes join, pull and send is billed in the next step
+        ]
+
+
+def prepare(
+    runs: Sequence[TrackedRun], device: torch.device, interrupt: Interrupt | None = None, **given: Any
+) -> list[Group[TrackedRun]]:
+    """Set up runs that train together, up to their first step.
+
+    Args:
+        interrupt: holds the user's request to stop, for all runs. given: see `vsim.training.setup.build`.
+
+    Raises:
+        CheckpointError: a run does not fit the checkpoint that it starts from.
+        TypeError, ValueError: an option is invalid; with several runs, the message names the run.
+    """
+    try:
+        groups = build(runs, device, interrupt or Interrupt(), **given)
+        moment = Moment(0, groups, runs)
+        for act in (Place(), Resume(), Feed()):  # a checkpoint fills what is placed, and says which batch comes next
+            act(moment)
+    except BaseException:
+        for run in runs:
+            run.release_clients()  # for other runs
+        raise
+    return groups
+
+
+def fit(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> None:
+    """Train to the last step. Ctrl-C stops after the current step; a second one acts at once.
+
+    Raises:
+        Interrupted: a process of the run was asked to stop; raised after the current step.
+        KeyboardInterrupt: Ctrl-C was pressed again, or an error ended a step in which a stop was requested.
+    """
+    interrupt, run = _interrupt(groups), groups[0].runs[0]
+    try:
+        with interrupt:
+            for _ in steps(groups, orders):
+                pass
+            if run.is_alone and interrupt.requested:
+                raise Interrupted(max(r.steps for group in groups for r in group.runs), run.spec.saving)
+    except Exception as error:
+        if interrupt.explains(error):
+            raise KeyboardInterrupt(f"interrupted in a step that was not completed: {error}") from error
+        raise
+    finally:
+        release(groups)
+
+
+def steps(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> Iterator[Moment]:
+    """Take the steps of prepared groups, and yield each one's moment after all acts.
+
+    Unlike `fit`, this does not handle Ctrl-C, and leaves `release` to the caller.
+    """
+    interrupt = _interrupt(groups)
+    orders = orders or Orders(interrupt)
+    repeats = any(r.spec.deterministic for group in groups for r in group.runs)
+    device = groups[0].whole.weights.device
+    with repeating(device) if repeats else nullcontext():
+        begin(groups, orders)
+    while unfinished := [run for group in groups for run in group.running]:
+        done = min([run.done for run in unfinished])
+        taking = [run for run in unfinished if run.done == done]  # other runs resumed from a later step
+        with repeating(device) if repeats else nullcontext():
+            stops = False
+            for group in dict.fromkeys([run.group for run in taking]):
+                stops |= next(group.steps).stops
+            interrupt.check()
+            reached = [run for run in taking if run.trains and run.done == done + 1]
+            moment = Moment(done + 1, groups, reached, stops=stops)
+            for act in orders.after_a_step:
+                act(moment)
+        yield moment
+
+
+def begin(groups: Sequence[Group[TrackedRun]], orders: Orders) -> None:
+    """Do what precedes the first step."""
+    runs = [run for group in groups for run in group.runs]
+    all_runs = Moment(0, groups, [run for run in runs if run.trains])
+    for act in orders.begin:
+        act(all_runs)
+    new_runs = Moment(0, groups, [run for run in runs if run.trains and run.starts])
+    for act in orders.begin_new:
+        act(new_runs)
+    all_runs.over = [run for run in all_runs.reached if run.is_over]
+    for act in orders.begin_ended:
+        act(all_runs)
+
+
+def release(groups: Sequence[Group[TrackedRun]]) -> None:
+    """Release what only training needs, and keep the final states of the process's random generators."""
+    for group in groups:
+        for run in group.runs:
+            if run.presence.data_states is None:
+                run.keeping.left_states = global_states(run.cluster.weights.device)
+            run.release_clients()
+            run.cluster.gradient_at = None  # it refers to the group, whose memory would stay in use
+        group.batches = iter(())  # ends the worker processes of a DataLoader
+
+
+def _interrupt(groups: Sequence[Group[TrackedRun]]) -> Interrupt:
+    interrupt = groups[0].requests
+    assert isinstance(interrupt, Interrupt)
+    return interrupt

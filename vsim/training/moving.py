@@ -1,0 +1,148 @@
+"""Move the rows of a group when nodes come and go.
+
+The rows are permuted so that the present nodes of running runs have the first rows of the matrix. Every other object
+with rows is then a view of these first rows, or is cut to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from vsim.checkpoint.files import packed, unpacked
+from vsim.checkpoint.tree import Filler
+from vsim.cluster.optimizers import torch_optimizers
+from vsim.cluster.randomness import NODE, derive_seed
+from vsim.cluster.stacked import StackedCollectives
+from vsim.cluster.state import CheckpointError, owners
+from vsim.core.group import Group
+from vsim.private_torch import storage_key
+from vsim.training.clients import lasting
+from vsim.training.lasting import python_of, set_python
+from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
+from vsim.training.tracked import TrackedRun
+
+
+def rows_at_first(run: TrackedRun, step: int) -> list[int]:
+    """Return the rows of this process's nodes that take part in `step`, right after the setup with all nodes."""
+    own = run.collectives.machines[run.collectives.rank]
+    return [machine - own.start for machine in run.plan.machines(step) if machine in own] or [0]
+
+
+def rows_from(run: TrackedRun, step: int) -> tuple[list[int], dict[str, Any]]:
+    """Return the rows that this process's nodes in `step` continue from, and the state that row −1 stands for.
+
+    A joining node continues from its peer's row. Row −1 stands for a peer's row that another process holds and sends.
+    """
+    plan, collectives = run.plan, run.collectives
+    own = collectives.machines[collectives.rank]
+    if run.presence.clients is not None:  # all rows hold the global weights
+        return [0] * max(1, sum(machine in own for machine in plan.machines(step))), {}
+    run.objective.check_portable()
+    check_declared(run)
+    before, sent = [*collectives.active], {}
+    place = before.index(plan.peer(step))
+    if plan.joining(step) and not collectives.is_alone:
+        (rank,) = (rank for rank, places in enumerate(collectives.ranges) if place in places)
+        row = rows_of(run, [place - run.nodes.start], True) if place in run.nodes else {}
+        sent = unpacked(*collectives.broadcast_object(packed(row), rank))
+    places = [before.index(node) if node in before else place for node in plan.segment(step).nodes if node in own]
+    return [at - run.nodes.start if at in run.nodes else -1 for at in places] or [0], sent
+
+
+@torch.no_grad()
+def arrange(
+    group: Group[TrackedRun], step: int, moving: Mapping[TrackedRun, tuple[Sequence[int], Mapping[str, Any]]]
+) -> None:
+    """Permute a group's rows, and all state that has rows, so that the rows of nodes present in `step` come first.
+
+    Args:
+        moving: run → the rows that its nodes continue from, see `rows_from`.
+    """
+    states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
+    python = {run: copy.deepcopy(python_of(run)) for run in group.runs if run not in moving}
+    for run in moving:
+        run.collectives.attend(run.plan.segment(step).nodes, run.plan.machines(step))
+    present = [run for run in group.runs if run.is_running and run.nodes]
+    whole, first = group.whole, 0
+    sources, places = list[int](), {}
+    for run in [*present, *(run for run in group.runs if run not in present)]:
+        rows = [max(0, row) for row in moving[run][0]] if run in moving else range(len(run.rows))
+        sources += [run.rows.start + row for row in rows]
+        places[run] = range(len(sources) - len(rows), len(sources))
+    while first < len(sources) and sources[first] == first:
+        first += 1
+    moved = sources[first:]
+    for matrix in (whole.weights, *whole.buffers.values()):
+        matrix[first : len(sources)] = matrix[moved]
+    for run, rows in places.items():
+        if rows != run.rows or run in moving:
+            group.place(run, rows)
+    for run, own in python.items():
+        set_python(run, own)
+    for run, state in states.items():
+        if kept := kept_view(run):
+            raise CheckpointError(
+                f"{kept} keeps a part of the weights or gradients, whose rows change when nodes leave and join: take "
+                "cluster.weights or cluster.grads where they are used, or keep a clone()"
+            )
+        fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
+        run.cluster.shard_sizes = run.presence.batches.shard_sizes[list(run.cluster.active)]
+        run.keeping.undeclared = undeclared(run)
+    group.compute_first(present)
+
+
+def kept_view(run: TrackedRun) -> str:
+    """Return the name of an attribute in which a strategy keeps a view of its weights or gradients, or "".
+
+    When rows move, such a view would show other nodes. An attribute named in `derived` may hold a collection of views,
+    because the strategy makes the collection again when rows move.
+    """
+    matrices = {storage_key(matrix) for matrix in (run.cluster.replicas.weights, run.cluster.replicas.grads)}
+    for part, owner in owners(run.strategy).items():
+        for name, value in vars(owner).items():
+            leaves = [value] if name in getattr(owner, "derived", ()) else tree_leaves(value)
+            if any(isinstance(leaf, Tensor) and storage_key(leaf) in matrices for leaf in leaves):
+                return f"{part}.{name}"
+    return ""
+
+
+def join(run: TrackedRun, step: int) -> None:
+    """Bill the state that joining nodes copy, and give each of these nodes its own random stream."""
+    plan = run.plan
+    joining = plan.joining(step)
+    if not joining:
+        return
+    stack = StackedCollectives(run.ledger, [plan.peer(step), *joining])  # only bills the copies of `arrange`
+    stack.broadcast(torch.zeros(len(joining) + 1, 0), label="join", payload_bytes=_bytes_of_a_node(run))
+    seed_streams(run, joining, step)
+
+
+def _bytes_of_a_node(run: TrackedRun) -> int:
+    """Return the bytes of one node's weights, buffers, optimizer state and strategy state."""
+    replicas, strategy = run.cluster.replicas, run.strategy
+    width = replicas.weights.stride(0)
+    gap = (width - replicas.num_parameters) * replicas.weights.element_size()
+
+    def size(t: Tensor) -> int:  # rows as wide as the matrix's end in a gap that no node sends
+        return t.nbytes - gap * (t.numel() // width if t.shape[-1] == width else 0)
+
+    # All rows may share one optimizer, or each row may have its own.
+    states = [own for one in torch_optimizers(strategy.optim) for state in one.state.values() for own in state.values()]
+    of_rows = sum(size(t) for t in states if isinstance(t, Tensor) and t.dim()) // len(replicas.weights)
+    rows = [replicas.weights, *replicas.buffers.values(), *lasting(strategy, "stacked")]
+    return of_rows + sum(size(t) // len(t) for t in rows) + sum(t.nbytes for t in lasting(strategy, "shared"))
+
+
+def seed_streams(run: TrackedRun, nodes: Iterable[int], step: int) -> None:
+    """Reseed the streams of nodes that begin to take part; a node gets a new seed each time it returns."""
+    times, begin, active = run.plan.times(step), set(nodes), run.cluster.active
+    rows = {row: active[i] for row, i in enumerate(run.nodes) if active[i] in begin}
+    for row, node in rows.items():
+        again = [int(times[node])] if times[node] else []
+        run.generators[row].manual_seed(derive_seed(run.spec.seed, NODE, node, *again))
