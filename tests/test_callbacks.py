@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 
 import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
-from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from vsim.core.group import train
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
 from vsim.training.fit import steps
 from vsim.training.view import RunView
@@ -630,6 +631,60 @@ def test_refused(options: Any, error: type[Exception], said: str) -> None:
     options = {"callbacks": [options]} if callable(options) else options
     with refused(error, said):
         Trainer(small_mlp(0.0), vectors(), vectors(6)).fit(strategy=Strategy(), **QUICK, **options)
+
+
+class Syncs(Callback):
+    """Writes down the steps in which nodes communicate."""
+
+    def __init__(self, here: bool = False) -> None:
+        self.here, self.steps = here, list[int]()
+
+    def on_sync(self, run: Any, step: int) -> None:
+        assert step == run.row["step"]
+        self.steps.append(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        (Strategy(), []),
+        (SimpleReduceStrategy(), [1, 2, 3, 4, 5]),
+        (FedAvgStrategy(H=2), [2, 4]),
+        (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, async_delay=1), [2, 4]),  # taken two steps later
+    ],
+)
+@pytest.mark.parametrize("processes", [{}, {"backend": "process", "num_processes": 2, "threads_per_process": 1}])
+def test_callbacks_hear_of_the_steps_in_which_nodes_communicate(
+    strategy: Strategy, steps: list[int], processes: dict[str, Any]
+) -> None:
+    heard = [Syncs(), Syncs(here=True)]
+    joins = vsim.Schedule({0: [0, 1], 2: [0, 1, 2]})  # whose copy, before step 3, is none of the strategy's
+    options = {**QUICK, "num_nodes": 3, "max_steps": 5, "participation": joins}
+    Trainer(small_mlp(0.0), vectors()).fit(strategy=strategy, **options, **processes, callbacks=heard)
+    assert [one.steps for one in heard] == [steps, steps]
+
+
+def test_only_the_steps() -> None:
+    trainer, options = (
+        Trainer(small_mlp(), vectors()),
+        {**QUICK, "max_steps": 4, "strategy": FedAvgStrategy(H=2, lr=0.1)},
+    )
+    group = trainer.prepare(**options, callbacks=[heard := Heard()])
+    (run,) = group.runs
+    assert [(step.number, step.losses.shape) for step in train(group)] == [(i, (2,)) for i in (1, 2, 3, 4)]
+    whole = trainer.fit(**options)
+    assert not heard.words and len(run.history) == 0 and len(run.ledger) == len(trainer.ledger) == 2
+    for ours, theirs in zip(run.mean_model().parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    group = trainer.prepare(**options, participation=vsim.Schedule({0: [0], 2: [0, 1]}))
+    with refused(RuntimeError, "step 3 is of nodes [0, 1], and [0] are present", "vsim.training.fit.steps"):
+        list(train(group))
 
 
 def test_without_validation_data_and_step_by_step() -> None:

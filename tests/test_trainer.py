@@ -64,6 +64,30 @@ def test_frozen_and_tied_parameters() -> None:
     assert not torch.equal(final.tokens.weight, model.tokens.weight)
 
 
+@pytest.mark.parametrize("processes", [{}, {"backend": "process", "num_processes": 2, "threads_per_process": 1}])
+def test_without_a_step_the_untouched_model_is_measured(processes: dict[str, Any], tmp_path: Any) -> None:
+    model, data = small_mlp(), vectors()
+    trainer = Trainer(model, data, vectors(6))
+    options: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "progress": False, **processes}
+    options |= {"strategy": DiLoCoStrategy(H=3, lr=0.1, cosine_anneal=True, max_steps=4), "test_dataset": vectors(7)}
+    made = trainer.fit(**options, max_steps=0, save_dir=tmp_path)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(made.parameters(), model.parameters(), strict=True))
+    first = trainer.history.to_pandas()
+    assert len(first) == 1 and len(trainer.ledger) == 0
+    longer = trainer.fit(**options, max_steps=4, save_dir=tmp_path, resume=True)
+    resumed = trainer.history.to_pandas()
+    whole = trainer.fit(**options, max_steps=4)
+    expected = trainer.history.to_pandas()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(longer.parameters(), whole.parameters(), strict=True))
+    columns = ["step", "examples", "train_loss", "lr", "global_loss", "payload_bytes"]
+    np.testing.assert_array_equal(resumed[columns], expected[columns])
+    assert first["global_loss"][0] == expected["global_loss"][0] and first["test_loss"].notna().all()
+    with refused(ValueError, "max_steps must be a whole number >= 1, got 0"):
+        vsim.compare(model, data, strategies={"a": options["strategy"]}, num_nodes=2, max_steps=0)
+    with refused(ValueError, "max_steps of 'a' must be a whole number >= 1, got 0"):
+        vsim.compare(model, data, strategies={"a": options["strategy"]}, num_nodes=2, max_steps={"a": 0})
+
+
 def test_the_number_of_steps() -> None:
     # 29 examples on 3 nodes are shards of 10: 3 batches of at most 4.
     dropping = {"num_epochs": 2, "dataloader_kwargs": {"drop_last": True}}

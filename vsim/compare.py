@@ -325,12 +325,16 @@ def train_entries(
     if extend is not None and halving is not None:
         raise ValueError("halving compares all settings from the start, and the settings of extend= have been trained")
     seeds = checked_seeds(seeds, options)
+    if max_steps is not None and not isinstance(max_steps, Mapping):
+        whole_number("max_steps", max_steps)  # `fit` also takes 0, after which there is nothing to compare
     amounts, within = _amounts(budget, at), None  # `within`: what decides each run's steps, if they may differ
     lengths: dict[str, int] = {}
     if isinstance(max_steps, Mapping):
         if budget is not None:
             raise TypeError("budget and max_steps by name both decide the steps of each strategy; give one of them")
         lengths, within = _of_each("max_steps", max_steps, entries), BY_NAME
+        for name, own_steps in lengths.items():
+            whole_number(f"max_steps of {name!r}", own_steps)
     elif budget is not None:
         within = _within(budget, at, max_steps)
     if halving is not None and within is not None:

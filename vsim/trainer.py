@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vsim.arguments import a_function, known_keywords
+from vsim.arguments import a_function, known_keywords, whole_number
 from vsim.checkpoint.files import Checkpoint, load_checkpoint, saving_of, start_of
 from vsim.checkpoint.folder import Saving, checkpoints_in, locked
 from vsim.cluster.ledger import Ledger
@@ -176,6 +176,8 @@ class Trainer:
             raise ValueError(
                 "explain() is about the simulator: leave out backend='process' and the options of processes"
             )
+        if options.get("max_steps") is not None:
+            whole_number("max_steps", options["max_steps"])
         unheard = dict.fromkeys(("callbacks", "train_loss_hook", "eval_loss_hook"))
         group = self.prepare(**{"progress": False, **options, **unheard})
         batch, optim = group.coming_batch(), group.runs[0].strategy.optim
@@ -191,8 +193,8 @@ class Trainer:
             strategy: how the nodes train and communicate. The run works on a copy, so that the object can be used
                 again.
             num_nodes: K.
-            num_epochs: passes over the data, by default 1. `max_steps`: number of optimizer steps of the run. With
-                both, max_steps ends the run, and a warning says so.
+            num_epochs: passes over the data, by default 1. `max_steps`: number of optimizer steps of the run; 0: the
+                untouched model is measured and returned. With both, max_steps ends the run, and a warning says so.
             batch_size: examples per node and step. Gradients may be accumulated over `minibatch_size` examples at a
                 time, or in `gradient_accumulation` pieces; give one of the two.
             shuffle: whether to draw a new order every epoch.

@@ -318,6 +318,7 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
     for run in group.taking:
         if run.cluster.plan is not None or not run.is_running:
             kept[run] = _kept(run)
+            _check_present(run, step.number)
     try:
         of_step, batch = next(group.batches) if group.taking else (step.number, [])
         if any(t.device != device for t in tensors_of(batch)):
@@ -341,6 +342,16 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
             _end_step(group, step, runs, batch, kept)
     share_time([run for run in runs if run.trains], time.perf_counter() - started)
     return step
+
+
+def _check_present(run: Run, step: int) -> None:
+    """Raise a RuntimeError if other nodes than those of the run's plan are present, as nothing has let them attend."""
+    nodes = run.cluster.active if run.cluster.plan is None else run.cluster.plan.segment(step).nodes
+    if run.is_running and nodes != run.cluster.active:
+        raise RuntimeError(
+            f"step {step} is of nodes {[*nodes]}, and {[*run.cluster.active]} are present: train(group) alone lets no "
+            "nodes come and go; take the steps of vsim.training.fit.steps([group])"
+        )
 
 
 def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any, kept: Mapping[Run, Kept]) -> None:

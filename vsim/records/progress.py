@@ -62,6 +62,12 @@ class StepReport:
     amends: bool = False  # whether the row replaces the last reported one
     client_val: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether nodes have communicated in this step; nodes that join or begin a round do so before it."""
+        step = self.row["step"]
+        return any(event.step == step and event.moment != "start" for event in self.events)
+
 
 class Reporter(Protocol):
     """Called with the report of every step, including step 0."""

@@ -56,6 +56,12 @@ class Callback:
     def on_step(self, run: RunView) -> None:
         """Called after every step, when the step is in the history, and before it is saved."""
 
+    def on_sync(self, run: RunView, step: int) -> None:
+        """Called after `on_step` of the steps in which nodes have communicated; copies of joining nodes do not count.
+
+        `run.ledger` has the events: of which collective, of whom, how many bytes.
+        """
+
     def on_evaluation(self, run: RunView) -> None:
         """Called after every validation: before the first step, and then after `on_step` of the steps that validate."""
 
@@ -80,18 +86,20 @@ def telling_exit(callbacks: Sequence[Any]) -> Iterator[None]:
             notify(callback, "on_exit", failure)
 
 
-def notify(callback: Any, event: str, run: Any) -> None:
+def notify(callback: Any, event: str, *given: Any) -> None:
     """Call the method `event` of a callback, if there is one; a function f(run) is the short form of `on_step`."""
     method = getattr(callback, event, callback if event == "on_step" and callable(callback) else None)
     if method is not None:
-        method(run)
+        method(*given)
 
 
-def notify_row(callbacks: Sequence[Any], run: Any) -> None:
+def notify_row(callbacks: Sequence[Any], run: Any, has_sent: bool) -> None:
     """Call callbacks for `run.row`, a new row of the history; `run` is a RunView, or a report from another process."""
     for callback in callbacks:
         if "train_loss" in run.row:
             notify(callback, "on_step", run)
+            if has_sent:
+                notify(callback, "on_sync", run, int(run.row["step"]))
         if "global_loss" in run.row:
             notify(callback, "on_evaluation", run)
 
@@ -356,7 +364,7 @@ class Relay:
             notify(callback, "on_start", report)
         self._has_begun = True
         if not report.amends:
-            notify_row(self.here, report)
+            notify_row(self.here, report, report.has_sent)
 
     def end(self, states: Mapping[str, Any]) -> None:
         """Call `on_end` of the callbacks in `here`, and load `states` into those in `remote`."""

@@ -67,7 +67,8 @@ class Orders:
             MeasureEnded(briefly=True),  # raises before training what would fail after it
             Begun(),
         ]
-        self.begin_ended: list[Act] = [OnEnd(*told), conclude, show]  # runs that resume after their last step
+        self.begin_over: list[Act] = [MeasureEnded(), amend, Save()]  # new runs without a step
+        self.begin_ended: list[Act] = [OnEnd(*told), conclude, show]  # also runs that resume after their last step
         self.after_a_step: list[Act] = [
             Validate(),  # before the row that has its columns
             record,  # before callbacks, which get the row
@@ -169,6 +170,9 @@ def begin(groups: Sequence[Group[TrackedRun]], orders: Orders) -> None:
         act(all_runs)
     new_runs = Moment(0, groups, [run for run in runs if run.trains and run.starts])
     for act in orders.begin_new:
+        act(new_runs)
+    new_runs.over = new_runs.reached = [run for run in new_runs.reached if run.is_over]
+    for act in orders.begin_over if new_runs.over else ():
         act(new_runs)
     all_runs.over = [run for run in all_runs.reached if run.is_over]
     for act in orders.begin_ended:

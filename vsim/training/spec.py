@@ -136,7 +136,8 @@ class RunSpec:
             self._set(name, whole_number(name, getattr(self, name)))
         for name in _COUNTS_OR_NONE:
             value = getattr(self, name)
-            self._set(name, None if value is None else whole_number(name, value))
+            least = 0 if name == "max_steps" else 1  # no step: the untouched model is measured
+            self._set(name, None if value is None else whole_number(name, value, at_least=least))
         for name in _FLAGS:
             self._set(name, true_or_false(name, getattr(self, name)))
         if self.num_epochs is not None and self.max_steps is not None:
@@ -190,7 +191,7 @@ class RunSpec:
         if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str | bytes):
             raise TypeError(f"callbacks must be a list of callbacks, got {given(self.callbacks)}")
         self._set("callbacks", list(self.callbacks or ()))
-        events = ("on_start", "on_step", "on_evaluation", "on_end", "on_exit")
+        events = ("on_start", "on_step", "on_sync", "on_evaluation", "on_end", "on_exit")
         for one in self.callbacks:
             if isinstance(one, type) or not (callable(one) or any(hasattr(one, event) for event in events)):
                 raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {one!r:.100}")

@@ -74,11 +74,13 @@ class Recording:
     Attributes:
         reporters: called with the `StepReport` of every step; the first one keeps the history.
         row: the history's row of the last step.
+        has_sent: whether nodes have communicated in the last step.
         known_events: the number of events in the ledger that are reported.
     """
 
     reporters: list[Reporter]
     row: Mapping[str, float] = field(default_factory=dict)
+    has_sent: bool = False
     known_events: int = 0
 
 

@@ -86,7 +86,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
     measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and 0 in run.nodes:  # in one process
+    if spec.start is None and 0 in run.nodes and run.steps > 0:  # in one process
         _warn_of_what_comes_late(strategy, run)
     if run.measuring.client_data and strategy.is_personal and plan is not None and not plan.renews:
         raise ValueError(

@@ -45,6 +45,7 @@ class Record:
             row |= {"validation_seconds": run.measuring.seconds, "memory_bytes": memory, **own, **measured}
             events, recording.known_events = ledger[recording.known_events :], len(ledger)
             report = StepReport(row, run.losses_of_all, events, *of_run, executor.reason)
+            recording.has_sent = bool(run.spec.callbacks) and report.has_sent
         report.segment = ledger.attendance[-1] if ledger.attendance else None
         recording.row = _of_first(run, row)
         _report(run, report if 0 in run.nodes else replace(report, row=recording.row))

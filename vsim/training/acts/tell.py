@@ -50,11 +50,11 @@ class OnStart(Tell):
 
 
 class OnStep(Tell):
-    """Calls `on_step`, and `on_evaluation` if the row has a validation."""
+    """Calls `on_step`, `on_sync` if nodes have communicated, and `on_evaluation` if the row has a validation."""
 
     def tell(self, run: TrackedRun) -> None:
         with watching(run, self.values), self.interrupt.requested_inside():
-            notify_row(run.spec.callbacks, RunView(run))
+            notify_row(run.spec.callbacks, RunView(run), run.recording.has_sent)
         if not run.is_alone:  # a callback may have stopped the run in one process only
             collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
             with collectives.unbilled():
