@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 import forked
@@ -15,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from vsim.process import ProcessOptions, run_node, run_ranges
-from vsim.process.node import Outcome
-from vsim.records.progress import StepReport
 from vsim.training.spec import RunSpec
 
 
@@ -37,20 +36,16 @@ class Ranks:
             self.connections.append(here)
             self.processes.append(process)
 
-    def train(
-        self, spec: RunSpec, options: ProcessOptions, report: Callable[[int, StepReport], None]
-    ) -> list[Outcome | None]:
+    def train(self, spec: RunSpec, options: ProcessOptions, report: Callable[[int, Any], None]) -> None:
         assert (options.num_processes, options.threads) == (len(self.processes), 1)
         shipped = cloudpickle.dumps(spec)
         for connection in self.connections:
             connection.send_bytes(shipped)
         answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]
-        for error, _, _ in answers:
+        for error, _ in answers:
             assert not error, error
-        _, reports, outcomes = answers[0]
-        for each in reports:
-            report(0, each)
-        return outcomes
+        for number, message in answers[0][1]:
+            report(number, message)
 
     def end(self) -> None:
         for process in self.processes:
@@ -72,17 +67,16 @@ def _serve(rank: int, num_nodes: int, store: str, connection: Connection) -> Non
         timeout=timedelta(seconds=60),
     )
     while True:
-        reports: list[StepReport] = []
-        outcomes: list[Outcome | None] = []
+        messages: list[tuple[int, Any]] = []
         error = None
         try:
             spec = cloudpickle.loads(connection.recv_bytes())
             if spec.num_processes is None:
-                outcomes = [run_node(spec, torch.device("cpu"), reports.append)]
+                run_node(spec, torch.device("cpu"), messages.extend)
             else:
-                outcomes = run_ranges(spec, torch.device("cpu"), lambda _, report, to=reports: to.append(report))
+                run_ranges(spec, torch.device("cpu"), messages.extend)
         except EOFError:
             return
         except Exception:
             error = traceback.format_exc()
-        connection.send_bytes(pickle.dumps((error, reports, outcomes)))
+        connection.send_bytes(pickle.dumps((error, messages)))

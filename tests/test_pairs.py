@@ -26,9 +26,9 @@ from torch.utils.data import Dataset, default_collate
 
 import vsim
 from vsim import Attack, Schedule, Trainer
+from vsim.engine.memory import fitting_minibatch
 from vsim.models import MLP
 from vsim.strategy import AloneStrategy, AsyncDiLoCoStrategy, DiLoCoStrategy, SimpleReduceStrategy
-from vsim.training.setup import fitting_minibatch
 
 # of torch itself, while compiling
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -251,7 +251,7 @@ class Runs:
         self.known: dict[frozenset[str], Outcome | Exception] = {}
         self.processes: list[Any] = []
         patch.setattr("vsim.trainer.train_in_processes", self.train)
-        patch.setattr("vsim.training.setup.fitting_minibatch", self.probe)
+        patch.setattr("vsim.training.acts.feed.fitting_minibatch", self.probe)
         patch.setattr("vsim.records.loggers.run_log.WandbLogger", lambda project, **own: Log("wandb", **own))
 
     def train(self, spec: Any, options: Any, report: Any) -> Any:

@@ -276,6 +276,68 @@ def test_a_script_runs_on_ranks_with_several_nodes_each(tmp_path: Path) -> None:
             assert len(steps) == len(set(steps)) > 0
 
 
+SEARCHED = """
+    import vsim
+
+    search = test_torchrun.searched(**ranges, save_dir=folder / "search")
+    torch.save([*search.all_histories, search.study is None], folder / f"found by {rank}.pt")
+"""
+
+
+def searched(**options: Any) -> vsim.Search:
+    given: dict[str, Any] = {"num_nodes": 4, "max_steps": 4, "batch_size": 4, "progress": False, **options}
+    return vsim.tune(small_mlp(), vectors(), vectors(6), space=_strategy, trials=3, together=2, **given)
+
+
+def _strategy(trial: Any) -> Strategy:
+    return DiLoCoStrategy(H=trial.suggest_int("H", 1, 3), lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+
+@pytest.mark.slow
+def test_one_rank_asks_for_trials(tmp_path: Path) -> None:
+    run = on_two_ranks(script(tmp_path, SEARCHED))
+    with ended(run):
+        out, _ = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0, out
+    here = searched(**in_processes(2))
+    for rank in range(2):
+        *histories, without_study = torch.load(tmp_path / f"found by {rank}.pt", weights_only=False)
+        assert without_study == (rank > 0)
+        for one, other in zip(histories, here.all_histories, strict=True):
+            assert_same_record(one, other)
+    assert {path.name for path in (tmp_path / "search").iterdir()} >= {"study.db", "comparison.json"}
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_and_writes_on_one_rank(tmp_path: Path) -> None:
+    arguments = [
+        "--strategies",
+        "alone",
+        "diloco:H=2",
+        "--data",
+        "digits",
+        "--nodes",
+        "4",
+        "--steps",
+        "4",
+        "--deterministic",
+        "--out",
+    ]
+    vsim_in_ranks = ["--nproc_per_node=2", f"--master_port={free_port()}", "-m", "vsim"]
+    run = torchrun(*vsim_in_ranks, "compare", *arguments, str(tmp_path / "ranks"))
+    with ended(run):
+        out, _ = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0 and out.count("diloco:H=2") == 1 and out.count("data:") == 1, out
+    subprocess.run([sys.executable, "-m", "vsim", "compare", *arguments, str(tmp_path / "here"), "--quiet"], check=True)
+    ranks, here = (Comparison.from_json(tmp_path / name / "comparison.json") for name in ("ranks", "here"))
+    for name in here:
+        assert_same_record(ranks[name].history, here[name].history)
+    run = torchrun(*vsim_in_ranks, "strategies")
+    with ended(run):
+        out, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode != 0 and "starts `vsim compare` and `vsim sweep`, not `vsim strategies`" in out
+
+
 INTERRUPTED = """
     def fail(run):
         if run.done == 3 and rank == 1:

@@ -239,7 +239,7 @@ PLANTED: dict[str, tuple[Strategy, int, tuple[Any, ...], Any]] = {
 def test_a_fault_that_is_planted_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, num_nodes, (step, node, what, name), check = PLANTED[fault]
     if fault == "shared dropout":  # here; the processes import the original
-        monkeypatch.setattr("vsim.training.setup.generator", of_node_0)
+        monkeypatch.setattr("vsim.training.acts.place.generator", of_node_0)
     report = verified(strategy, num_nodes, max_steps=step)
     first = report.first_difference
     assert first is not None and not report.identical and report.steps == step - 1

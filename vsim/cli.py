@@ -42,7 +42,7 @@ from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnis
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.price import price
-from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun
+from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.losses import measured_at, note
@@ -109,8 +109,9 @@ _COMMAND: ContextVar[str] = ContextVar("command")  # as typed, for the records
 
 def run(command: commands.Command, argv: Sequence[str]) -> int:
     """Run a command, typed as `argv`; return the exit status."""
-    if under_torchrun():
-        print("vsim: torchrun starts scripts that call vsim.compare or Trainer.fit, not this command", file=sys.stderr)
+    trains = isinstance(command, commands.Compare | commands.Sweep)
+    if under_torchrun() and not trains:
+        print(f"vsim: torchrun starts `vsim compare` and `vsim sweep`, not `vsim {argv[0]}`", file=sys.stderr)
         return 2
     _COMMAND.set(shlex.join(["vsim", *argv]))
     formatted = warnings.formatwarning
@@ -122,7 +123,8 @@ def run(command: commands.Command, argv: Sequence[str]) -> int:
     except _ERRORS as error:
         if isinstance(error, BrokenPipeError) and _pipe_is_closed():
             return 128 + signal.SIGPIPE
-        print(f"vsim {argv[0]}: {_said(error)}", file=sys.stderr)
+        if world_rank() == 0 or not isinstance(error, ValueError | TypeError):  # which all ranks find alike
+            print(f"vsim {argv[0]}: {_said(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"vsim {argv[0]}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
@@ -196,6 +198,8 @@ def compare(command: commands.Compare) -> int:
         extend=None if command.choice.extend is None else Comparison.from_json(command.choice.extend),
         **options,
     )
+    if world_rank() > 0:
+        return 0  # the first rank shows and writes
     _print_table(comparison, priced.target_loss, problem)
     picture, winners = _FIGURES["comparison"]
     drawn = comparison.in_words()
@@ -231,6 +235,8 @@ def sweep(command: commands.Sweep) -> int:
         extend=None if command.extend is None else Sweep.from_json(command.extend),
         **options,
     )
+    if world_rank() > 0:
+        return 0  # the first rank shows and writes
     _print_table(result, priced.target_loss, problem)
     picture, heatmap = _FIGURES["sweep"]
     figures: dict[str, Any] = {picture: result.figure()}
@@ -528,9 +534,10 @@ def _learning_rate(problem: Problem, named: Iterable[str]) -> float:
 
 def _backend(training: Training) -> dict[str, Any]:
     """Return the backend, and its number of processes."""
-    if training.processes is None:
+    processes = training.processes or ("auto" if under_torchrun() else None)
+    if processes is None:
         return {}
-    number = training.processes if training.processes == "auto" else _number_or_text(training.processes)
+    number = processes if processes == "auto" else _number_or_text(processes)
     whole = isinstance(number, float) and number.is_integer()
     return {"backend": "process", "num_processes": int(number) if whole else number}
 
@@ -600,7 +607,7 @@ def _folder(problem: Common, kind: str, inputs: Iterable[Path]) -> Path:
         if not (out / f"{kind}.json").exists():
             break
         out = first.with_name(f"{first.name}-{number}")
-    if out != first:
+    if out != first and world_rank() == 0:
         print(f"{first} holds a {kind} already; this one goes to {out}", file=sys.stderr)
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"--out {out} is a file; give a folder")

@@ -49,7 +49,8 @@ from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.fit import fit, prepare, steps
 from vsim.training.interrupt import Interrupted
-from vsim.training.race import for_elsewhere
+from vsim.training.outcome import Outcome
+from vsim.training.race import each, for_elsewhere
 from vsim.training.resume import captured
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 from vsim.training.tracked import TrackedRun
@@ -385,7 +386,11 @@ class Trainer:
         options = options_of(spec, device, number)
         if spec.max_memory_usage is not None:
             spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)
-        relay = Relay(recorder, spec.callbacks)
+        relay, outcomes = Relay(recorder, spec.callbacks), list[Outcome]()
+
+        def receive(_: int, message: Any) -> None:
+            outcomes.append(message) if isinstance(message, Outcome) else relay(message)
+
         spec = for_elsewhere(spec, relay)
         if spec.num_processes is not None:
             spec = replace(spec, num_processes=number)
@@ -393,14 +398,11 @@ class Trainer:
         if under_torchrun():
             recorder.progress = world_rank() == 0 and recorder.progress
             with joined_group(options) as own:
-                if spec.num_processes is None:
-                    outcome = run_node(spec, own, relay)
-                else:
-                    (outcome,) = run_ranges(spec, own, lambda _, report: relay(report))
+                (run_node if spec.num_processes is None else run_ranges)(spec, own, each(receive))
         else:
             saving = spec.saving or Saving(Path(tempfile.gettempdir(), f"vsim-{uuid.uuid4().hex}"), None, wanted=False)
             try:
-                (outcome,) = train_in_processes(replace(spec, saving=saving), options, lambda _, report: relay(report))
+                train_in_processes(replace(spec, saving=saving), options, receive)
             except Interrupted:
                 if checkpoints_in(saving.folder):
                     last = load_checkpoint(saving.folder)
@@ -409,7 +411,7 @@ class Trainer:
             finally:
                 if not saving.wanted:
                     shutil.rmtree(saving.folder, ignore_errors=True)
-        assert outcome is not None  # the run is complete
+        (outcome,) = outcomes
         relay.end(outcome.callbacks)
         return outcome.model(like=self.model)
 

@@ -20,7 +20,7 @@ from vsim.compare import call_text, checked_seeds, compare, config_of, train_ent
 from vsim.data.batches import Data
 from vsim.extras import extra
 from vsim.network import Compute, Network
-from vsim.process import under_torchrun
+from vsim.process import from_first_rank, under_torchrun, world_rank
 from vsim.records.compared import ComparedRun
 from vsim.records.comparison import Comparison
 from vsim.records.describe import Conditions
@@ -84,6 +84,9 @@ def tune(
             trials that this call trains.
         options: every other argument of `compare`, the same for all trials. `max_steps` is a number.
 
+    Under torchrun, with backend="process", the first rank asks optuna for trials, and has study and folder. The other
+    ranks call `space` with the same values, and return the trials that were trained, without a study.
+
     Returns:
         A `Search`: a comparison of all trials, the best first, with optuna's study as `study`. Trials of earlier calls
         have records but no models; with `save_dir`, `load_checkpoint` reads these from the trials' folders. A trial
@@ -107,10 +110,9 @@ def tune(
         Network.of(options.get("network"))
         if Compute.of(options.get("compute")).dollars_per_hour is None and "cost" in objectives:
             raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
-    if options.get("backend") == "process" and under_torchrun():
+    if options.get("backend") == "process" and options.get("num_processes") is None:
         raise ValueError(
-            "vsim.tune asks for trials in one process, and under torchrun every process would ask for its own: start "
-            'it without torchrun, with backend="process" and num_processes='
+            'backend="process" gives each node of one run a process, and a batch has several: give num_processes='
         )
     if val_dataset is None:
         raise ValueError("tune() chooses by validation loss and needs a validation dataset")
@@ -129,6 +131,10 @@ def tune(
     if storage is not None or folder is not None:
         study_name = a_text("study_name", "vsim" if study_name is None else study_name)
     problem = model, train_dataset, val_dataset
+    own_options = {**options, "seeds": seeds}
+    in_ranks = options.get("backend") == "process" and under_torchrun()
+    if in_ranks and world_rank() > 0:  # the first rank asks and tells
+        return _trained_beside(optuna, space, problem, objectives, num_nodes, folder, own_options)
     with locked(folder):
         if folder is not None and storage is None:
             storage = f"sqlite:///{folder / 'study.db'}"
@@ -142,18 +148,19 @@ def tune(
             new = {name: one for name, one in batch.items() if name not in found.runs}
             interrupt = Interrupt()
             if new:
-                own: dict[str, Any] = {**options, "seeds": seeds, "interrupt": interrupt}
-                if folder is not None:
-                    own |= {"save_dir": folder / f"{next(iter(new))} to {next(reversed(new))}", "resume": "auto"}
-                if rungs:
-                    own["pruning"] = rungs, _Pruning(new)
-                entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, (_, strategy) in new.items()}
-                trained = train_entries(entries, *problem, **own)
-                found.add(trained, {name: dict(trial.params) for name, (trial, _) in new.items()}, interrupt.requested)
+                params = {name: dict(trial.params) for name, (trial, _) in new.items()}
+                if in_ranks:
+                    from_first_rank(params)
+                made = {name: strategy for name, (_, strategy) in new.items()}
+                more = {"pruning": (rungs, _Pruning(new))} if rungs else {}
+                trained = _trained(made, problem, num_nodes, folder, interrupt, **own_options, **more)
+                found.add(trained, params, interrupt.requested)
             if interrupt.requested:
                 break
             for name, (trial, _) in batch.items():
                 asking.tell(trial, found.runs[name], found.values.get(name))
+        if in_ranks:
+            from_first_rank({})  # there are no more trials
     search = found.search()
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     if unsaved := [one.number for one in complete if f"trial {one.number}" not in search]:
@@ -168,6 +175,48 @@ def tune(
         call_text("vsim.tune", **about, sampler=sampler, pruner=pruner, num_nodes=num_nodes, seeds=seeds, **options)
     ]
     return search
+
+
+Trial = Mapping[str, Any]  # its parameters
+Problem = tuple[Any, Data, Data | None]
+
+
+def _trained(
+    strategies: Mapping[str, Algorithm],
+    problem: Problem,
+    num_nodes: int,
+    folder: Path | None,
+    interrupt: Interrupt,
+    **options: Any,
+) -> Comparison:
+    """Train a batch of trials, name → strategy."""
+    if folder is not None:
+        options |= {"save_dir": folder / f"{next(iter(strategies))} to {[*strategies][-1]}", "resume": "auto"}
+    entries = {name: {"strategy": strategy, "num_nodes": num_nodes} for name, strategy in strategies.items()}
+    return train_entries(entries, *problem, interrupt=interrupt, **options)
+
+
+def _trained_beside(
+    optuna: Any,
+    space: Callable[[Any], Any],
+    problem: Problem,
+    objectives: Sequence[str],
+    num_nodes: int,
+    folder: Path | None,
+    options: dict[str, Any],
+) -> Search:
+    """Train the batches of the first rank, as another rank; return the trials that were trained, without a study."""
+    runs: dict[str, list[ComparedRun]] = {}
+    known: dict[str, Trial] = {}
+    interrupt, trained = Interrupt(), None
+    while not interrupt.requested and (params := from_first_rank()):
+        made = {name: space(optuna.trial.FixedTrial(own)) for name, own in params.items()}
+        trained = _trained(made, problem, num_nodes, folder, interrupt, **options)
+        runs |= {name: trained.runs(name) for name in trained}
+        known |= params
+    if trained is None:
+        raise ValueError("the study has all its trials, and no record of them is on this rank: give a larger trials=")
+    return Search.of(runs, known, objectives, trained)
 
 
 def _study(optuna: Any, storage: Any, name: str | None, sampler: Any, pruner: Any, objectives: int) -> Any:

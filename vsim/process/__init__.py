@@ -17,7 +17,15 @@ from vsim.process.launch import ForkServerFailure, NodeFailure, train_in_process
 from vsim.process.node import run_node
 from vsim.process.options import ProcessOptions, default_threads
 from vsim.process.ranges import Ranks, run_ranges
-from vsim.process.world import first_device, joined_group, number_of_processes, options_of, under_torchrun, world_rank
+from vsim.process.world import (
+    first_device,
+    from_first_rank,
+    joined_group,
+    number_of_processes,
+    options_of,
+    under_torchrun,
+    world_rank,
+)
 
 __all__ = [
     "CollectiveFailure",
@@ -27,6 +35,7 @@ __all__ = [
     "Ranks",
     "default_threads",
     "first_device",
+    "from_first_rank",
     "joined_group",
     "number_of_processes",
     "options_of",

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import Any, TextIO
@@ -33,7 +32,6 @@ from vsim.process.distributed import CollectiveFailure, completing, open_group
 from vsim.process.node import run_node
 from vsim.process.ranges import run_ranges
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.outcome import Outcome
 from vsim.training.spec import RunSpec
 
 # Time limit for the other interpreters to start and to read the shipped data. The limit is generous, because the parent
@@ -198,22 +196,21 @@ def _train(setup: Setup, shipped: Descriptor, parent: Connection, interrupt: Int
     timeout = timedelta(seconds=setup.timeout_seconds)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
-    def send(run: int, report: Any) -> None:
+    def send(messages: Sequence[tuple[int, Any]]) -> None:
         if dist.get_rank() == 0:
-            _say(parent, "report", (run, report))
+            _say(parent, "report", messages)
 
     store.set(f"started {setup.rank}", "")
     with completing(f"meeting the other processes on rank {setup.rank}"):
         # First wait for processes that start slowly, so that the timeout limits only collectives.
         store.wait([f"started {rank}" for rank in range(setup.size)], _START + timeout)
         open_group(setup.backend, store, setup.rank, setup.size, timeout)
-    outcomes: Sequence[Outcome]
     try:
         if isinstance(content, RunSpec) and content.num_processes is None:
-            outcomes = [run_node(content, setup.device, partial(send, 0), interrupt)]
+            run_node(content, setup.device, send, interrupt)
         else:
-            outcomes = run_ranges(content, setup.device, send, interrupt)
-        _say(parent, "done", None if dist.get_rank() else outcomes)
+            run_ranges(content, setup.device, send, interrupt)
+        _say(parent, "done", None)
     except Interrupted:
         _say(parent, "interrupted", None)
     dist.destroy_process_group()

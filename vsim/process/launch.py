@@ -109,10 +109,8 @@ class _Child:
             self.process.kill()
 
 
-def train_in_processes(
-    content: RunSpec | Race, options: ProcessOptions, report: Callable[[int, Any], None]
-) -> list[Outcome]:
-    """Train in processes on this machine; return a run's outcome. Outcomes of a comparison's runs go to `report`.
+def train_in_processes(content: RunSpec | Race, options: ProcessOptions, report: Callable[[int, Any], None]) -> None:
+    """Train in processes on this machine.
 
     With `num_processes`, each process trains a range of the nodes; else each process trains one node.
 
@@ -124,8 +122,7 @@ def train_in_processes(
     Args:
         content: the run, or the runs of a comparison.
         options: number of processes, devices, threads and timeout.
-        report: called for each message of the first process as report(number of the run, its `StepReport` or another
-            message, see `Race.send`).
+        report: called for the first process's messages as report(number of a run, its `StepReport` or `Outcome`).
 
     Raises:
         TypeError: an option of the run, which the message names, cannot be pickled.
@@ -153,7 +150,7 @@ def train_in_processes(
         ending.callback(run.end)
         with run.interrupt:
             run.start()
-            return run.listen()
+            run.listen()
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -235,7 +232,6 @@ class _Run:
         self.context: Any = multiprocessing.get_context(START_METHOD)
         self.children: list[_Child] = []
         self.failures: list[_Child] = []  # in the order of discovery
-        self.outcomes: list[Outcome] | None = None
         self.last_step = 0 if self.spec.start is None else self.spec.start.step
         self.warned: set[Any] = set()
         self.interrupt = Interrupt()
@@ -277,7 +273,7 @@ class _Run:
                 process.start()
             self.children.append(_Child(setup.rank, process, connection, lifeline))
 
-    def listen(self) -> list[Outcome]:
+    def listen(self) -> None:
         """Forward the first process's reports until all processes are done, or until the grace time after a failure."""
         deadline: float | None = None
         while running := [child for child in self.children if not child.ended]:
@@ -299,9 +295,8 @@ class _Run:
             self._raise()
         for child in self.children:
             child.process.join(_EXIT_SECONDS)
-        if self.interrupt.requested or self.outcomes is None:  # Ctrl-C, here or in a process of the run
+        if self.interrupt.requested:  # here or in a process of the run
             raise Interrupted(self.last_step, self.spec.saving)
-        return self.outcomes
 
     def end(self) -> None:
         """Kill all remaining processes."""
@@ -330,13 +325,13 @@ class _Run:
             child.ended = True
             return
         if kind == "report":
-            number, report = content
-            if isinstance(report, StepReport):
-                self.last_step = int(report.row["step"])
-            elif isinstance(report, Outcome) and report.record is not None:
-                self.last_step = max(self.last_step, report.record[1])
-            with self.interrupt.requested_inside():
-                self.report(number, report)
+            for number, message in content:
+                if isinstance(message, StepReport):
+                    self.last_step = int(message.row["step"])
+                elif isinstance(message, Outcome) and message.record is not None:
+                    self.last_step = max(self.last_step, message.record[1])
+                with self.interrupt.requested_inside():
+                    self.report(number, message)
         elif kind == "warning":
             self._warn(*content)
         elif kind == "interrupted":
@@ -344,8 +339,6 @@ class _Run:
             self.interrupt.request()
         elif kind == "done":
             child.done = child.ended = True
-            if content is not None:  # only the first process sends outcomes
-                self.outcomes = content
         else:
             pickled, text, requested = content
             child.failure = _Failure(pickled, text, lost=kind == "lost")

@@ -26,15 +26,14 @@ from vsim.engine import Executor
 from vsim.engine.executor import check_depends, write_or_add
 from vsim.engine.objective import keep_assigned
 from vsim.process.ranges import run_one
-from vsim.records.progress import Reporter
 from vsim.training.interrupt import Interrupt
-from vsim.training.outcome import Outcome
+from vsim.training.race import Messages
 from vsim.training.spec import RunSpec
 
 
-def run_node(spec: RunSpec, device: torch.device, report: Reporter, interrupt: Interrupt | None = None) -> Outcome:
-    """Train this process's node as a rank of the default process group."""
-    return run_one(spec, device, report, interrupt, NodeBatches, EagerExecutor)
+def run_node(spec: RunSpec, device: torch.device, send: Messages, interrupt: Interrupt | None = None) -> None:
+    """Train this process's node as a rank of the default process group; send: see `run_ranges`."""
+    run_one(spec, device, send, interrupt, NodeBatches, EagerExecutor)
 
 
 class EagerExecutor(Executor):

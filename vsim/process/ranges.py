@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +21,13 @@ from vsim.data.batches import BatchSource
 from vsim.engine import Executor
 from vsim.process.distributed import ProcessCollectives, completing
 from vsim.records.history import History
-from vsim.records.progress import Recorder, Reporter
-from vsim.training.fit import fit, prepare
+from vsim.records.progress import Recorder
+from vsim.training.fit import Orders, fit, prepare
 from vsim.training.interrupt import Interrupt
-from vsim.training.outcome import Outcome
-from vsim.training.race import Processes, Race
+from vsim.training.race import Messages, Processes, Race
 from vsim.training.setup import batches_of
 from vsim.training.spec import RunSpec
 from vsim.training.tracked import TrackedRun
-
-Notify = Callable[[int, Any], None]  # f(number of a run, its `StepReport` or `Outcome`)
 
 
 class Ranks(Processes):
@@ -55,38 +51,37 @@ class Ranks(Processes):
 
 
 def run_ranges(
-    content: RunSpec | Race, device: torch.device, notify: Notify, interrupt: Interrupt | None = None
-) -> list[Outcome]:
+    content: RunSpec | Race, device: torch.device, send: Messages, interrupt: Interrupt | None = None
+) -> None:
     """Train this process's nodes of a run, or of the runs of a comparison, as a rank of the default process group.
 
-    Returns:
-        A list with the run's outcome, equal in all processes; [] for a comparison, whose outcomes go to `notify`.
+    Args:
+        send: called with a list of (number of a run, its `StepReport` or `Outcome`), the same in all processes.
     """
     if isinstance(content, RunSpec):
-        return [run_one(content, device, partial(notify, 0), interrupt)]
+        run_one(content, device, send, interrupt)
+        return
     interrupt = interrupt or content.interrupt
-    own = replace(content, device=device, processes=Ranks(), send=notify, progress=False, interrupt=interrupt)
+    own = replace(content, device=device, processes=Ranks(), send=send, progress=False, interrupt=interrupt)
     own.train_here()
-    return []
 
 
 def run_one(
     spec: RunSpec,
     device: torch.device,
-    notify: Reporter,
+    send: Messages,
     interrupt: Interrupt | None = None,
     batches: Callable[[RunSpec, Collectives], BatchSource] = batches_of,
     executor: Callable[..., Executor] | None = None,
-) -> Outcome:
+) -> None:
     """Train this process's nodes of a run, as a rank of the default process group; see `build`."""
     history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
     if spec.start is not None:
         spec.start.fill(history)
     run = TrackedRun(spec, recorder=Recorder(history))
     run.recorder.has_warned = True  # the caller's recorder warns
-    run.recording.reporters.append(notify)
     with isolated(spec.seed, device):
         given = {"connect": Ranks().connect, "batches": batches, "executor": executor}
-        fit(prepare([run], device, interrupt, **given))
-        assert run.model is not None  # the run is complete
-        return Outcome.of(run.model, spec.callbacks)
+        interrupt = interrupt or Interrupt()
+        orders = Orders(interrupt, send=lambda messages: send([(0, message) for _, message in messages]))
+        fit(prepare([run], device, interrupt, **given), orders)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,8 @@ LARGE_MODEL = 200_000
 # The store through which the ranks meet, and a counter of runs. A run's number prefixes its keys in the store, because
 # torch.distributed gives all process groups one name: a second group would find the keys of the first.
 _meeting: list[dist.Store] = []
-_runs = itertools.count()
+_runs, _values = itertools.count(), itertools.count()
+_LONGEST = timedelta(hours=24)  # that the first rank may take to decide something
 
 
 def under_torchrun() -> bool:
@@ -47,6 +50,20 @@ def local_ranks() -> tuple[int, int]:
     """Return this process's number on its machine, and the number of ranks on that machine, as set by torchrun."""
     rank = os.environ.get("LOCAL_RANK", os.environ["RANK"])
     return int(rank), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def from_first_rank(value: Any = None) -> Any:
+    """Return the first rank's value on all ranks; every rank has to call this, in the same order.
+
+    The value passes through the store where the ranks meet, so that no process group is needed.
+    """
+    key = f"vsim value {next(_values)}"
+    store = _meeting_store()
+    if world_rank() == 0:
+        store.set(key, pickle.dumps(value).hex())
+    else:
+        store.wait([key], _LONGEST)
+    return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 
 def number_of_processes(spec: RunSpec, device: str | torch.device | None) -> int:
@@ -137,11 +154,15 @@ def joined_group(options: ProcessOptions) -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
-def _init_process_group(backend: str, timeout: timedelta) -> None:
+def _meeting_store() -> dist.Store:
     if not _meeting:
         store, _, _ = next(rendezvous("env://"))
         _meeting.append(store)
-    store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting[0])
+    return _meeting[0]
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    store = dist.PrefixStore(f"vsim run {next(_runs)}", _meeting_store())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Ranks with different backends, chosen on machines with different GPUs, would wait for each other forever.
     store.set(f"backend {rank}", backend)

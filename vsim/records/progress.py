@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,12 +67,6 @@ class StepReport:
         """Whether nodes have communicated in this step; nodes that join or begin a round do so before it."""
         step = self.row["step"]
         return any(event.step == step and event.moment != "start" for event in self.events)
-
-
-class Reporter(Protocol):
-    """Called with the report of every step, including step 0."""
-
-    def __call__(self, report: StepReport) -> None: ...
 
 
 @dataclass(eq=False)

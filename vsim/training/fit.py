@@ -21,7 +21,7 @@ from vsim.training.acts.conclude import Conclude
 from vsim.training.acts.feed import Feed
 from vsim.training.acts.halve import Halve
 from vsim.training.acts.measure import MeasureEnded, Validate
-from vsim.training.acts.moment import Moment
+from vsim.training.acts.moment import Moment, Send
 from vsim.training.acts.place import Place
 from vsim.training.acts.record import Amend, Begun, Record
 from vsim.training.acts.restore import Resume
@@ -42,6 +42,7 @@ class Orders:
     Args:
         interrupt: holds the user's request to stop.
         conclude, show, halve: what the runs of a comparison have in common.
+        send: sends reports and outcomes to another process, see `Record`.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Orders:
         conclude: Conclude | None = None,
         show: Show | None = None,
         halve: Halve | None = None,
+        send: Send | None = None,
     ) -> None:
-        conclude, show, halve = conclude or Conclude(), show or Show(), halve or Halve()
-        record, amend = Record(), Amend()
+        conclude, show, halve = conclude or Conclude(send=send), show or Show(), halve or Halve()
+        record, amend = Record(send), Amend(send)
         values: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()  # what callbacks have seen of models
         told = interrupt, values
         self.begin: list[Act] = [
@@ -174,6 +176,7 @@ def begin(groups: Sequence[Group[TrackedRun]], orders: Orders) -> None:
     new_runs.over = new_runs.reached = [run for run in new_runs.reached if run.is_over]
     for act in orders.begin_over if new_runs.over else ():
         act(new_runs)
+    all_runs.reports = new_runs.reports
     all_runs.over = [run for run in all_runs.reached if run.is_over]
     for act in orders.begin_ended:
         act(all_runs)

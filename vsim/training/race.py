@@ -35,6 +35,8 @@ from vsim.training.race_folder import RaceFolder
 from vsim.training.spec import RunSpec
 from vsim.training.tracked import TrackedRun
 
+Messages = Callable[[Sequence[tuple[int, Any]]], None]
+
 
 class Processes:
     """The processes that compute a comparison. This base class stands for a single process."""
@@ -68,7 +70,7 @@ class Race:
         resume: whether to resume from `folder`; "auto": resume if `folder` holds a comparison.
         configs: the configuration of each run, saved in the folder.
         processes: the processes that compute the comparison, and this process's place among them.
-        send: called as send(number of a run, its `StepReport` or `Outcome`); None: this process keeps the records.
+        send: called with a list of (number of a run, its `StepReport` or `Outcome`); None: this process shows the runs.
         interrupt: holds the user's request to stop after the current step.
     """
 
@@ -85,7 +87,7 @@ class Race:
     resume: bool | str = False
     configs: Sequence[dict[str, Any]] = ()
     processes: Processes = field(default_factory=Processes)
-    send: Callable[[int, Any], None] | None = None
+    send: Messages | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
 
     def train(self, here: Callable[[], None] | None = None) -> None:
@@ -147,7 +149,8 @@ class Race:
             processes.agreed(None)  # all have read the folders
         for path in outdated if processes.is_first else ():
             path.unlink(missing_ok=True)
-        conclude = Conclude(processes.is_first, None if self.send is None else self._send)
+        send = None if self.send is None else self._send
+        conclude = Conclude(processes.is_first, send)
         for run in runs:
             if run.has_begun:
                 conclude.tell(run, Outcome(record=(run.history.as_plain(), int(run.history["step"][-1]))))
@@ -156,10 +159,8 @@ class Race:
         with ExitStack() as ending:
             for run in running:
                 run.recorder.has_warned = not processes.is_first
-                run.recording.reporters += [] if self.send is None else [partial(self._send, run)]
-                run.recording.reporters.append(partial(display.hear, run))
-                # Call `on_exit` of every run's callbacks. With several processes, `train_elsewhere` calls it.
-                ending.push(partial(_finish, run)) if self.send is None else None
+                if send is None:  # otherwise `train_elsewhere` calls `on_exit` of the callbacks
+                    ending.push(partial(_finish, run))
             with isolated(running[0].spec.seed, device):
                 untouched = fingerprints(device)
                 groups = prepare(running, device, self.interrupt, connect=processes.connect)
@@ -180,7 +181,7 @@ class Race:
                 conclude(moment)
                 show(moment)  # what will train while the first step is prepared
                 try:
-                    fit(groups, Orders(self.interrupt, conclude, show, halve))
+                    fit(groups, Orders(self.interrupt, conclude, show, halve, send))
                 finally:
                     conclude(moment, last=True)
                     show(moment, last=True)
@@ -194,9 +195,9 @@ class Race:
                         stacklevel=4,
                     )
 
-    def _send(self, run: TrackedRun, message: Any) -> None:
+    def _send(self, messages: Sequence[tuple[TrackedRun, Any]]) -> None:
         assert self.send is not None
-        self.send(self.runs.index(run), message)
+        self.send([(self.runs.index(run), message) for run, message in messages])
 
     def train_elsewhere(self, launch: Callable[[Race, Callable[[int, Any], None]], Any]) -> None:
         """Train all runs in several other processes, and keep the records in this process.
@@ -204,7 +205,7 @@ class Race:
         If the processes fail after their first step, the runs keep their records and the error.
 
         Args:
-            launch: called with the race to train and a function for the first process's messages, see `send`.
+            launch: called with the race to train and f(number of a run, message), for the first process's messages.
         """
         relays = [Relay(run.recorder, run.spec.callbacks) for run in self.runs]
         with Display(self.runs, self.progress, self.title) as display, ExitStack() as ending:
@@ -241,6 +242,16 @@ class Race:
                 for run in self.runs:
                     if not run.has_outcome:
                         run.error = error
+
+
+def each(receive: Callable[[int, Any], None]) -> Messages:
+    """Return a function that receives a list of messages one by one."""
+
+    def receive_all(messages: Sequence[tuple[int, Any]]) -> None:
+        for number, message in messages:
+            receive(number, message)
+
+    return receive_all
 
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:

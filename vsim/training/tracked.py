@@ -22,7 +22,7 @@ from vsim.cluster.state import Lasting
 from vsim.core.run import WHAT_HELPS, Diverged, Run
 from vsim.data.batches import BatchSource
 from vsim.records.history import History
-from vsim.records.progress import Recorder, Reporter
+from vsim.records.progress import Recorder
 from vsim.training.clients import Clients
 from vsim.training.spec import RunSpec
 
@@ -69,16 +69,14 @@ class Measuring:
 
 @dataclass(eq=False)
 class Recording:
-    """Where the outcomes of a run's steps go.
+    """What is recorded of a run's last step.
 
     Attributes:
-        reporters: called with the `StepReport` of every step; the first one keeps the history.
         row: the history's row of the last step.
         has_sent: whether nodes have communicated in the last step.
         known_events: the number of events in the ledger that are reported.
     """
 
-    reporters: list[Reporter]
     row: Mapping[str, float] = field(default_factory=dict)
     has_sent: bool = False
     known_events: int = 0
@@ -120,15 +118,12 @@ class TrackedRun(Run):
     recorder: Recorder = field(kw_only=True)
     name: str = field(default="", kw_only=True)
     presence: Presence = field(init=False)
-    recording: Recording = field(init=False)
+    recording: Recording = field(default_factory=Recording, init=False)
     measuring: Measuring = field(default_factory=Measuring, init=False)
     keeping: Keeping = field(default_factory=Keeping, init=False)
     concluded: bool = field(default=False, init=False)
     model: nn.Module | None = field(default=None, init=False)
     finished_at: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.recording = Recording([self.recorder])
 
     @classmethod
     def of(cls, spec: RunSpec, name: str = "") -> TrackedRun:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-from vsim.training.acts.moment import Moment
+from vsim.training.acts.moment import Moment, Send
 from vsim.training.outcome import Outcome
 from vsim.training.race_folder import write_end
 from vsim.training.tracked import TrackedRun
@@ -17,10 +16,10 @@ class Conclude:
 
     Args:
         writes: whether this process writes files.
-        send: sends an `Outcome` of a run to the process that keeps the records; None: this process does.
+        send: sends an `Outcome` of a run to the process that shows the runs; None: this process does.
     """
 
-    def __init__(self, writes: bool = False, send: Callable[[TrackedRun, Outcome], None] | None = None) -> None:
+    def __init__(self, writes: bool = False, send: Send | None = None) -> None:
         self.writes, self.send = writes, send
         self._sent: dict[TrackedRun, tuple[Any, ...]] = {}
 
@@ -51,4 +50,4 @@ class Conclude:
             self._sent[run] = known
             outcome = outcome or Outcome()
             outcome.error, outcome.stopped_at, outcome.finished_at = known
-            self.send(run, outcome)
+            self.send([(run, outcome)])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vsim.core.group import Group, Guard
 from vsim.records.progress import StepReport
 from vsim.training.tracked import TrackedRun
+
+Send = Callable[[Sequence[tuple[TrackedRun, Any]]], None]  # (run, its `StepReport` or `Outcome`), …
 
 
 @dataclass

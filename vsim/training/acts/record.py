@@ -10,25 +10,30 @@ import torch
 
 from vsim.engine.memory import Held
 from vsim.records.progress import StepReport
-from vsim.training.acts.moment import Moment
+from vsim.training.acts.moment import Moment, Send
 from vsim.training.tracked import TrackedRun
 
 
 class Record:
-    """Makes a run's row of its step, with the columns that others have measured, and reports it.
+    """Makes every run's row of a step, with the columns that others have measured, and records it.
+
+    Args:
+        send: sends the reports of all runs to the process that shows them; None: this process does.
 
     Attributes:
         memory: returns how many bytes of a device's memory this process holds.
     """
 
-    def __init__(self) -> None:
-        self.memory = Held()
+    def __init__(self, send: Send | None = None) -> None:
+        self.send, self.memory = send, Held()
 
     def __call__(self, moment: Moment) -> None:
         if not moment.reached:
             return
         memory = self.memory(moment.reached[0].cluster.weights.device)
         moment.each(lambda run: self._record(moment, run, memory))
+        if self.send is not None and moment.reports:
+            self.send([*moment.reports.items()])
 
     def _record(self, moment: Moment, run: TrackedRun, memory: float) -> None:
         ledger, recording, executor = run.ledger, run.recording, run.group.executor
@@ -48,22 +53,29 @@ class Record:
             recording.has_sent = bool(run.spec.callbacks) and report.has_sent
         report.segment = ledger.attendance[-1] if ledger.attendance else None
         recording.row = _of_first(run, row)
-        _report(run, report if 0 in run.nodes else replace(report, row=recording.row))
-        moment.reports[run] = report
+        moment.reports[run] = report if 0 in run.nodes else replace(report, row=recording.row)
+        run.recorder(moment.reports[run])
 
 
 class Amend:
-    """Replaces values of a row by those that were measured after it was reported."""
+    """Replaces values of a row by those that were measured after it was recorded; `send`: see `Record`."""
+
+    def __init__(self, send: Send | None = None) -> None:
+        self.send = send
 
     def __call__(self, moment: Moment) -> None:
         if moment.columns:
-            moment.each(lambda run: self._amend(moment, run), [*moment.columns])
+            amended: dict[TrackedRun, StepReport] = {}
+            moment.each(lambda run: self._amend(moment, run, amended), [*moment.columns])
+            if self.send is not None and amended:
+                self.send([*amended.items()])
 
-    def _amend(self, moment: Moment, run: TrackedRun) -> None:
+    def _amend(self, moment: Moment, run: TrackedRun, amended: dict[TrackedRun, StepReport]) -> None:
         recording = run.recording
         recording.row = {**recording.row, **moment.columns.pop(run)}
         report = replace(moment.reports[run], row=recording.row, events=[], segment=None, amends=True)
-        _report(run, replace(report, client_val=moment.client_val.pop(run, {})))
+        amended[run] = replace(report, client_val=moment.client_val.pop(run, {}))
+        run.recorder(amended[run])
 
 
 class Begun:
@@ -72,11 +84,6 @@ class Begun:
     def __call__(self, moment: Moment) -> None:
         for run in moment.reached:
             run.starts = False
-
-
-def _report(run: TrackedRun, report: StepReport) -> None:
-    for hear in run.recording.reporters:
-        hear(report)
 
 
 def _of_first(run: TrackedRun, row: dict[str, float]) -> dict[str, float]:

@@ -7,11 +7,13 @@ from vsim.training.display import Display
 
 
 class Show:
-    """Updates a display, which has heard of every step; None: nothing is shown."""
+    """Tells a display of the step, and updates it; None: nothing is shown."""
 
     def __init__(self, display: Display | None = None) -> None:
         self.display = display
 
     def __call__(self, moment: Moment, last: bool = False) -> None:
         if self.display is not None:
+            for run, report in moment.reports.items():
+                self.display.hear(run, report)
             self.display.show(last)
