@@ -26,6 +26,7 @@ import vsim
 from vsim.checkpoint.files import Checkpoint
 from vsim.strategy import FedAvgStrategy, Strategy
 from vsim.training import fit as training
+from vsim.training.interrupt import Interrupt
 from vsim.training.tracked import TrackedRun
 
 ORDER = """Validate, Record, OnStep, Validate again, Amend, CheckWeights, MeasureEnded, Amend again, CheckDeclared, Ask,
@@ -216,6 +217,16 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_the_page_for_newcomers_has_the_orders() -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    before, after = text[text.index("before the first step ") :].split("```")[0].split("after every step")
+    orders = training.Orders(Interrupt())
+    lists = orders.begin, orders.begin_new, orders.begin_over, orders.begin_ended
+    assert re.findall(r"\b[A-Z]\w+", before)[3:] == [type(act).__name__ for acts in lists for act in acts]
+    assert re.findall(r"\b[A-Z]\w+", after) == [type(act).__name__ for act in orders.after_a_step]
+    assert [name.split()[0] for name in ORDER] == [type(act).__name__ for act in orders.after_a_step]
 
 
 # Every place has its reason -------------------------------------------------------------------------------------------

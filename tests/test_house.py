@@ -30,6 +30,7 @@ MOST_FLOORS = 12
 MOST_CALLS, MOST_FILES_OF_CALLS = 14, 7
 # What a newcomer loads to understand a gradient: the core, with everything that it imports.
 MOST_FILES_OF_THE_CORE, MOST_LINES_OF_THE_CORE = 50, 9_500
+MOST_LINES_OF_AN_ACT = 200
 # What was read when this was last written, by `python tests/test_house.py`: the functions that run before the model is
 # called for the first time, which is in the proof; and the files that the training loop loads at once.
 READ = Path(__file__).parent / "reading.json"
@@ -146,6 +147,14 @@ def test_the_core_knows_nothing_of_what_happens_between_its_steps() -> None:
         *("arguments", "cluster", "core", "data", "engine", "private_torch", "strategy", "trees"),
     }
     assert len(loaded) <= MOST_FILES_OF_THE_CORE and sum(loaded.values()) <= MOST_LINES_OF_THE_CORE
+
+
+def test_acts_are_short_and_know_no_other_act() -> None:
+    acts = {name: uses for name, uses in files().items() if name.startswith("vsim.training.acts.")}
+    assert len(acts) > 10 and {used for uses in acts.values() for used in uses & acts.keys()} == {
+        "vsim.training.acts.moment"
+    }
+    assert max(MODULES[name].read_text(encoding="utf-8").count("\n") for name in acts) <= MOST_LINES_OF_AN_ACT
 
 
 def test_kernels_import_nothing_of_vsim() -> None:
