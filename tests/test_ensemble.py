@@ -52,7 +52,7 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training import groups
+from vsim.training import parts
 from vsim.training.acts.halve import Halve
 from vsim.training.fit import Orders, prepare, steps
 from vsim.training.interrupt import Interrupt
@@ -563,7 +563,7 @@ def test_halving_needs_to_know_how_long_and_all_at_once(monkeypatch: pytest.Monk
         swept(max_steps=None, halving=3)
     with refused(ValueError, "halving", "from 2 to 10", 1):
         swept(halving=1)
-    monkeypatch.setattr(groups, "available_bytes", lambda *_: 5e5)
+    monkeypatch.setattr(parts, "available_bytes", lambda *_: 5e5)
     with refused(ValueError, "halving … compare all runs"):
         swept(halving=3)
 
@@ -572,9 +572,9 @@ def test_runs_are_taken_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     strategies = {f"H={h}": FedAvgStrategy(H=h, lr=1e-2) for h in (1, 2, 3, 4, 5)}
     together = compare(strategies)
     spec = groups_of([FedAvgStrategy(H=1)])[0].runs[0].spec
-    room = 2.1 * groups.matrix_bytes(spec) / groups.SHARE_OF_MATRICES
-    monkeypatch.setattr(groups, "available_bytes", lambda *_: room)
-    with warned("groups that fit into memory", "2, 2, 1 runs"):
+    room = 2.1 * parts.matrix_bytes(spec) / parts.SHARE_OF_MATRICES
+    monkeypatch.setattr(parts, "available_bytes", lambda *_: room)
+    with warned("parts that fit into memory", "2, 2, 1 runs"):
         assert_same_comparison(compare(strategies), together)
     assert_same_comparison(compare(strategies, together=False), together)
 

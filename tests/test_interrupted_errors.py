@@ -226,7 +226,7 @@ def test_what_failed_before_the_request_stays_failed(tmp_path: Path) -> None:
 
     def not_finite() -> None:
         press()
-        raise Diverged(f"non-finite loss at step {STEP}")
+        raise Diverged(f"non-finite loss at step {STEP}", STEP)
 
     result = happening("strategy", not_finite, compared, save_dir=tmp_path)
     assert result["FedAvg"].diverged_at == STEP and result["AllReduce"].note == f"interrupted after step {STEP}"

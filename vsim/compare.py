@@ -100,7 +100,7 @@ def compare(
         logger, run_name, wandb_project: see `Trainer.fit`. Every strategy is logged as a run
             "<run_name>/<name of the strategy>", in a folder of this name; the default run name is date and time.
             vsim's loggers are copied for every run; a logger object of your own gets all runs, step by step.
-        together: whether to train runs at the same time, in groups that fit into half of the free memory (or into the
+        together: whether to train runs at the same time, in parts that fit into half of the free memory (or into the
             share `max_memory_usage` of all memory), instead of one after the other. If a model, strategy or callback
             draws from the global random generators of Python, NumPy or torch in its first two steps, that is an error,
             because the runs would share them.

@@ -26,7 +26,18 @@ _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out
 
 
 class Diverged(FloatingPointError):
-    """Losses or weights of a run are not finite. All processes of the run raise this at the same time."""
+    """Losses or weights of a run are not finite. All processes of the run raise this at the same time.
+
+    Attributes:
+        step: the first step with such a loss, or after which weights are not finite.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(eq=False)
@@ -110,7 +121,7 @@ class Run:
         return self.collectives.nodes
 
     @property
-    def taking(self) -> slice:
+    def present_rows(self) -> slice:
         """The rows of the matrix of this process's present nodes."""
         return slice(self.rows.start, self.rows.start + len(self.nodes))
 
@@ -166,7 +177,8 @@ class Run:
                 advice = f"No label is left in the batch of a node: {', '.join(unlabelled)} is {_IGNORED} throughout"
             raise Diverged(
                 f"non-finite loss at step {step} on nodes {list(odd)} ({given}); the history up to step {step - 1} is "
-                f"kept. {advice}"
+                f"kept. {advice}",
+                step,
             )
 
     def _check_indices(self, nodes: Sequence[int], odd: Collection[int], batch: Any) -> None:

@@ -18,7 +18,7 @@ def feed(group: Group[TrackedRun]) -> None:
     # Not the step that other groups are at: after a resume, a group may wait for another one. Ended runs are behind.
     done = max(run.done for run in group.runs)
     fetching: dict[Hashable, DataStates | None] = {}
-    sources = [_source(run, done, fetching) for run in group.taking]
+    sources = [_source(run, done, fetching) for run in group.present]
     group.batches = enumerate(joint_batches(sources, done), done + 1) if sources else iter(())
 
 

@@ -53,6 +53,7 @@ class Orders:
         halve: Halve | None = None,
         send: Send | None = None,
     ) -> None:
+        self.interrupt = interrupt
         conclude, show, halve = conclude or Conclude(send=send), show or Show(), halve or Halve()
         record, amend = Record(send), Amend(send)
         values: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()  # what callbacks have seen of models
@@ -91,6 +92,18 @@ class Orders:
             Attend(),  # last: what the next step's nodes join, pull and send is billed in the next step
         ]
 
+    def perform(self, acts: Sequence[Act], moment: Moment) -> None:
+        """Call acts one after the other.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed twice, and whoever was interrupted has swallowed that: what an act has
+                computed may be incomplete, and must neither be recorded nor saved by the acts that follow.
+        """
+        for act in acts:
+            act(moment)
+            if self.interrupt.insisted:
+                raise KeyboardInterrupt
+
 
 def prepare(
     runs: Sequence[TrackedRun], device: torch.device, interrupt: Interrupt | None = None, **given: Any
@@ -119,6 +132,8 @@ def prepare(
 def fit(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> None:
     """Train to the last step. Ctrl-C stops after the current step; a second one acts at once.
 
+    With several processes, requests travel with the losses of a step: after a step's losses, the next one is taken.
+
     Raises:
         Interrupted: a process of the run was asked to stop; raised after the current step.
         KeyboardInterrupt: Ctrl-C was pressed again, or an error ended a step in which a stop was requested.
@@ -129,7 +144,7 @@ def fit(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> No
             for _ in steps(groups, orders):
                 pass
             if run.is_alone and interrupt.requested:
-                raise Interrupted(max(r.steps for group in groups for r in group.runs), run.spec.saving)
+                raise Interrupted(max(r.done for group in groups for r in group.runs), run.spec.saving)
     except Exception as error:
         if interrupt.explains(error):
             raise KeyboardInterrupt(f"interrupted in a step that was not completed: {error}") from error
@@ -143,24 +158,22 @@ def steps(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> 
 
     Unlike `fit`, this does not handle Ctrl-C, and leaves `release` to the caller.
     """
-    interrupt = _interrupt(groups)
-    orders = orders or Orders(interrupt)
+    orders = orders or Orders(_interrupt(groups))
     repeats = any(r.spec.deterministic for group in groups for r in group.runs)
     device = groups[0].whole.weights.device
     with repeating(device) if repeats else nullcontext():
         begin(groups, orders)
     while unfinished := [run for group in groups for run in group.running]:
         done = min([run.done for run in unfinished])
-        taking = [run for run in unfinished if run.done == done]  # other runs resumed from a later step
+        behind = [run for run in unfinished if run.done == done]  # other runs resumed from a later step
         with repeating(device) if repeats else nullcontext():
             stops = False
-            for group in dict.fromkeys([run.group for run in taking]):
+            for group in dict.fromkeys([run.group for run in behind]):
                 stops |= next(group.steps).stops
-            interrupt.check()
-            reached = [run for run in taking if run.trains and run.done == done + 1]
+            orders.interrupt.check()
+            reached = [run for run in behind if run.trains and run.done == done + 1]
             moment = Moment(done + 1, groups, reached, stops=stops)
-            for act in orders.after_a_step:
-                act(moment)
+            orders.perform(orders.after_a_step, moment)
         yield moment
 
 
@@ -168,18 +181,12 @@ def begin(groups: Sequence[Group[TrackedRun]], orders: Orders) -> None:
     """Do what precedes the first step."""
     runs = [run for group in groups for run in group.runs]
     all_runs = Moment(0, groups, [run for run in runs if run.trains])
-    for act in orders.begin:
-        act(all_runs)
+    orders.perform(orders.begin, all_runs)
     new_runs = Moment(0, groups, [run for run in runs if run.trains and run.starts])
-    for act in orders.begin_new:
-        act(new_runs)
-    new_runs.over = new_runs.reached = [run for run in new_runs.reached if run.is_over]
-    for act in orders.begin_over if new_runs.over else ():
-        act(new_runs)
-    all_runs.reports = new_runs.reports
-    all_runs.over = [run for run in all_runs.reached if run.is_over]
-    for act in orders.begin_ended:
-        act(all_runs)
+    orders.perform(orders.begin_new, new_runs)
+    without_step = [run for run in new_runs.reached if run.is_over]
+    orders.perform(orders.begin_over, Moment(0, groups, without_step, reports=new_runs.reports))
+    orders.perform(orders.begin_ended, Moment(0, groups, all_runs.reached, reports=new_runs.reports))
 
 
 def release(groups: Sequence[Group[TrackedRun]]) -> None:

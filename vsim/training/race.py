@@ -19,7 +19,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
 from vsim.cluster.state import CheckpointError
-from vsim.core.group import DRAW_FROM_NODES
+from vsim.core.failing import DRAW_FROM_NODES, check_draws
 from vsim.records.history import History
 from vsim.training.acts.conclude import Conclude
 from vsim.training.acts.halve import Halve, Keep
@@ -28,9 +28,9 @@ from vsim.training.acts.show import Show
 from vsim.training.callbacks import Relay, notify
 from vsim.training.display import Display
 from vsim.training.fit import Orders, fit, prepare, release
-from vsim.training.groups import fitting_groups
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.outcome import Outcome
+from vsim.training.parts import fitting_parts
 from vsim.training.race_folder import RaceFolder
 from vsim.training.spec import RunSpec
 from vsim.training.tracked import TrackedRun
@@ -116,7 +116,7 @@ class Race:
         """Train all runs; with several processes, train this process's rows of all runs."""
         parts = [[run] for run in self.runs]
         if self.together:
-            parts = fitting_groups(self.runs, self.device, self.memory_share, self.portion, self.processes.agreed)
+            parts = fitting_parts(self.runs, self.device, self.memory_share, self.portion, self.processes.agreed)
         if len(parts) > 1 and self.together and self.rungs:
             raise ValueError(
                 f"halving and pruners compare all runs at every rung, and {len(self.runs)} do not fit into memory "
@@ -124,7 +124,7 @@ class Race:
             )
         if len(parts) > 1 and self.together:
             sizes = ", ".join(str(len(runs)) for runs in parts)
-            warnings.warn(f"trained in groups that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
+            warnings.warn(f"trained in parts that fit into memory: {sizes} runs", UserWarning, stacklevel=3)
         for runs in parts[1:]:  # find errors before the first part trains
             alone = runs[0].spec.label if len(runs) == 1 else ""  # with several runs, `prepare` names the run in errors
             with isolated(runs[0].spec.seed, self.device), naming(alone):
@@ -146,9 +146,8 @@ class Race:
         processes, device, running, outdated = self.processes, self.device, list(runs), list[Path]()
         if self.folder is not None and self.resume:
             running, outdated = self._files.restored(runs)
-            processes.agreed(None)  # all have read the folders
         for path in outdated if processes.is_first else ():
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # a process that reads it later decides alike without it
         send = None if self.send is None else self._send
         conclude = Conclude(processes.is_first, send)
         for run in runs:
@@ -165,10 +164,10 @@ class Race:
                 untouched = fingerprints(device)
                 groups = prepare(running, device, self.interrupt, connect=processes.connect)
                 if len(running) > 1:
-                    groups[0].check_draws(untouched, running[0], "the setup of a strategy")
+                    check_draws(groups[0], untouched, running[0], "the setup of a strategy")
                 for group in groups:
                     group.tolerant, group.apart = True, "" if self.rungs else group.apart
-                    group.ends_early = not any(run.has_begun for run in self.runs if run not in running)
+                    group.raises_first = not any(run.has_begun for run in self.runs if run not in running)
                 show, halve = Show(display), Halve(self.runs, self.rungs, self.keep, processes.agreed)
                 moment = Moment(0, groups, running)
                 halve(moment)  # the checkpoint may be from a rung's step

@@ -135,7 +135,7 @@ def write_end(run: TrackedRun) -> None:
         "finished": _length(run) if run.error is None and run.stopped_at is None else None,
         "stopped": run.stopped_at is not None,
         "early": run.finished_at is not None,
-        "diverged": isinstance(run.error, Diverged),
+        "diverged": run.diverged_at,
         "error": "" if run.error is None else str(run.error),
         "history": run.history.as_plain(),
     }
@@ -194,4 +194,5 @@ def take_end(run: TrackedRun, end: dict[str, Any]) -> None:
     if end["stopped"]:
         run.stopped_at = int(end["step"])
     elif end["error"]:
-        run.error = (Diverged if end["diverged"] else RuntimeError)(end["error"])
+        at = end["step"] + 1 if end["diverged"] is True else end["diverged"]  # True in files of 0.2.0
+        run.error = RuntimeError(end["error"]) if not end["diverged"] else Diverged(end["error"], at)

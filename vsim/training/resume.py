@@ -82,7 +82,7 @@ def save_if_due(run: TrackedRun, stops: bool) -> bool:
     if saving is None:
         return False
     try:
-        if stops or run.is_saved:
+        if stops or run.checkpoint_is_due:
             _save(run, saving.folder)
     except (CheckpointError, OSError) as error:  # for instance, the disk is full; the run itself is intact
         warnings.warn(f"step {run.done} could not be saved, and training continues: {error}", UserWarning, stacklevel=2)

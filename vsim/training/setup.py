@@ -155,7 +155,7 @@ def _are_alike(first: TrackedRun, other: TrackedRun) -> bool:
         return False  # a plan changes which steps have smaller batches
     longest = max(first.steps, other.steps)  # the shorter run gives up its rows when it ends
     return (
-        first.start == other.start
+        one.steps_before == two.steps_before
         and one.minibatch_size == two.minibatch_size
         and batch_shapes(first.presence.batches, one, longest) == batch_shapes(other.presence.batches, two, longest)
         and same_model(one.model, two.model)

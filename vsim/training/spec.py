@@ -347,9 +347,13 @@ class RunSpec:
 
         A resumed run is set up with the nodes of its checkpoint, even if other nodes take part in the next step.
         """
-        done = 0 if self.start is None else self.start.step
-        resumes = done > 0 and self.start is not None and not self.start.forks
-        return done + (not resumes)
+        resumes = self.steps_before > 0 and self.start is not None and not self.start.forks
+        return self.steps_before + (not resumes)
+
+    @property
+    def steps_before(self) -> int:
+        """The number of completed steps that the run starts from."""
+        return 0 if self.start is None else self.start.step
 
 
 def two_lengths(num_epochs: int, other: str) -> str:

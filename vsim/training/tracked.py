@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -154,10 +153,7 @@ class TrackedRun(Run):
     @property
     def diverged_at(self) -> int | None:
         """The first step with a loss or weights that are not finite."""
-        if not isinstance(self.error, Diverged):
-            return None
-        at = re.search(r"step (\d+)", str(self.error))
-        return int(at[1]) if at else len(self.history)
+        return self.error.step if isinstance(self.error, Diverged) else None
 
     @property
     def folder(self) -> Path | None:
@@ -189,11 +185,6 @@ class TrackedRun(Run):
         assert self.presence.plan is not None
         return self.presence.plan
 
-    @property
-    def start(self) -> int:
-        """The number of completed steps that the run starts from."""
-        return 0 if self.spec.start is None else self.spec.start.step
-
     def begins_segment(self, step: int) -> bool:
         """Return whether `step` is the next step, and begins a new run or a segment of the run's plan."""
         if self.presence.plan is None or not self.is_running or self.done != step - 1:
@@ -201,7 +192,7 @@ class TrackedRun(Run):
         return self.starts or self.presence.plan.segment(step).first == step
 
     @property
-    def is_validated(self) -> bool:
+    def validation_is_due(self) -> bool:
         """Whether a validation is due: at the start, at the end, at a rung, and every `val_interval` steps."""
         return self.measuring.evaluator is not None and (
             self.starts
@@ -211,12 +202,12 @@ class TrackedRun(Run):
         )
 
     @property
-    def is_spread_measured(self) -> bool:
+    def spread_is_due(self) -> bool:
         """Whether a measurement of the replicas' divergence is due."""
         return _every(self.spec.correlation_interval, self.done)
 
     @property
-    def is_saved(self) -> bool:
+    def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is due."""
         saving = self.spec.saving
         return saving is not None and saving.wanted and (self.is_over or _every(saving.interval, self.done))
@@ -287,7 +278,7 @@ class TrackedRun(Run):
             if odd
             else f"mean of the nodes' weights after step {self.done}"
         )
-        raise Diverged(f"non-finite {where}. {WHAT_HELPS}")
+        raise Diverged(f"non-finite {where}. {WHAT_HELPS}", self.done)
 
 
 def _every(interval: int | None, step: int) -> bool:

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vsim.arguments import retold
 from vsim.cluster.frozen import clear_gradients, skipping
+from vsim.core.failing import Guard
 from vsim.core.few_rows import FewRows
-from vsim.core.group import Guard, Step
+from vsim.core.group import Step
 from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
 from vsim.engine.machine import moved

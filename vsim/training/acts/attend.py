@@ -37,7 +37,7 @@ def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], ste
     """
     for group in groups:
         beginning = [run for run in group.runs if run.begins_segment(step)]
-        if not beginning and all(run.is_running for run in group.taking):
+        if not beginning and all(run.is_running for run in group.present):
             continue
         moving = {}
         for run in beginning:
@@ -69,10 +69,10 @@ def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], ste
 
 def _are_to_go(group: Group[TrackedRun]) -> bool:
     """Return whether to stop computing the rows of runs that have ended."""
-    left = [len(run.nodes) for run in group.taking if not run.is_running]
-    if len(left) in (0, len(group.taking)):
+    left = [len(run.nodes) for run in group.present if not run.is_running]
+    if len(left) in (0, len(group.present)):
         return False
-    run, computed = group.runs[0], sum(len(run.nodes) for run in group.taking)
+    run, computed = group.runs[0], sum(len(run.nodes) for run in group.present)
     bound = (run.spec.dataloader_kwargs or {}).get("num_workers") or run.objective.unsaved()
     bound = bound or any(map(kept_view, group.runs))
     return not bound and (not run.spec.compile or sum(left) >= _SHARE * computed)

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import torch
 
-from vsim.core.group import Group, Guard, all_leave
+from vsim.core.failing import Guard, all_leave, check_draws, states_for_trial
+from vsim.core.group import Group
 from vsim.training.acts.moment import Moment
 from vsim.training.evaluate import measured_on, replica_spread, validate
 from vsim.training.tracked import TrackedRun
@@ -18,7 +19,8 @@ class Validate:
     """Writes columns of the runs that are due, and ends the steps' time before that.
 
     Args:
-        again: measure only the runs that a callback has stopped in this step, since their last row has a validation.
+        again: measure only the runs that a callback has stopped in this step, so that their last row has a validation,
+            and, as in every last row, its standard error.
     """
 
     def __init__(self, again: bool = False) -> None:
@@ -28,11 +30,11 @@ class Validate:
         runs = moment.training
         if self.again:
             runs = [run for run in moment.over if run.trains and moment.number < moment.reports[run].max_steps]
-        if any(run.is_over or run.is_validated for run in runs):
+        if any(run.is_over or run.validation_is_due for run in runs):
             for group, own in moment.by_group(runs):
-                self._measure(moment, group, own, [run for run in own if run.is_validated])
+                self._measure(moment, group, own, [run for run in own if run.validation_is_due])
         for run in runs:
-            if run.is_spread_measured:
+            if run.spread_is_due:
                 with run.cluster.collectives.unbilled():
                     weights = run.cluster.collectives.all_gather(run.cluster.weights)
                 moment.columns.setdefault(run, {}).update(replica_spread(weights))
@@ -48,7 +50,7 @@ class Validate:
         own = [run for run in due if run.trains]
         if not own:
             return
-        before = group.states_for_trial(own[0])
+        before = states_for_trial(group, own[0])
         try:
             with ExitStack() as evaluating, torch.no_grad():
                 for run in own:
@@ -57,7 +59,7 @@ class Validate:
         except Exception as error:  # an error of the model or the data, which all these runs share
             all_leave(group, own, error)
         else:
-            group.check_draws(before, own[0], "the model or a metric")
+            check_draws(group, before, own[0], "the model or a metric")
             for run, columns in found.items():
                 moment.columns.setdefault(run, {}).update(columns)
         seconds, num_nodes = time.perf_counter() - started, sum(run.cluster.num_nodes for run in own)
@@ -81,7 +83,7 @@ class MeasureEnded:
             starting = [run for run in moment.reached if self._has_data(run)]
             moment.each(lambda run: self._measure(moment, run.group, [run]), starting)
             return
-        for group, runs in moment.by_group([run for run in moment.over if self._has_data(run)]) if moment.over else ():
+        for group, runs in moment.by_group([run for run in moment.over if self._has_data(run)]):
             try:
                 self._measure(moment, group, runs)
             except Exception as error:  # an error of the model or the data, which all these runs share

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vsim.core.group import Group, Guard
+from vsim.core.failing import Guard
+from vsim.core.group import Group
 from vsim.records.progress import StepReport
 from vsim.training.tracked import TrackedRun
 
@@ -23,7 +24,6 @@ class Moment:
         columns: run → what has been measured since its row was recorded, or amended last.
         client_val: run → the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
         reports: run → the report of its row.
-        over: the runs that have completed their last step, after callbacks had their say.
         stops: whether training ends here. saved: whether every run is saved where the user asked for it.
     """
 
@@ -33,7 +33,6 @@ class Moment:
     columns: dict[TrackedRun, dict[str, float]] = field(default_factory=dict)
     client_val: dict[TrackedRun, dict[str, list[float]]] = field(default_factory=dict)
     reports: dict[TrackedRun, StepReport] = field(default_factory=dict)
-    over: Sequence[TrackedRun] = ()
     stops: bool = False
     saved: bool = True
 
@@ -41,6 +40,11 @@ class Moment:
     def training(self) -> list[TrackedRun]:
         """The runs that still train: an act that ends a run hides it from the acts that follow."""
         return [run for run in self.reached if run.trains]
+
+    @property
+    def over(self) -> list[TrackedRun]:
+        """The runs that have completed their last step; callbacks may have ended some at this one."""
+        return [run for run in self.reached if run.is_over]
 
     def each(self, act: Callable[[TrackedRun], object], runs: Sequence[TrackedRun] | None = None) -> None:
         """Call act(run) for every run, or for these, that still trains; an error ends that run only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vsim.arguments import naming
-from vsim.core.group import Guard
+from vsim.core.failing import Guard
 from vsim.training import resume
 from vsim.training.acts.moment import Moment
 from vsim.training.tracked import TrackedRun

@@ -7,17 +7,12 @@ from vsim.training.interrupt import Interrupt, Interrupted
 
 
 class Ask:
-    """Decides once, before runs are saved, whether training ends here: later requests wait for the next step.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed again.
-    """
+    """Decides once, before runs are saved, whether training ends here: later requests wait for the next step."""
 
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt
 
     def __call__(self, moment: Moment) -> None:
-        self.interrupt.check()
         if moment.groups[0].runs[0].is_alone:  # otherwise processes have exchanged the requests in the step
             moment.stops |= self.interrupt.requested
 

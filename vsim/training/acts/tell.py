@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from vsim.core.group import Guard
+from vsim.core.failing import Guard
 from vsim.training.acts.moment import Moment
 from vsim.training.callbacks import notify, notify_row, watching
 from vsim.training.interrupt import Interrupt
@@ -32,7 +32,6 @@ class Tell:
             if run.spec.callbacks and run.trains:
                 with Guard(run.group, run):
                     self.tell(run)
-        moment.over = [run for run in moment.reached if run.is_over]  # callbacks may have ended some
 
     def tell(self, run: TrackedRun) -> None:
         """Call a run's callbacks."""

@@ -1,4 +1,4 @@
-"""Cut the runs of a comparison into groups whose matrices fit into memory."""
+"""Cut the runs of a comparison into parts that train one after the other, because all do not fit into memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vsim.training.tracked import TrackedRun
 SHARE_OF_MATRICES = 0.5
 
 
-def fitting_groups(
+def fitting_parts(
     runs: Sequence[TrackedRun],
     device: torch.device,
     memory_share: float | None,
     portion: float,
     agreed: Callable[[float], float],
 ) -> list[list[TrackedRun]]:
-    """Cut the runs into groups, in their order, whose matrices fit into memory.
+    """Cut the runs into parts, in their order, whose matrices fit into memory.
 
     Args:
         memory_share: the share of the device's memory that this process may hold; None: of the free memory.
@@ -29,16 +29,16 @@ def fitting_groups(
         agreed: returns the first process's value in every process.
     """
     room = agreed(SHARE_OF_MATRICES * available_bytes(device, memory_share))
-    groups: list[list[TrackedRun]] = []
+    parts: list[list[TrackedRun]] = []
     taken = 0.0
     for run in runs:
         own = portion * matrix_bytes(run.spec)
-        if not groups or taken + own > room:
-            groups.append([])
+        if not parts or taken + own > room:
+            parts.append([])
             taken = 0.0
-        groups[-1].append(run)
+        parts[-1].append(run)
         taken += own
-    return groups
+    return parts
 
 
 def matrix_bytes(spec: RunSpec) -> float:
