@@ -15,7 +15,7 @@ PUBLISHED = {
     "OLMo-300M": ("636.9", {32: "29.9", 16: "14.9", 8: "7.49", 4: "3.74", 2: "1.87", 1: "0.93"}),
     "OLMo-1B": ("2416.6", {32: "110.32", 16: "55.16", 8: "27.58", 4: "13.79", 2: "6.89", 1: "3.44"}),
 }
-UNKNOWN = "in bfloat16. The paper's number is {bytes:.2f} bytes a parameter, and does not say of what."
+UNKNOWN = "vsim counts bfloat16. The paper has {bytes:.2f} bytes a parameter, and does not explain it."
 
 
 def row(printed: str, note: str = "") -> Row:

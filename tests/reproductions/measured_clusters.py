@@ -280,7 +280,7 @@ often in these steps as the runs did.
   among the steps that count, and is most of the error at 1 and 5 Gbit/s; with H = 1 and 8 it is in the warm-up, and the
   mean error at 1 Gbit/s is {soon:.1f} %.
 - **DDP.** Its all-reduce takes 1.2 to 1.4 times as long as DiLoCo's sync of as many bytes. The source does not say why.
-  vsim's buckets make no difference here: a step computes for 22 ms, and communicates for a second or more.
+  vsim's buckets make no difference here: a step computes for 22 ms, and communicates for 0.4 s or more.
 - **Unshaped links.** Their rate is not known: iperf3 reached {TRANSFER} in one stream, NCCL's own test 14 to 16. With
   {TRANSFER}, errors are {percent(min(unshaped))} to {percent(max(unshaped))}. These {len(unshaped)} runs are in the
   figure and the last table, and in no mean.
@@ -308,7 +308,7 @@ of a node that [fails](participation.md#stragglers).
 
 vsim has no pause of all nodes: the pauses in the last column but one are added by hand. Two rows disagree. With
 H = 500, three crashes cost 347 s more than the pauses. A round is 33 million tokens there, and DDP needs 27 million in
-all, so the run has one or two rounds, and a crash costs a large part of one. DDP returns to its last checkpoint: the
+all, so the run has only a few rounds, and a crash costs a large part of one. DDP returns to its last checkpoint: the
 lost tokens take 101 s at the rate of the run, and the other 128 s are not explained; all processes start again.
 
 ## All runs
