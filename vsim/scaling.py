@@ -296,7 +296,8 @@ def published() -> pd.DataFrame:
     """Return published losses of language models trained with little communication, and of data-parallel training.
 
     A row is a cell of a paper's table. Compare cells of the same paper and data only: models, tokenizers and validation
-    data differ between papers. Cells that two papers share are listed once, under the earlier paper.
+    data differ between papers. Cells that two papers share are listed once, under the earlier paper; perplexities are
+    given as their logarithms.
 
     Returns:
         A DataFrame `paper, table, data, N, algorithm, M, H, tokens, flops, loss, read`. paper: its arXiv number. N: the
