@@ -29,6 +29,7 @@ PICTURE = re.compile(r"^<!-- picture: (.+?) -->\n!\[[^\]]*\]\(([^)]+\.png)\)", r
 # Pictures that something else makes.
 ELSEWHERE = {
     "docs/images/penalty.png": "notebooks/penalty.ipynb",
+    "docs/images/measured_clusters.png": "tests/reproductions/measured_clusters.py",
     "docs/images/quadratics.png": "tests/reproductions/quadratics.py",
     **dict.fromkeys(("docs/images/report.png", "docs/images/report_top.png"), "tests/pictures.py"),
 }

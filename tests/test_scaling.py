@@ -10,6 +10,7 @@ import pytest
 from made import check_refusals, run
 
 from vsim import Comparison, scaling
+from vsim.records.size_order import order
 from vsim.scaling import penalty
 
 
@@ -45,6 +46,36 @@ def test_the_published_fit() -> None:
     with_floor = scaling.diloco_2503_09799("floor")
     assert all(abs(with_floor.predict(N=n, M=m).loss / loss - 1) < 0.02 for (n, m), loss in published.items())
     assert len(scaling.diloco_2503_09799(held_out=True).data["loss"]) == len(law.data["loss"]) + 6
+
+
+def test_every_published_cell_says_where_it_was_read() -> None:
+    losses = scaling.published()
+    assert not losses[["paper", "table", "N", "algorithm", "loss", "read"]].isna().any(axis=None)
+    cell = ["paper", "table", "data", "N", "algorithm", "M", "H", "tokens"]
+    assert not losses.duplicated(cell).any() and not losses.duplicated([c for c in cell if c != "table"]).any()
+    assert losses.loss.between(1.8, 3.7).all() and losses.groupby("paper").size().to_dict() == {
+        "2311.08105": 11,
+        "2501.18512": 47,
+        "2502.12996": 21,
+        "2503.09799": 43,
+        "2505.23725": 23,
+    }
+    parallel = losses.algorithm.str.startswith("data parallel")
+    assert losses[parallel][["M", "H"]].isna().all(axis=None)
+
+
+def test_the_ladders_rule_orders_published_losses_as_they_were_measured() -> None:
+    losses = scaling.published()
+    losses = losses[(losses.paper == "2503.09799") & ~(losses.M > 4)]
+    names = losses.algorithm.where(losses.M.isna(), losses.algorithm + " " + losses.M.astype(str))
+    frame = losses.assign(strategy=names, parameters=losses.N, seed=0)
+    decided = {}
+    for largest, to in ((1.3e9, 2.4e9), (2.4e9, 4e9), (2.4e9, 10e9)):
+        measured = frame[frame["N"] == to].set_index("strategy").loss
+        found = [pair for pair in order(frame[frame["N"] <= largest], to).pairs if pair.decided]
+        assert all(measured[pair.ahead] <= measured[pair.behind] for pair in found)
+        decided[to] = len(found)
+    assert decided == {2.4e9: 4, 4e9: 4, 10e9: 1}
 
 
 @pytest.mark.parametrize(("law", "form"), [(power, "power"), (floored, "floor")])

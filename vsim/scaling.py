@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,18 +47,7 @@ _NO_FLOOR = 0.01
 # The p-value of an F test at which the residuals of a form are larger than those of the best.
 _WORSE = 0.05
 
-# Losses of the published table, by size: data-parallel training, then DiLoCo with 1, 2, 4 and 8 replicas.
-_PUBLISHED: dict[float, tuple[float, ...]] = {
-    35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
-    90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
-    180e6: (2.950, 2.943, 2.957, 2.981, 3.019),
-    335e6: (2.784, 2.777, 2.788, 2.808, 2.841),
-    550e6: (2.653, 2.645, 2.657, 2.673, 2.698),
-    1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
-    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
-    4e9: (2.224, 2.219, 2.220, 2.230),
-    10e9: (2.090, 2.086, 2.086, 2.096),
-}
+# Sizes of the paper of `diloco_2503_09799` that it holds out.
 _HELD_OUT = (4e9, 10e9)
 
 
@@ -297,13 +287,27 @@ def diloco_2503_09799(form: str = "power", *, held_out: bool = False) -> Law:
         form: see `fit`. held_out: fit also to the sizes of 4 and 10 billion, which the paper holds out.
     """
     held_out = true_or_false("held_out", held_out)
-    rows = [
-        (size, replicas, loss)
-        for size, (_, *losses) in _PUBLISHED.items()
-        for replicas, loss in zip((1, 2, 4, 8), losses, strict=False)
-        if held_out or size not in _HELD_OUT
-    ]
-    return fit(dict(zip(("N", "M", "loss"), zip(*rows, strict=True), strict=True)), form)
+    losses = published()
+    losses = losses[(losses.paper == "2503.09799") & (losses.algorithm == "DiLoCo")]
+    return fit(losses if held_out else losses[~losses.N.isin(_HELD_OUT)], form)
+
+
+def published() -> pd.DataFrame:
+    """Return published losses of language models trained with little communication, and of data-parallel training.
+
+    A row is a cell of a paper's table. Compare cells of the same paper and data only: models, tokenizers and validation
+    data differ between papers. Cells that two papers share are listed once, under the earlier paper; perplexities are
+    given as their logarithms.
+
+    Returns:
+        A DataFrame `paper, table, data, N, algorithm, M, H, tokens, flops, loss, read`. paper: its arXiv number. N: the
+        number of parameters, as the paper rounds it. M: replicas. H: steps between syncs. tokens, flops: of the whole
+        training. M, H, tokens and flops are NaN, and data is missing, where they are not stated or do not apply. read:
+        where the number was read, and what was inferred.
+    """
+    import pandas as pd
+
+    return pd.read_csv(Path(__file__).with_name("published.csv"), dtype={"paper": str, "table": str, "data": str})
 
 
 def penalty(

@@ -1,4 +1,4 @@
-"""Measure results again, save them, and write docs/reproduced.md: `python -m tests.reproductions [NAME …] [--quick]`.
+"""Measure results again, save them, and write their pages: `python -m tests.reproductions [NAME …] [--quick]`.
 
 What follows `--` is given to the script, which must have a parameter `options`.
 """
@@ -10,7 +10,7 @@ import sys
 import time
 from itertools import takewhile
 
-from .result import PAGE, Result, as_json, page, results, scripts
+from .result import LONG_PAGE, PAGE, Result, as_json, long_page, page, results, scripts
 
 known = scripts()
 parser = argparse.ArgumentParser(prog="python -m tests.reproductions", description=__doc__)
@@ -43,3 +43,4 @@ else:
             result.save()
 if not arguments.quick:
     PAGE.write_text(page(), encoding="utf-8")
+    LONG_PAGE.write_text(long_page(), encoding="utf-8")

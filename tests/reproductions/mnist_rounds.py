@@ -30,6 +30,7 @@ TABLE = Table(
     rows={"iid": Row(87, within=20), "two shards a client": Row(664, within=200)},
     quick_agrees=False,
     needs="MNIST's four files in a folder",
+    whole="`python -m tests.reproductions mnist_rounds -- --folder DIR`.",
     note="The published rounds are quoted from another source.",
 )
 

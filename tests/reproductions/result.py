@@ -22,7 +22,8 @@ import vsim
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parents[1] / "docs" / "reproduced.md"
+DOCS = HERE.parents[1] / "docs"
+PAGE, LONG_PAGE = DOCS / "reproduced.md", DOCS / "long_reproductions.md"
 Found = Mapping[str, float | Sequence[float]]  # row → a value, or one a seed
 
 
@@ -52,7 +53,8 @@ class Table:
         quick_agrees: whether the quick form must agree with the rows, too.
         figure: a picture that `measure(False)` draws, in docs/.
         needs: data that this page was made without; the result is then not on it.
-        is_part: whether less was trained than published, so that the rows are not compared.
+        is_part: whether less was trained than published, so that the rows are not compared: the result is on the page
+            of long reproductions. whole: with is_part, what the whole would take.
         note: what a reader should know. expected_is: the heading of the rows' column.
     """
 
@@ -64,6 +66,7 @@ class Table:
     digits: str = ".4g"
     quick_agrees: bool = True
     is_part: bool = False
+    whole: str = ""
     needs: str = ""
     figure: str = ""
     note: str = ""
@@ -113,11 +116,11 @@ class Result:
         """Return the page's section."""
         table = self.table
         script = f"../tests/reproductions/{self.name}.py"
-        rows = [
-            f"| | {table['expected_is']} | measured | agrees |",
-            "| --- | --- | --- | --- |",
-            *(f"| {name} | {e} | {m} | {self._compared(good)} |" for name, e, m, good in self.lines()),
-        ]
+        rows = [f"| | {table['expected_is']} | measured | agrees |", "| --- | --- | --- | --- |"]
+        rows += [f"| {name} | {e} | {m} | {'yes' if good else '**no**'} |" for name, e, m, good in self.lines()]
+        if table["is_part"]:
+            rows = [f"| | {table['expected_is']} | of a part |", "| --- | --- | --- |"]
+            rows += [f"| {name} | {e} | {m} |" for name, e, m, _ in self.lines()]
         notes = [f"{name}: {row['note']}" for name, row in table["rows"].items() if row["note"] and name in self.found]
         notes = [note.replace(": \n", ":\n") for note in notes]  # a list of remarks
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -128,15 +131,13 @@ class Result:
                 table["setting"],
                 f"[Script]({script}) · source: [{table['source']}]({table['url']})",
                 *([f"![{table['title']}]({table['figure']})"] if table["figure"] else []),
+                *([f"**The whole:** {table['whole']}"] if table["whole"] else []),
                 "\n".join(rows),
                 *notes,
                 *([table["note"]] if table["note"] else []),
                 cost,
             ]
         )
-
-    def _compared(self, good: bool) -> str:
-        return "–" if self.table["is_part"] else "yes" if good else "**no**"
 
     def _expected(self, row: dict[str, Any]) -> str:
         low, high = bounds(row["expected"])
@@ -206,32 +207,65 @@ def results() -> list[Result]:
     return [Result(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json"))]
 
 
+def headline(found: Sequence[Result]) -> str:
+    """Return how many numbers agree, which README repeats."""
+    agreeing = {result.table["title"]: [agree for *_, agree in result.lines()] for result in found}
+    every = [agree for own in agreeing.values() for agree in own]
+    worst = sorted(agreeing, key=lambda title: agreeing[title].count(False))[-2:]
+    there = sum(agreeing[title].count(False) for title in worst)
+    sources = len({result.table["url"] for result in found})
+    return (
+        f"{sum(every)} of {len(every)} published or derived numbers from {sources} sources agree; {there} of the "
+        f"{every.count(False)} others are in two tables of simulated bandwidths"
+    )
+
+
 def page() -> str:
-    """Return the text of docs/reproduced.md, from the JSON files; scripts without one are named."""
-    found = results()
+    """Return the text of docs/reproduced.md, from the JSON files of what was compared."""
+    found = [result for result in results() if not result.table["is_part"]]
     summary = []
     for result in found:
         good = [agree for *_, agree in result.lines()]
         anchor = "".join(c for c in result.table["title"].lower().replace(" ", "-") if c.isalnum() or c in "-_")
         links = f"[{result.table['source']}]({result.table['url']})"
-        count = "a part, not compared" if result.table["is_part"] else f"{sum(good)} of {len(good)}"
+        count = f"{sum(good)} of {len(good)}"
         summary.append(f"| [{result.table['title']}](#{anchor}) | {links} | {count} | {_seconds(result.seconds)} |")
-    head = """# Reproduced results
+    head = f"""# Reproduced results
 
-Which published numbers and formulas does vsim reproduce? In a checkout, `python -m tests.reproductions [NAME …]`
-measures them again, saves one JSON file for each in `tests/reproductions/results/`, and writes this page from those
-files; `--quick` runs short forms, and saves nothing. *Measured* is a mean ± half of its 95 % interval over seeds,
-where there are several. A row agrees if this interval overlaps the expected value ± tolerance. Rows that disagree stay
-in the table, with what was found about them.
+**{headline(found)}.** Rows that disagree stay
+in the tables, with what was found about them.
+
+In a checkout, `python -m tests.reproductions [NAME …]` measures them again, saves one JSON file for each in
+`tests/reproductions/results/`, and writes this page from those files; `--quick` runs short forms, and saves nothing.
+*Measured* is a mean ± half of its 95 % interval over seeds, where there are several. A row agrees if this interval
+overlaps the expected value ± tolerance. Runs on clusters are compared in [measured clusters](measured_clusters.md), and
+results that take many hours are in [long reproductions](long_reproductions.md).
 
 | result | source | rows that agree | seconds |
 | --- | --- | --- | --- |
 """
-    known = {result.name for result in found}
-    missing = [
-        f"Not measured here: [{script.TABLE.title}](../tests/reproductions/{name}.py) needs {script.TABLE.needs}."
-        for name, script in scripts().items()
-        if name not in known and script.TABLE.needs
-    ]
-    summary += ["", *missing] if missing else []
     return head + "\n".join([*summary, ""]) + "\n" + "\n\n".join(result.section() for result in found) + "\n"
+
+
+def long_page() -> str:
+    """Return the text of docs/long_reproductions.md: scripts that take many hours, or data that is not at hand."""
+    found = [result for result in results() if result.table["is_part"]]
+    sections = [result.section() for result in found]
+    for name, script in scripts().items():
+        if script.TABLE.needs:
+            published = "\n".join(
+                f"| {row} | {one.expected:{script.TABLE.digits}} |" for row, one in script.TABLE.rows.items()
+            )
+            source = f"source: [{script.TABLE.source}]({script.TABLE.url})"
+            sections.append(
+                f"## {script.TABLE.title}\n\n{script.TABLE.setting}\n\n[Script](../tests/reproductions/{name}.py) · "
+                f"{source}\n\n**The whole:** {script.TABLE.whole}\n\nNot measured here: it needs {script.TABLE.needs}."
+                f"\n\n| | published |\n| --- | --- |\n{published}"
+            )
+    head = """# Long reproductions
+
+Scripts for whoever has the hours, or the data. Here they were run in part, or not at all, so nothing on this page is
+compared: what a part gave shows that a script runs, not that a number is reproduced. See [reproduced
+results](reproduced.md) for the numbers that were compared.
+"""
+    return "\n\n".join([head.rstrip(), *sections]) + "\n"
