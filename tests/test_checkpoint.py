@@ -49,7 +49,7 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     Strategy,
 )
-from vsim.training.resume import captured
+from vsim.training.saving import captured
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 STEPS = 14

@@ -28,7 +28,7 @@ from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.randomness import GENERATORS
 from vsim.models import MLP
 from vsim.strategy import DiLoCoStrategy
-from vsim.training.resume import captured
+from vsim.training.saving import captured
 
 QUICK = ["SPARTA, delayed, 4 bits"]
 NAME = "step-00000007.safetensors"

@@ -20,7 +20,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
-from vsim.training.resume import captured
+from vsim.training.saving import captured
 from vsim.training.view import RunView
 
 SGD = OptimSpec("sgd", lr=0.5)

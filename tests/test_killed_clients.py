@@ -14,7 +14,7 @@ from separate import images, small_cnn
 import vsim
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.strategy import DittoStrategy, FedBNStrategy, FedDynStrategy, ScaffoldStrategy, Strategy
-from vsim.training import resume
+from vsim.training import saving
 from vsim.training.acts import measure
 from vsim.training.acts.record import Record
 from vsim.training.clients import Clients
@@ -23,7 +23,7 @@ from vsim.training.clients import Clients
 EVENTS: list[tuple[Any, str]] = [
     *((Clients, "arrive"), (Clients, "leave")),  # a round begins and ends
     *((measure, "validate"), (Record, "_record")),
-    *((resume, "captured"), (resume, "prune")),  # before and after a checkpoint is written
+    *((saving, "captured"), (saving, "prune")),  # before and after a checkpoint is written
 ]
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "Scaffold": lambda: ScaffoldStrategy(H=3, lr=1e-2),

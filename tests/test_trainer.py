@@ -26,8 +26,8 @@ from vsim.engine import VmapExecutor
 from vsim.engine.compiled import CompiledExecutor
 from vsim.engine.machine import pick_device
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
-from vsim.training import evaluate
-from vsim.training.evaluate import replica_spread
+from vsim.training import spread
+from vsim.training.spread import replica_spread
 
 both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
 
@@ -157,7 +157,7 @@ def test_a_factory_makes_the_validation_data_of_the_first_node() -> None:
 def test_divergence_and_correlation_are_numpys(num_nodes: int, columns: int, at_once: int, seed: int) -> None:
     weights = torch.randn(num_nodes, columns, generator=torch.Generator().manual_seed(seed)) + 0.3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "_COLUMNS_AT_ONCE", at_once)
+        patch.setattr(spread, "_COLUMNS_AT_ONCE", at_once)
         found = replica_spread(weights)
     rows = weights.double().numpy()
     mean = rows.mean(0)

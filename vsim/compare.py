@@ -58,8 +58,9 @@ from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.acts.halve import Keep
+from vsim.training.elsewhere import each, train_elsewhere
 from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.race import Race, copied_callbacks, each
+from vsim.training.race import Race, copied_callbacks
 from vsim.training.race_folder import saving_in
 from vsim.training.spec import RunSpec, takes_options, two_lengths
 from vsim.training.tracked import TrackedRun
@@ -540,9 +541,9 @@ def _train(race: Race, device: torch.device | None) -> None:
         with joined_group(options) as own:
             race.processes = Ranks()
             race.progress = race.processes.is_first and race.progress
-            race.train(lambda: race.train_elsewhere(lambda content, receive: run_ranges(content, own, each(receive))))
+            race.train(lambda: train_elsewhere(race, lambda content, receive: run_ranges(content, own, each(receive))))
     else:
-        race.train(lambda: race.train_elsewhere(lambda content, receive: train_in_processes(content, options, receive)))
+        race.train(lambda: train_elsewhere(race, lambda given, receive: train_in_processes(given, options, receive)))
 
 
 def _config(

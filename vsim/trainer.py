@@ -47,11 +47,11 @@ from vsim.shapes import check_apart
 from vsim.strategy.base import Algorithm
 from vsim.strategy.configured import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
+from vsim.training.elsewhere import each, for_elsewhere
 from vsim.training.fit import fit, prepare, steps
 from vsim.training.interrupt import Interrupted
 from vsim.training.outcome import Outcome
-from vsim.training.race import each, for_elsewhere
-from vsim.training.resume import captured
+from vsim.training.saving import captured
 from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
 from vsim.training.tracked import TrackedRun
 from vsim.training.view import RunView

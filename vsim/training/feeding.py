@@ -15,7 +15,7 @@ from vsim.training.tracked import TrackedRun
 
 def feed(group: Group[TrackedRun]) -> None:
     """Give a group the batches of its present rows, from the next step of its running runs on."""
-    # Not the step that other groups are at: after a resume, a group may wait for another one. Ended runs are behind.
+    # The step that this group is at: after a resume, another group may be further. Ended runs have fewer steps.
     done = max(run.done for run in group.runs)
     fetching: dict[Hashable, DataStates | None] = {}
     sources = [_source(run, done, fetching) for run in group.present]
@@ -26,7 +26,8 @@ def _source(run: TrackedRun, done: int, fetching: dict[Hashable, DataStates | No
     """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: key → random states that the data draw from; runs with equal keys have equal batches. Filled here.
+        fetching: key → random states that the data draw from. Runs with equal keys have equal batches, which are
+            fetched once: they must share the states, or each would draw alone. Filled here.
     """
     spec, batches, when = run.spec, run.presence.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vsim.checkpoint.files import packed, unpacked
-from vsim.checkpoint.tree import Filler
+from vsim.checkpoint.tree import Encoded, Filler
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, derive_seed
 from vsim.cluster.stacked import StackedCollectives
@@ -24,25 +25,43 @@ from vsim.core.group import Group
 from vsim.private_torch import storage_key
 from vsim.training.clients import lasting
 from vsim.training.lasting import python_of, set_python
-from vsim.training.resume import check_declared, fill_rows, rows_of, undeclared
+from vsim.training.row_state import SENT, fill_rows, rows_of
+from vsim.training.saving import check_declared, undeclared
 from vsim.training.tracked import TrackedRun
 
 
-def rows_at_first(run: TrackedRun, step: int) -> list[int]:
-    """Return the rows of this process's nodes that take part in `step`, right after the setup with all nodes."""
+class Move(NamedTuple):
+    """Which rows the rows of a run continue from, in this process. A joining node continues from its peer's row.
+
+    For example, process 0 holds nodes 0 and 1, process 1 node 2; then node 0 leaves, and node 3 joins on process 1 with
+    node 1 as its peer. Process 0 has Move([1]): its row, of node 1, was row 1. Process 1 has Move([0, SENT], …): node 2
+    stays in row 0, and node 3 continues from a row that process 0 has sent.
+
+    Attributes:
+        rows: for each coming row, the row held until now, or SENT. A process that will have no node keeps row 0, which
+            takes no part in anything.
+        sent: the encoded state that SENT stands for; {} if nothing is sent.
+    """
+
+    rows: Sequence[int]
+    sent: Mapping[str, Encoded] = MappingProxyType({})
+
+
+def move_at_first(run: TrackedRun, step: int) -> Move:
+    """Return the move to the nodes that take part in `step`, right after the setup with all nodes."""
     own = run.collectives.machines[run.collectives.rank]
-    return [machine - own.start for machine in run.plan.machines(step) if machine in own] or [0]
+    return Move([machine - own.start for machine in run.plan.machines(step) if machine in own] or [0])
 
 
-def rows_from(run: TrackedRun, step: int) -> tuple[list[int], dict[str, Any]]:
-    """Return the rows that this process's nodes in `step` continue from, and the state that row −1 stands for.
+def move_to(run: TrackedRun, step: int) -> Move:
+    """Return the move to the nodes that take part in `step`.
 
-    A joining node continues from its peer's row. Row −1 stands for a peer's row that another process holds and sends.
+    Every process has to call this, as one of them may send a peer's row.
     """
     plan, collectives = run.plan, run.collectives
     own = collectives.machines[collectives.rank]
     if run.presence.clients is not None:  # all rows hold the global weights
-        return [0] * max(1, sum(machine in own for machine in plan.machines(step))), {}
+        return Move([0] * max(1, sum(machine in own for machine in plan.machines(step))))
     run.objective.check_portable()
     check_declared(run)
     before, sent = [*collectives.active], {}
@@ -52,27 +71,29 @@ def rows_from(run: TrackedRun, step: int) -> tuple[list[int], dict[str, Any]]:
         row = rows_of(run, [place - run.nodes.start], True) if place in run.nodes else {}
         sent = unpacked(*collectives.broadcast_object(packed(row), rank))
     places = [before.index(node) if node in before else place for node in plan.segment(step).nodes if node in own]
-    return [at - run.nodes.start if at in run.nodes else -1 for at in places] or [0], sent
+    return Move([at - run.nodes.start if at in run.nodes else SENT for at in places] or [0], sent)
 
 
 @torch.no_grad()
-def arrange(
-    group: Group[TrackedRun], step: int, moving: Mapping[TrackedRun, tuple[Sequence[int], Mapping[str, Any]]]
-) -> None:
+def arrange(group: Group[TrackedRun], step: int, moving: Mapping[TrackedRun, Move]) -> None:
     """Permute a group's rows, and all state that has rows, so that the rows of nodes present in `step` come first.
 
-    Args:
-        moving: run → the rows that its nodes continue from, see `rows_from`.
+    Other runs of the group may get other rows, too, as the rows of running runs come first.
     """
-    states = {run: rows_of(run, rows, sent=sent) for run, (rows, sent) in moving.items()}
+    # 1. Keep all state that has rows, while the rows are where they were; weights and buffers only if they are sent.
+    states = {run: rows_of(run, move.rows, sent=move.sent) for run, move in moving.items()}
     python = {run: copy.deepcopy(python_of(run)) for run in group.runs if run not in moving}
+    # 2. Say who is present: how many rows a run needs follows from it.
     for run in moving:
         run.collectives.attend(run.plan.segment(step).nodes, run.plan.machines(step))
+    # 3. Permute the matrix: `sources` has, for each coming row of the group, the row that it continues from.
     present = [run for run in group.runs if run.is_running and run.nodes]
     whole, first = group.whole, 0
     sources, places = list[int](), {}
     for run in [*present, *(run for run in group.runs if run not in present)]:
-        rows = [max(0, row) for row in moving[run][0]] if run in moving else range(len(run.rows))
+        rows: Sequence[int] = range(len(run.rows))
+        if run in moving:  # what is sent is filled in below
+            rows = [0 if row == SENT else row for row in moving[run].rows]
         sources += [run.rows.start + row for row in rows]
         places[run] = range(len(sources) - len(rows), len(sources))
     while first < len(sources) and sources[first] == first:
@@ -80,9 +101,10 @@ def arrange(
     moved = sources[first:]
     for matrix in (whole.weights, *whole.buffers.values()):
         matrix[first : len(sources)] = matrix[moved]
-    for run, rows in places.items():
-        if rows != run.rows or run in moving:
-            group.place(run, rows)
+    # 4. Give the runs views of their rows, and fill what has rows besides the matrix.
+    for run, place in places.items():
+        if place != run.rows or run in moving:
+            group.place(run, place)
     for run, own in python.items():
         set_python(run, own)
     for run, state in states.items():
@@ -94,6 +116,7 @@ def arrange(
         fill_rows(run, state, Filler(run.collectives, run.cluster.weights.device))
         run.cluster.shard_sizes = run.presence.batches.shard_sizes[list(run.cluster.active)]
         run.keeping.undeclared = undeclared(run)
+    # 5. Compute only the present rows.
     group.compute_first(present)
 
 

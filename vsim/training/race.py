@@ -1,4 +1,9 @@
-"""Train the runs of a comparison together, as many at a time as fit into memory; save and resume all of them."""
+"""Train the runs of a comparison together, as many at a time as fit into memory; save and resume all of them.
+
+    train ─► lock and check the folder ─► train_here ─► parts that fit into memory, one after the other ─► _train each
+
+With several processes, each calls `train_here` with its rows of all runs, and the caller's process `train_elsewhere`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,12 @@ from vsim.checkpoint.folder import locked
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
-from vsim.cluster.state import CheckpointError
 from vsim.core.failing import DRAW_FROM_NODES, check_draws
-from vsim.records.history import History
 from vsim.training.acts.conclude import Conclude
 from vsim.training.acts.halve import Halve, Keep
 from vsim.training.acts.moment import Moment
 from vsim.training.acts.show import Show
-from vsim.training.callbacks import Relay, notify
+from vsim.training.callbacks import notify
 from vsim.training.display import Display
 from vsim.training.fit import Orders, fit, prepare, release
 from vsim.training.interrupt import Interrupt, Interrupted
@@ -159,7 +162,7 @@ class Race:
             for run in running:
                 run.recorder.has_warned = not processes.is_first
                 if send is None:  # otherwise `train_elsewhere` calls `on_exit` of the callbacks
-                    ending.push(partial(_finish, run))
+                    ending.push(partial(finish, run))
             with isolated(running[0].spec.seed, device):
                 untouched = fingerprints(device)
                 groups = prepare(running, device, self.interrupt, connect=processes.connect)
@@ -198,60 +201,6 @@ class Race:
         assert self.send is not None
         self.send([(self.runs.index(run), message) for run, message in messages])
 
-    def train_elsewhere(self, launch: Callable[[Race, Callable[[int, Any], None]], Any]) -> None:
-        """Train all runs in several other processes, and keep the records in this process.
-
-        If the processes fail after their first step, the runs keep their records and the error.
-
-        Args:
-            launch: called with the race to train and f(number of a run, message), for the first process's messages.
-        """
-        relays = [Relay(run.recorder, run.spec.callbacks) for run in self.runs]
-        with Display(self.runs, self.progress, self.title) as display, ExitStack() as ending:
-            for run in self.runs:
-                ending.push(partial(_finish, run))
-
-            def receive(number: int, message: Any) -> None:
-                run = self.runs[number]
-                if isinstance(message, Outcome):
-                    run.error, run.stopped_at, run.finished_at = message.error, message.stopped_at, message.finished_at
-                    if message.record is not None:
-                        run.history.continue_from(History.from_plain(message.record[0]))
-                    if message.weights is not None:
-                        run.model = message.model(like=run.spec.model)
-                        relays[number].end(message.callbacks)
-                else:
-                    relays[number](message)
-                    display.hear(run, message)
-                    display.show()
-
-            runs = [
-                TrackedRun.of(for_elsewhere(run.spec, relay), run.name)
-                for run, relay in zip(self.runs, relays, strict=True)
-            ]
-            try:
-                launch(replace(self, runs=runs), receive)
-            except Exception as error:
-                if self.interrupt.explains(error):
-                    step = max(len(run.history) for run in self.runs) - 1
-                    raise Interrupted(step, runs[0].spec.saving) from error
-                little = isinstance(error, CheckpointError) and all(len(run.history) <= 2 for run in self.runs)
-                if not display.losses or little:  # an error of the first step
-                    raise
-                for run in self.runs:
-                    if not run.has_outcome:
-                        run.error = error
-
-
-def each(receive: Callable[[int, Any], None]) -> Messages:
-    """Return a function that receives a list of messages one by one."""
-
-    def receive_all(messages: Sequence[tuple[int, Any]]) -> None:
-        for number, message in messages:
-            receive(number, message)
-
-    return receive_all
-
 
 def copied_callbacks(spec: RunSpec) -> list[Any]:
     """Return copies of a run's callbacks; model, data and loss function stay shared."""
@@ -260,13 +209,7 @@ def copied_callbacks(spec: RunSpec) -> list[Any]:
     return copy.deepcopy(list(spec.callbacks), shared)
 
 
-def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
-    """Return a run's options for the processes that train it: without loggers and hooks, which stay in this process."""
-    spec = replace(spec, callbacks=relay.remote, train_loss_hook=None, eval_loss_hook=None)
-    return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)
-
-
-def _finish(run: TrackedRun, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+def finish(run: TrackedRun, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
     own = run.error if run.has_outcome else error
     failure = "" if own is None else f"{type(own).__name__}: {own}"
     if own is None and run.stopped_at is not None:

@@ -15,7 +15,7 @@ def end_round(run: TrackedRun) -> None:
     """Store the state of the round's clients, and reset all rows to the global weights and buffers.
 
     Clients push their running statistics to the server. They also push their weights, unless the server has the global
-    model already.
+    model already. The pushes are events of the round's last step; as its row is recorded, their bytes are in the next.
     """
     assert run.presence.clients is not None
     replicas, strategy = run.cluster.replicas, run.strategy
@@ -48,7 +48,7 @@ def _statistics_bytes(run: TrackedRun) -> int:
 
 @torch.no_grad()
 def begin_round(run: TrackedRun, step: int) -> None:
-    """Assign the rows to the clients of the round that begins at `step`."""
+    """Assign the rows to the clients of the round that begins at `step`, whose pulls are events of this step."""
     cluster, strategy, plan = run.cluster, run.strategy, run.plan
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes

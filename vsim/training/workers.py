@@ -4,6 +4,12 @@ Virtual time decides which local steps workers have taken. The simulator may com
 do not depend on each other within a phase. Local steps are deferred until a worker's weights are read. Then all
 deferred steps are computed: each call takes one step of every worker that still has deferred steps. Other workers draw
 no random numbers and fetch no data in this call, so that the result does not depend on the grouping.
+
+For example, two workers take H = 2 local steps before they push, and worker 1 is half as fast. Worker 0 pushes first,
+so that its weights are read: it owes two steps, and worker 1 the one that it has taken by then. `step([2, 1])`
+computes both rows in one call, then row 0 alone. When worker 1 pushes, it owes its second step, and worker 0 what it
+has taken since. The strategy's clock counts the local steps that each worker has taken (`steps`), and all together
+(`taken`): K of them are a step of the run.
 """
 
 from __future__ import annotations
@@ -57,7 +63,8 @@ class Workers:
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size
         self._few = few
         self._here = nullcontext if one_in_memory(batches) is not None else run.fetching
-        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes  # steps of the run that was forked
+        # A fork begins after the steps of another run, which its own clock has not counted: skip their batches.
+        skipped = run.done - strategy.clock.taken // run.cluster.num_nodes
         self._feeds = [batches.of_node(node, skipped + own) for node, own in enumerate(strategy.clock.steps)]
         strategy.step_workers = self.step
 

@@ -8,7 +8,7 @@ from vsim.arguments import naming
 from vsim.core.group import Group
 from vsim.training.acts.moment import Moment
 from vsim.training.feeding import feed
-from vsim.training.moving import arrange, join, kept_view, rows_from
+from vsim.training.moving import arrange, join, kept_view, move_to
 from vsim.training.rounds import begin_round, end_round
 from vsim.training.tracked import TrackedRun
 
@@ -29,42 +29,54 @@ class Attend:
 def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], step: int) -> None:
     """Switch every run to its plan's nodes from step `step` on, and drop the rows of runs that have ended.
 
-    Staying nodes keep their state. A joining node copies the first staying node, and draws from its own random stream.
-    In a round of clients, every row starts from the global weights.
+    Staying nodes keep their state. A joining node copies its peer (see `Plan.peer`), and draws from its own random
+    stream. In a round of clients, every row starts from the global weights.
 
     Raises:
         CheckpointError: the model or a strategy has state that cannot move with the rows.
     """
     for group in groups:
         beginning = [run for run in group.runs if run.begins_segment(step)]
-        if not beginning and all(run.is_running for run in group.present):
-            continue
-        moving = {}
-        for run in beginning:
-            with naming(run.spec.label if len(runs) > 1 else ""):
-                if run.presence.clients is not None:
-                    end_round(run)
-                if _changes(run, step):
-                    moving[run] = rows_from(run, step)
-        if is_new := bool(moving) or _are_to_go(group):
-            arrange(group, step, moving)
-        for run in beginning:
-            run.ledger.position.begin(step, "start")
-            if run.presence.clients is not None:
-                begin_round(run, step)
-        if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
-            feed(group)
+        if beginning or not all(run.is_running for run in group.present):
+            _change_rows(group, beginning, step, len(runs) > 1)
     for run in runs:
         if run.begins_segment(step):
-            if not run.starts and run.presence.clients is None:
-                join(run, step)
-            before, now = (run.plan.segment(at) for at in (max(1, step - 1), step))
-            if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
-                with run.collectives.unbilled():
-                    run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
-            else:
-                run.strategy.change_nodes(run.presence.clients is not None or before.nodes != now.nodes)
-            run.ledger.attend(now)
+            _tell_strategy(run, step)
+
+
+def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step: int, several: bool) -> None:
+    """Give a group the rows of `step`, in which a segment of these runs' plans begins."""
+    # 1. A round ends with its rows where they are; only then do rows move, which may be fewer or more.
+    moving = {}
+    for run in beginning:
+        with naming(run.spec.label if several else ""):
+            if run.presence.clients is not None:
+                end_round(run)
+            if _changes(run, step):
+                moving[run] = move_to(run, step)
+    if is_new := bool(moving) or _are_to_go(group):
+        arrange(group, step, moving)
+    # 2. From here on, what nodes send is billed at the start of the coming step.
+    for run in beginning:
+        run.ledger.position.begin(step, "start")
+        if run.presence.clients is not None:
+            begin_round(run, step)
+    # 3. Fetch the batches of whoever is present now; those of a new run's first nodes are there since the setup.
+    if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
+        feed(group)
+
+
+def _tell_strategy(run: TrackedRun, step: int) -> None:
+    """Bill the copies of nodes that join, and tell the run's strategy and ledger who takes part from `step` on."""
+    if not run.starts and run.presence.clients is None:
+        join(run, step)
+    before, now = (run.plan.segment(at) for at in (max(1, step - 1), step))
+    if run.starts:  # the setup gave all nodes the same state, so that no node has to send it
+        with run.collectives.unbilled():
+            run.strategy.change_nodes(len(now.nodes) < run.spec.num_nodes)
+    else:
+        run.strategy.change_nodes(run.presence.clients is not None or before.nodes != now.nodes)
+    run.ledger.attend(now)
 
 
 def _are_to_go(group: Group[TrackedRun]) -> bool:

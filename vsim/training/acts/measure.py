@@ -11,7 +11,9 @@ import torch
 from vsim.core.failing import Guard, all_leave, check_draws, states_for_trial
 from vsim.core.group import Group
 from vsim.training.acts.moment import Moment
-from vsim.training.evaluate import measured_on, replica_spread, validate
+from vsim.training.evaluate import validate
+from vsim.training.final import measured_on
+from vsim.training.spread import replica_spread
 from vsim.training.tracked import TrackedRun
 
 

@@ -30,9 +30,9 @@ from vsim.training.acts.moment import Moment
 from vsim.training.callbacks import of_callbacks
 from vsim.training.clients import Clients
 from vsim.training.evaluate import Evaluator
+from vsim.training.fork import begin_fork
 from vsim.training.lasting import declared, of_model, of_nodes, of_strategy
-from vsim.training.moving import arrange, rows_at_first
-from vsim.training.resume import begin_fork
+from vsim.training.moving import arrange, move_at_first
 from vsim.training.tracked import TrackedRun
 
 
@@ -51,7 +51,7 @@ class Place:
             engine = group.executor  # of all rows, so that later, whoever is present, validation makes the same calls
             step = group.runs[0].spec.first_step
             if group.runs[0].presence.plan is not None:  # all have a plan then, and start at the same step
-                arrange(group, step, {run: (rows_at_first(run, step), {}) for run in group.runs})
+                arrange(group, step, {run: move_at_first(run, step) for run in group.runs})
             known: list[Evaluator] = []
             for run in (run for run in group.runs if run.spec.val_dataset is not None):
                 run.measuring.evaluator = _evaluator(group, run, engine, known)
@@ -60,8 +60,10 @@ class Place:
 def _place(run: TrackedRun, replicas: Replicas) -> None:
     """Set up the cluster and strategy of a run whose nodes have these rows."""
     spec, plan = run.spec, run.presence.plan
+    # 1. The weights, before the strategy is set up, which may copy them.
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
+    # 2. Cluster and strategy, which sends and draws here, before the first step.
     run.collectives.position.begin(0, "end")  # the ledger may be from an earlier start of the run
     cluster = Cluster(
         replicas,
@@ -81,6 +83,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
         assert isinstance(spec.network, Network) and isinstance(spec.compute, Compute)
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
     strategy.begin(cluster)
+    # 3. Checks of what the strategy has set up.
     for own in (strategy, *strategy.communication_modules):
         check_rows(own, cluster.weights)
     measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
@@ -94,6 +97,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
             f"participation={spec.participation!r} a node that is absent at the end has none: leave it out, or take "
             "Sample(…), which keeps the state of absent clients"
         )
+    # 4. What lasts from step to step. `made` is what a node has that was never present: it is kept before rows move.
     device = replicas.weights.device
     run.cluster, run.strategy = cluster, strategy
     run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vsim.arguments import naming
 from vsim.core.failing import Guard
-from vsim.training import resume
+from vsim.training import saving
 from vsim.training.acts.moment import Moment
 from vsim.training.tracked import TrackedRun
 
@@ -22,7 +22,7 @@ class CheckSavable:
     def __call__(self, moment: Moment) -> None:
         for run in moment.reached:
             with naming(run.spec.label if run.group.several else ""):
-                resume.begin(run)
+                saving.begin(run)
 
 
 class CheckDeclared:
@@ -36,7 +36,7 @@ class CheckDeclared:
 
     def _check(self, run: TrackedRun) -> None:
         with naming(run.spec.label if run.group.several else ""):
-            resume.check_declared(run)
+            saving.check_declared(run)
 
 
 class Save:
@@ -48,4 +48,4 @@ class Save:
                 moment.saved = False
             elif run.trains:
                 with Guard(run.group, run):
-                    moment.saved &= resume.save_if_due(run, moment.stops)
+                    moment.saved &= saving.save_if_due(run, moment.stops)

@@ -1,0 +1,55 @@
+"""The state of some rows of a run, encoded: what a checkpoint holds of nodes, and what moves when they come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vsim.checkpoint.tree import Encoded, Filler, cut, encoded, first_rows, joined
+from vsim.cluster.optimizers import forget
+from vsim.training.lasting import PYTHON, restore, stacked_state
+from vsim.training.tracked import TrackedRun
+
+SENT = -1  # stands for a row that another process holds, and has sent
+
+
+def rows_of(
+    run: TrackedRun, rows: Sequence[int], matrix: bool = False, sent: Mapping[str, Encoded] | None = None
+) -> dict[str, Encoded]:
+    """Return the encoded state of these rows of a run; `matrix`: with weights and buffers.
+
+    Args:
+        rows: rows held here, or SENT.
+        sent: the state of the row that was sent, with weights and buffers, which are then included.
+    """
+    held, found = len(run.rows), {}
+    for name, value in stacked_state(run).items():
+        if not sent:
+            if matrix or not _is_in_matrix(name):
+                found[name] = cut(encoded(value, name, True, held), list(rows), [held])
+        elif all(row == SENT for row in rows):  # the row that a process without a node holds has no state to join
+            found[name] = cut(sent[name], [0] * len(rows), [1])
+        else:
+            both = joined([encoded(value, name, True, held), sent[name]], [held, 1], True)
+            found[name] = cut(both, [held if row == SENT else row for row in rows], [held, 1])
+    return found
+
+
+def fill_rows(run: TrackedRun, state: Mapping[str, Encoded], filler: Filler) -> None:
+    """Fill the rows of a run, whose number may have changed, with the state that `rows_of` returned.
+
+    Raises:
+        ValueError: weights or buffers have other shapes than in this run.
+    """
+    forget(run.strategy.optim)
+    live = stacked_state(run)
+    if lost := [name for name in live if name not in state and not _is_in_matrix(name) and name not in PYTHON]:
+        raise LookupError(f"no state of {', '.join(lost)}")
+    live |= {name: first_rows(live[name], made, len(run.rows)) for name, made in run.presence.made.items()}
+    filled = {name: filler.fill(own, live[name], name) for name, own in state.items()}
+    if any(own is not live[name] for name, own in filled.items() if _is_in_matrix(name)):
+        raise ValueError("weights or buffers have other shapes")
+    restore(run, filled)
+
+
+def _is_in_matrix(name: str) -> bool:
+    return name == "weights" or name.startswith("buffer ")
