@@ -200,8 +200,8 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
     kept: dict[Run, Kept] = {}
     for run in group.present:
         if run.cluster.plan is not None or not run.is_running:
-            kept[run] = _kept(run)
             _check_present(run, step.number)
+            kept[run] = _kept(run)
     try:
         of_step, batch = next(group.batches) if group.present else (step.number, [])
         if any(t.device != device for t in tensors_of(batch)):

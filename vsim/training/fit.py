@@ -164,8 +164,9 @@ def steps(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> 
     with repeating(device) if repeats else nullcontext():
         begin(groups, orders)
     while unfinished := [run for group in groups for run in group.running]:
-        done = min([run.done for run in unfinished])
-        behind = [run for run in unfinished if run.done == done]  # other runs resumed from a later step
+        steps_done = [run.done for run in unfinished]
+        done = min(steps_done)  # other runs resumed from a later step
+        behind = [run for run, own in zip(unfinished, steps_done, strict=True) if own == done]
         with repeating(device) if repeats else nullcontext():
             stops = False
             for group in dict.fromkeys([run.group for run in behind]):

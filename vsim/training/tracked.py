@@ -138,7 +138,7 @@ class TrackedRun(Run):
     @property
     def ledger(self) -> Ledger:
         """The record of the run's communication."""
-        return self.history.ledger
+        return self.recorder.history.ledger
 
     @property
     def has_begun(self) -> bool:

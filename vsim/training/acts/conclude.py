@@ -29,19 +29,23 @@ class Conclude:
         Args:
             last: whether training is over; after an error, other processes may not make this call.
         """
-        for run in (run for group in moment.groups for run in group.runs):
-            if run.concluded and run.done < run.steps:
-                run.finished_at = run.done
-            outcome = None
-            if run.concluded and run.model is None and (run.is_alone or not last):
-                run.model = run.mean_model()
-                outcome = Outcome.of(run.model, run.spec.callbacks) if self.send else None
+        for group in moment.groups:
+            for run in group.runs:
+                self._conclude(run, last)
+
+    def _conclude(self, run: TrackedRun, last: bool) -> None:
+        outcome = None
+        if run.concluded and run.model is None and (run.is_alone or not last):
+            run.finished_at = run.done if run.done < run.steps else None
+            run.model = run.mean_model()
+            outcome = Outcome.of(run.model, run.spec.callbacks) if self.send else None
+        if self.send is not None:
             self.tell(run, outcome)
-            if self.writes and run.has_outcome and run.folder is not None and not (run.folder / "end.json").exists():
-                try:
-                    write_end(run)
-                except OSError as error:  # for instance, the disk is full; the record is still in memory
-                    warnings.warn(f"how {run.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
+        if self.writes and run.has_outcome and run.folder is not None and not (run.folder / "end.json").exists():
+            try:
+                write_end(run)
+            except OSError as error:  # for instance, the disk is full; the record is still in memory
+                warnings.warn(f"how {run.spec.label} ended is not saved: {error}", UserWarning, stacklevel=2)
 
     def tell(self, run: TrackedRun, outcome: Outcome | None = None) -> None:
         """Send an outcome. If none is given, send how the run ended, unless that was sent before."""

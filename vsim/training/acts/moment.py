@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from vsim.core.failing import Guard
@@ -41,9 +42,9 @@ class Moment:
         """The runs that still train: an act that ends a run hides it from the acts that follow."""
         return [run for run in self.reached if run.trains]
 
-    @property
+    @cached_property
     def over(self) -> list[TrackedRun]:
-        """The runs that have completed their last step; callbacks may have ended some at this one."""
+        """The runs that have completed their last step; to be asked after callbacks, which may end runs at this one."""
         return [run for run in self.reached if run.is_over]
 
     def each(self, act: Callable[[TrackedRun], object], runs: Sequence[TrackedRun] | None = None) -> None:

@@ -29,10 +29,11 @@ class CheckDeclared:
     """After each of a run's first two steps here, checks that nothing undeclared has changed, if its state may move."""
 
     def __call__(self, moment: Moment) -> None:
-        for group, runs in moment.by_group(moment.reached) if any(g.trial_steps for g in moment.groups) else ():
+        for group in moment.groups:
             if group.trial_steps > 0:
-                group.trial_steps -= 1
-                moment.each(self._check, [run for run in runs if run.is_to_be_moved])
+                reached = [run for run in moment.training if run.group is group]
+                group.trial_steps -= bool(reached)
+                moment.each(self._check, [run for run in reached if run.is_to_be_moved])
 
     def _check(self, run: TrackedRun) -> None:
         with naming(run.spec.label if run.group.several else ""):
