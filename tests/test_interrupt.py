@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -15,8 +17,9 @@ import torch
 from errors import refused
 from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, trainer_of, weights
 
-from vsim import CheckpointError, load_checkpoint
+from vsim import Callback, CheckpointError, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
+from vsim.core.exchange import exchange
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.view import RunView
@@ -103,6 +106,61 @@ def test_a_hook_may_stop_a_run_that_goes_on_later() -> None:
         fit(SimpleReduceStrategy(), trainer, train_loss_hook=stop, val_interval=None)
     fit(SimpleReduceStrategy(), trainer, resume=True, val_interval=None)
     assert_same_run(trainer, fit(SimpleReduceStrategy(), val_interval=None))
+
+
+def test_a_second_press_that_a_metric_swallows_leaves_no_row() -> None:
+    """What a metric returns that was interrupted is neither recorded nor shown to callbacks."""
+    heard: list[int] = []
+
+    def metric(model: Any, batch: Any) -> float:
+        if heard and heard[-1] == 5:
+            for _ in range(2):
+                with contextlib.suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+        return 0.0
+
+    trainer = trainer_of()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Strategy(), trainer, metrics={"m": metric}, callbacks=[lambda run: heard.append(run.done)])
+    assert heard[-1] == trainer.history["step"][-1] == 5  # the validation after step 6 was interrupted
+
+
+def test_the_step_of_an_interrupt_after_an_early_end() -> None:
+    class Ends(Callback):
+        def on_step(self, run: Any) -> None:
+            if run.done == 2:
+                run.stop()
+
+        def on_end(self, run: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="interrupted after step 2: "):
+        fit(Strategy(), callbacks=[Ends()])
+
+
+def test_a_process_without_a_node_is_heard() -> None:
+    """Of two processes one has both nodes, and the other is asked to stop."""
+    sent: list[torch.Tensor] = []
+
+    class Messages:
+        ranges = (range(2), range(2, 2))
+
+        def all_rows(self, rows: torch.Tensor, counts: list[int], label: str) -> torch.Tensor:
+            assert counts == [3, 1] and label == "losses"
+            sent.append(rows)
+            return torch.cat(sent[-2:]) if len(sent) > 1 else torch.zeros(4, 3)  # process 0 is called first
+
+    class Held:
+        is_alone, cluster = False, SimpleNamespace(collectives=Messages())
+
+        def __init__(self, rows: int) -> None:
+            self.present_rows = slice(0, rows)
+
+    for rows, requested in [(2, False), (0, True)]:
+        run: Any = Held(rows)
+        batch = [torch.ones(rows, 4, 3), torch.ones(rows, 4)]
+        found, stops = exchange(torch.tensor([1.0, 2.0])[:rows], batch, {run: [1]}, requested)
+    assert stops and found == {run: ([1.0, 2.0], 4, 0)}  # the second node rests
 
 
 def test_handlers_of_others_and_other_threads_are_left_alone() -> None:

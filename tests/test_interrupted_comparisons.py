@@ -330,6 +330,16 @@ def test_a_press_in_the_last_step_of_processes(together: bool) -> None:
         assert found == 4 * ["ended"]
 
 
+def test_a_second_press_while_processes_train_keeps_the_comparison() -> None:
+    def press(step: int, loss: float) -> None:
+        if step == 2:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    found = outcomes(compared(train_loss_hook=press, **IN_PROCESSES))
+    assert found and set(found) <= {AFTER.format(1), AFTER.format(2)}
+
+
 class Fails(Callback):
     def on_step(self, run: Any) -> None:
         if run.done == 2 and run.label == "FedAvg, seed 3":

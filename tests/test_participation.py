@@ -884,3 +884,33 @@ def test_statistics_stay_with_their_client_under_fedbn() -> None:
 
     sent(FedBNStrategy(H=2, lr=0.1), NORMED, callbacks=[compare_with_last_time], participation=Sample(2, of=4))
     assert any(met)
+
+
+class Finite(nn.Module):
+    """Has a loss that is not finite from step n + 1 on, where n is the first number of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        (x,) = batch
+        found = self.weight * x[:, 1].mean() + torch.where(self.steps >= x[0, 0], math.nan, 0.0)
+        if self.training:
+            self.steps += 1
+        return found
+
+
+def test_the_loss_of_a_client_that_rests_does_not_count() -> None:
+    """The row of a resting client is computed beside the others, and put back; its loss is nobody's."""
+
+    def of(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        steps = rank + 1
+        return TensorDataset(torch.tensor([[float(steps), 1.0]]).expand(2 * steps, 2).clone())
+
+    trainer = vsim.Trainer(Finite(), of)
+    options: dict[str, Any] = {"num_nodes": 2, "batch_size": 2, "max_steps": 2, "progress": False}
+    trainer.fit(strategy=FedAvgStrategy(H=2, lr=0.1), participation=Sample(2, of=2, epochs=1), **options)
+    losses = trainer.history.node_losses
+    assert np.isnan(losses[1]).tolist() == [True, False] and np.isfinite(losses[0]).all()
