@@ -162,6 +162,8 @@ class Trainer:
         device = self.device_of(spec)
         with isolated(spec.seed, device):
             history = History(type(spec.strategy).__name__, spec.num_nodes, spec.population)
+            if spec.start is not None:
+                spec.start.fill(history)
             (group,) = prepare([TrackedRun(spec, recorder=Recorder(history))], device)
             return group
 

@@ -46,14 +46,13 @@ class Run:
 
     Attributes:
         spec: what was asked; the core reads its label, and whether the run is deterministic.
-        collectives: how nodes communicate. group: the runs that are computed together, a `Group`.
+        group: the runs that are computed together, a `Group`.
         rows: this process's rows of the group's matrix, for present nodes of the run; one row if there are none.
         cluster: the run's nodes. strategy: the run's copy of the strategy.
         generators: for randomness in the model, one for each row that this process may hold at once.
         max_steps: steps to train; `stop` makes it the number of completed steps.
         examples, tokens, seconds: totals, including those before a resume. Runs that train together share the seconds
             of a step in proportion to their nodes.
-        starts: whether no step is recorded yet; False in a resumed run.
         error: the error that ended this run; the other runs continue.
         stopped_at: the step after which this run was stopped, while the other runs continue.
         cut: whether an error ended this run after a request to stop; it has no outcome, and its last checkpoint counts.
@@ -61,7 +60,6 @@ class Run:
     """
 
     spec: Any
-    collectives: Collectives = field(init=False)
     group: Any = field(init=False)
     rows: range = field(init=False)
     cluster: Cluster = field(init=False)
@@ -71,7 +69,6 @@ class Run:
     examples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    starts: bool = True
     error: Exception | None = None
     stopped_at: int | None = None
     cut: bool = False
@@ -111,6 +108,11 @@ class Run:
         return objective
 
     @property
+    def collectives(self) -> Collectives:
+        """How nodes communicate."""
+        return self.cluster.collectives
+
+    @property
     def ledger(self) -> Ledger:
         """The record of the run's communication."""
         return self.cluster.collectives.ledger
@@ -118,7 +120,7 @@ class Run:
     @property
     def nodes(self) -> range:
         """Indices of this process's nodes among the present nodes."""
-        return self.collectives.nodes
+        return self.cluster.collectives.nodes
 
     @property
     def present_rows(self) -> slice:
@@ -128,12 +130,12 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this process keeps the run's record, and writes its checkpoints."""
-        return self.collectives.rank == 0
+        return self.cluster.collectives.rank == 0
 
     @property
     def is_alone(self) -> bool:
         """Whether this process holds all nodes of the run."""
-        return self.collectives.is_alone
+        return self.cluster.collectives.is_alone
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from vsim.training.acts.halve import Halve
 from vsim.training.acts.measure import MeasureEnded, Validate
 from vsim.training.acts.moment import Moment, Send
 from vsim.training.acts.place import Place
-from vsim.training.acts.record import Amend, Begun, Record
+from vsim.training.acts.record import Amend, Record
 from vsim.training.acts.restore import Resume
 from vsim.training.acts.save import CheckDeclared, CheckSavable, CheckWeights, Save
 from vsim.training.acts.show import Show
@@ -68,7 +68,6 @@ class Orders:
             record,
             OnStep(*told),  # on_evaluation
             MeasureEnded(briefly=True),  # raises before training what would fail after it
-            Begun(),
         ]
         self.begin_over: list[Act] = [MeasureEnded(), amend, Save()]  # new runs without a step
         self.begin_ended: list[Act] = [OnEnd(*told), conclude, show]  # also runs that resume after their last step

@@ -82,16 +82,14 @@ def build(
     """
     for run in runs:
         spec, ledger = run.spec, run.history.ledger
-        run.collectives = (
-            StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
-        )
-        check_room(min(spec.num_nodes, len(run.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
+        collectives = StackedCollectives(ledger, range(spec.num_nodes)) if connect is None else connect(ledger, spec)
+        check_room(min(spec.num_nodes, len(collectives.nodes)), bytes_of_node(spec), device, advice=WAYS_OUT)
         own = None if len(runs) == 1 else DataStates(spec.seed, device)
         with nullcontext() if own is None else own.here():
-            own_batches = batches(spec, run.collectives)
+            own_batches = batches(spec, collectives)
             run.measuring = Measuring(*_measured_at_the_end(spec))
         with naming(spec.label if len(runs) > 1 else ""):
-            run.presence = Presence(own_batches, _plan_of(spec, own_batches), own)
+            run.presence = Presence(collectives, own_batches, _plan_of(spec, own_batches), own)
         if spec.participation is not None and spec.participation.needs_compute and isinstance(spec.compute, Compute):
             ledger.clock = {"compute": spec.compute.as_plain()}  # compute times decide which nodes are late
         run.max_steps = run.steps
@@ -178,7 +176,9 @@ def _group(
     runs: Sequence[TrackedRun], executor: Callable[..., Executor], device: torch.device, interrupt: Interrupt
 ) -> Group[TrackedRun]:
     spec = runs[0].spec
-    whole = Replicas.of_several([run.spec.model for run in runs], [len(run.nodes) for run in runs], device)
+    whole = Replicas.of_several(
+        [run.spec.model for run in runs], [len(run.presence.collectives.nodes) for run in runs], device
+    )
     kept = [module for module in whole.module.modules() if whole.module.training and not module.training]
     whole.module.train()  # which a model may override
     for module in kept:
@@ -190,10 +190,12 @@ def _group(
     # A deterministic run on an accelerator computes all nodes at once, because pieces would depend on free memory.
     repeats = spec.deterministic and not batched.favors_loops(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
-    settings = Settings(spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].collectives.position)
+    settings = Settings(
+        spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].presence.collectives.position
+    )
     first = 0
     for run in runs:
-        run.rows = range(first, first + len(run.nodes))
+        run.rows = range(first, first + len(run.presence.collectives.nodes))
         first = run.rows.stop
     make = lambda own, streams: executor(own, objective, streams, settings)  # noqa: E731
     return Group(list(runs), whole, objective, make, interrupt)

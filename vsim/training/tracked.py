@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vsim.checkpoint.undeclared import Contents
+from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.plan import Plan
 from vsim.cluster.randomness import DataStates, global_states
@@ -31,6 +32,7 @@ class Presence:
     """Which nodes take part in a run, and what they are fed.
 
     Attributes:
+        collectives: how the run's nodes will communicate; the cluster's, once there is one.
         batches: stacked batches (R, B, …) of this process's nodes; with a plan, of all nodes that may take part.
         plan: which nodes take part in which steps; None: all nodes in all steps.
         data_states: the random states that the run's data draw from; None: the process's random generators.
@@ -38,6 +40,7 @@ class Presence:
         clients: the state of a population's clients; None without a population.
     """
 
+    collectives: Collectives
     batches: BatchSource
     plan: Plan | None = None
     data_states: DataStates | None = None
@@ -108,6 +111,7 @@ class TrackedRun(Run):
         name: the name of the run's strategy or setting, the same for all seeds.
         history: the run's record. recorder: keeps it, and shows a single run's progress.
         presence, measuring, recording, keeping: what those need who let nodes attend, measure, record and save.
+        starts: whether no row is recorded yet; False in a resumed run.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
         model: the mean of the nodes' final models, once a run of a comparison is complete.
         finished_at: the step after which a callback ended the run early.
@@ -120,6 +124,7 @@ class TrackedRun(Run):
     recording: Recording = field(default_factory=Recording, init=False)
     measuring: Measuring = field(default_factory=Measuring, init=False)
     keeping: Keeping = field(default_factory=Keeping, init=False)
+    starts: bool = field(default=True, init=False)
     concluded: bool = field(default=False, init=False)
     model: nn.Module | None = field(default=None, init=False)
     finished_at: int | None = field(default=None, init=False)
@@ -168,7 +173,7 @@ class TrackedRun(Run):
     def free(self) -> None:
         """Forget nodes and data; options, record and outcome stay."""
         vars(self).update(measuring=Measuring(), keeping=Keeping(), generators=[])
-        for name in ("group", "cluster", "strategy", "collectives", "presence"):
+        for name in ("group", "cluster", "strategy", "presence"):
             vars(self).pop(name, None)
 
     @property

@@ -42,7 +42,9 @@ class Place:
     def __call__(self, moment: Moment) -> None:
         for group in moment.groups:
             for run in group.runs:
-                first = min(run.nodes.start, run.spec.num_nodes - 1)  # a process without a node has one row
+                first = min(
+                    run.presence.collectives.nodes.start, run.spec.num_nodes - 1
+                )  # a process without a node has one row
                 with naming(run.spec.label if group.several else ""):
                     _place(run, group.whole.rows(run.rows.start, run.rows.stop, first))
             for run in (run for run in group.runs if not run.strategy.is_asynchronous):
@@ -59,17 +61,17 @@ class Place:
 
 def _place(run: TrackedRun, replicas: Replicas) -> None:
     """Set up the cluster and strategy of a run whose nodes have these rows."""
-    spec, plan = run.spec, run.presence.plan
+    spec, plan, collectives = run.spec, run.presence.plan, run.presence.collectives
     # 1. The weights, before the strategy is set up, which may copy them.
     if spec.start is not None and spec.start.forks:
         begin_fork(spec.start, replicas)
     # 2. Cluster and strategy, which sends and draws here, before the first step.
-    run.collectives.position.begin(0, "end")  # the ledger may be from an earlier start of the run
+    collectives.position.begin(0, "end")  # the ledger may be from an earlier start of the run
     cluster = Cluster(
         replicas,
-        run.collectives,
+        collectives,
         generator(spec.seed, SHARED),
-        run.presence.batches.shard_sizes[: run.collectives.num_nodes],
+        run.presence.batches.shard_sizes[: collectives.num_nodes],
         run.steps,
         spec.deterministic,
         spec.compile,
@@ -89,7 +91,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
     measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
         raise ValueError(f"{type(strategy).__name__} measures {taken}, which name columns of the history already")
-    if spec.start is None and 0 in run.nodes and run.steps > 0:  # in one process
+    if spec.start is None and 0 in collectives.nodes and run.steps > 0:  # in one process
         _warn_of_what_comes_late(strategy, run)
     if run.measuring.client_data and strategy.is_personal and plan is not None and not plan.renews:
         raise ValueError(
@@ -100,7 +102,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
     # 4. What lasts from step to step. `made` is what a node has that was never present: it is kept before rows move.
     device = replicas.weights.device
     run.cluster, run.strategy = cluster, strategy
-    run.generators = [generator(spec.seed, NODE, run.collectives.active[n], device=device) for n in run.nodes]
+    run.generators = [generator(spec.seed, NODE, collectives.active[n], device=device) for n in collectives.nodes]
     if plan is not None:
         run.presence.made = declared(strategy, "stacked")
     run.keeping.lasting = [of_nodes(run), of_strategy(run), of_model(run), of_callbacks(spec.callbacks)]

@@ -55,6 +55,7 @@ class Record:
         recording.row = _of_first(run, row)
         moment.reports[run] = report if 0 in run.nodes else replace(report, row=recording.row)
         run.recorder(moment.reports[run])
+        run.starts = False
 
 
 class Amend:
@@ -76,14 +77,6 @@ class Amend:
         report = replace(moment.reports[run], row=recording.row, events=[], segment=None, amends=True)
         amended[run] = replace(report, client_val=moment.client_val.pop(run, {}))
         run.recorder(amended[run])
-
-
-class Begun:
-    """Notes that the first rows of new runs are recorded."""
-
-    def __call__(self, moment: Moment) -> None:
-        for run in moment.reached:
-            run.starts = False
 
 
 def _of_first(run: TrackedRun, row: dict[str, float]) -> dict[str, float]:
