@@ -33,6 +33,7 @@ QUICK = {
 NUMBER = re.compile(r"(?<![A-Za-z_\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.|\.(?=\d))?\d*(?:e[+-]?\d+)?(?<=[\d.])")
 RTOL = 0.02  # kernels of other machines round differently, and training makes that larger
 ROUNDING = 1e-5  # differences below this are rounding alone
+OF_THE_MACHINE = ["seconds to simulate"]  # columns of tables whose values may always differ
 
 
 class Block(NamedTuple):
@@ -110,9 +111,10 @@ def difference(page: str, found: str, rtol: str = "", free: str = "", columns: s
     Args:
         rtol: how far numbers may be apart, relatively. Default: 2 %, or a unit of the last digit; 0 for integers.
         free: a pattern whose matches may differ, such as paths.
-        columns: names of a table's columns whose values may differ, such as seconds, joined by commas.
+        columns: names of a table's columns whose values may differ, besides OF_THE_MACHINE, joined by commas.
     """
-    texts = [_comparable(text, free, [name for name in columns.split(",") if name]) for text in (page, found)]
+    names = [*OF_THE_MACHINE, *filter(None, columns.split(","))]
+    texts = [_comparable(text, free, names) for text in (page, found)]
     words, others = (NUMBER.sub("#", text).split() for text in texts)
     if words != others:
         said, is_now = next(

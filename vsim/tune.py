@@ -110,10 +110,6 @@ def tune(
         Network.of(options.get("network"))
         if Compute.of(options.get("compute")).dollars_per_hour is None and "cost" in objectives:
             raise ValueError("cost needs a price: give compute=Compute(…, dollars_per_hour=…)")
-    if options.get("backend") == "process" and options.get("num_processes") is None:
-        raise ValueError(
-            'backend="process" gives each node of one run a process, and a batch has several: give num_processes='
-        )
     if val_dataset is None:
         raise ValueError("tune() chooses by validation loss and needs a validation dataset")
     used = checked_seeds(seeds, dict(options))
@@ -125,6 +121,10 @@ def tune(
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{argument} must be one of optuna's, such as a {kind.__name__}, got {given(value)}")
     rungs = [] if pruner is None else _rungs(objectives, options)
+    if options.get("backend") == "process" and options.get("num_processes") is None:
+        raise ValueError(
+            'backend="process" gives each node of one run a process, and a batch has several: give num_processes='
+        )
     folder = None if options.get("save_dir") is None else a_path("save_dir", options.pop("save_dir"))
     if storage is None and folder is None and study_name is not None:
         raise ValueError(f"study_name={study_name!r} has no effect without storage= or save_dir=")
