@@ -434,6 +434,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("compare --resume", ["--resume needs --save-dir"]),
     ("compare --checkpoint-interval 2", ["--checkpoint-interval has no effect without --save-dir,"]),
     ("compare --steps 0", ["--steps must be a whole number >= 1, got 0"]),
+    ("compare --data digits --processes 0", ["vsim compare: --processes must be a whole number from 1 to 4, got 0"]),
     ("compare --data docs --text x", ["--data and --text are both given", "give one of these"]),
     ("compare --seed 1 --seeds 2", ["--seed and --seeds are both given"]),
     ("comapre", ["no such command; did you mean 'compare'? The commands are compare, sweep, "]),

@@ -413,16 +413,40 @@ def test_of_many_runs_the_legend_names_families() -> None:
 NAMES = ["AllReduce", "DiLoCo", "FedAvg, H = 10", "SPARTA, p = 0.5 %", "SPARTA + DiLoCo", "DeMo", "alone", "mine", "b"]
 
 
-@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True), st.randoms(use_true_random=False))
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True), st.randoms(use_true_random=False))
 def test_a_colour_belongs_to_a_name(names: list[str], random: Any) -> None:
     looks = looks_of(names).by_name
-    assert len({(look.colour, look.dash) for look in looks.values()}) == len(names)
     assert looks_of(random.sample(names, len(names))).by_name == looks
-    assert all(looks_of([name]).by_name[name].colour == looks[name].colour for name in names)
+    assert len({look.colour for look in looks.values()}) == len(names)
+    alone = {name: looks_of([name]).by_name[name] for name in names}
     known = [name for name in names if name not in ("mine", "b")]
-    assert len({looks[name].colour for name in known}) == len(known)
-    assert all(looks_of([name]).by_name[name] == looks[name] for name in known)
+    assert all(alone[name] == looks[name] for name in known)
+    # Another name gives its colour up only for one that has the same.
+    colours = [look.colour for look in alone.values()]
+    assert all(alone[name].colour == looks[name].colour for name in names if colours.count(alone[name].colour) == 1)
     assert all(look.colour in COLOURS for look in looks.values())
+
+
+def test_colours_are_distinct_while_there_are_enough() -> None:
+    names = [
+        "ring",
+        "exponential",
+        "random pairs",
+        "all-reduce",
+        "torus",
+        "star",
+        "line",
+        "hypercube",
+    ]  # three hash alike
+    assert len({looks_of([name]).by_name[name].colour for name in names}) < len(names)
+    looks = looks_of(names).by_name
+    assert len({look.colour for look in looks.values()}) == len(names) == len(COLOURS)
+    more = looks_of([*names, "grid"]).by_name
+    assert len({look.colour for look in more.values()}) == len(COLOURS)
+    assert len({(look.colour, look.dash) for look in more.values()}) == len(more)
+    (first, second), *_ = [(a, b) for a in more for b in more if a < b and more[a].colour == more[b].colour]
+    drawn = looks_of([*names, "grid"], [first, second, "star"]).by_name  # of a selection
+    assert drawn[first].colour == more[first].colour != drawn[second].colour != drawn["star"].colour
 
 
 def test_names_that_begin_with_a_strategy_have_its_colour() -> None:

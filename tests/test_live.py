@@ -165,7 +165,7 @@ def test_a_run_that_never_began_shows_nothing(shown: list[bytes], monkeypatch: p
     LiveRace({"": [History()]}).close()
     assert shown == []
     monkeypatch.setattr(progress, "_in_notebook", lambda: False)
-    with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is none"):
+    with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is not one"):
         LiveRace({"": [History()]})
 
 

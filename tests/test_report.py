@@ -127,6 +127,34 @@ def test_names_as_on_the_command_line_are_in_words() -> None:
     ]
 
 
+class EveryStep(DiLoCoStrategy):
+    """Meet at every step.
+
+    This is not for the page.
+    """
+
+
+def test_the_page_says_what_each_strategy_does(tmp_path: Path) -> None:
+    averaged = "AllReduce (DDP): average the gradients at every step, so that all nodes stay equal."
+    outer = "Take H local steps, then step shared weights with an outer optimizer: DiLoCo ["
+    strategies = {
+        "mine": EveryStep(H=1),
+        "AllReduce": SimpleReduceStrategy(lr=1e-3),
+        "DiLoCo": DiLoCoStrategy(H=2),
+        "b, H = 3": DiLoCoStrategy(H=3),
+    }
+    comparison = compared(strategies, max_steps=2)
+    (page,) = held(comparison.report().html)
+    assert sorted(page["strategies"])[0] == ["AllReduce", averaged, "lr=0.001"]
+    assert sorted(page["strategies"])[-1] == ["mine", "Meet at every step.", "H=1"]
+    names, text, settings = next(own for own in page["strategies"] if "DiLoCo" in own[0])
+    assert {"DiLoCo", '"b, H = 3"'} == set(names.split(" and ")) and text.startswith(outer)
+    assert sorted(settings.splitlines()) == ["DiLoCo: H=2", "b, H = 3: H=3"]
+    comparison.to_json(tmp_path / "comparison.json")  # a file has no class of the user
+    (read,) = held(vsim.Comparison.from_json(tmp_path / "comparison.json").report().html)
+    assert read["strategies"] == [own for own in page["strategies"] if own[0] != "mine"]
+
+
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u2028 {{data}}"
 
 
@@ -231,6 +259,8 @@ def test_a_sweep_has_its_settings() -> None:
     model = MLP(hidden=(8,), seed=0)
     sweep = vsim.sweep(model, *digits(), strategy=DiLoCoStrategy, settings=settings, **options)
     (page,) = held(sweep.report(network=NETWORK, compute=COMPUTE).html)
+    ((name, text, own),) = page["strategies"]
+    assert (name, own) == ("DiLoCo", "") and text.startswith("Take H local steps")
     assert page["varied"] == ["H", "outer_lr"]
     assert page["values"] == {"H": ["1", "2"], "outer_lr": ["0.4", "0.7"]}
     assert len(page["runs"]) == 4

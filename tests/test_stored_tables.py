@@ -142,3 +142,8 @@ def test_what_is_old_or_contradicts_itself_is_found(old: str, new: str, why: str
 def test_a_table_that_pandas_breaks_is_read_to_the_break() -> None:
     broken = "strategy to difference low high p  \\\n0 FedAvg DiLoCo 0.14 0.003 0.28 {p}   \n\n  seeds\n0 3"
     assert wrong(broken.format(p=0.0476)) == [] and wrong(broken.format(p=0.0876))[0].startswith("interval and p: ")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_show_what_is_printed_today(path: Path) -> None:
+    assert [why for text in outputs(path) for why in wrong(text)] == []

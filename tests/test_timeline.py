@@ -208,11 +208,28 @@ def test_the_picture_shows_every_second() -> None:
     assert bars(second)["#999999"] == [(3, 5)] and "drawn from step 2" in second.get_xlabel()
 
 
-def test_the_wait_for_a_deadline_is_not_drawn_as_compute() -> None:
+def test_the_wait_for_a_deadline_is_drawn_as_such() -> None:
     ledger = record(2, 2)
     ledger.attend(Segment(1, 2, (0, 1), (), 5.0, ()))
     line = timeline(ledger, 8e6, 1.0)
-    assert line.seconds[-1] == 5 and bars(line.plot(steps=(1, 2)))["#999999"] == [(0, 1), (1, 2)] * 2
+    drawn = bars(line.plot(steps=(1, 2)))
+    assert line.seconds[-1] == 5 and drawn == {"#999999": [(0, 1), (1, 2)] * 2, "#FBE0D0": [(2, 5)] * 2}
+
+
+def test_late_and_absent_nodes_are_drawn() -> None:
+    ledger = record(4, 3)
+    ledger.attend(Segment(1, 2, (0, 1), (2,), 3.0, ()))
+    ledger.attend(Segment(3, 3, (0, 1, 2), (), 0.0, ()))
+    ax = timeline(ledger, 8e6, 1.0).plot(steps=(1, 3))
+    named, patches = ([*one] for one in (ax.get_legend().get_texts(), ax.get_legend().get_patches()))
+    legend = {text.get_text(): patch for text, patch in zip(named, patches, strict=True)}
+    assert list(legend) == ["computes", "waits", "late: work dropped", "absent"]
+    drawn = [(bar.get_hatch(), *bar.get_paths()[0].get_extents().intervalx) for bar in ax.collections]
+    assert [(start, end) for hatch, start, end in drawn if hatch == legend["late: work dropped"].get_hatch()] == [
+        (0, 3)
+    ]
+    white = bars(ax)["#FFFFFF"]
+    assert white == [(0, 3), (0, 3), (3, 4)]  # node 2 is late in the first round, node 3 absent in both
 
 
 def test_the_picture_of_many_nodes_and_steps_is_that_of_the_first_event() -> None:

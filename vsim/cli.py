@@ -166,6 +166,7 @@ def _said(error: BaseException) -> str:
         for name, option in _OPTIONS.items():
             text = re.sub(rf"(?<![\w-]){name}(?:=(?=[\w'\"]))", f"{option} ", text)
             text = re.sub(rf"(?<![\w-]){name}(?!\w)=?", option, text)
+        text = re.sub(r"^((?!--).)*?: (?=--[\w-]+ must be )", "", text)  # a strategy has no part in an option's range
     return text or type(error).__name__
 
 

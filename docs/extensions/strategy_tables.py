@@ -16,7 +16,7 @@ GOLDEN = DOCS.parent / "tests" / "golden"
 FAMILIES = {
     "data parallel": "Every node communicates at every step.",
     "local steps": "Nodes take H local steps between syncs.",
-    "federated": "Clients with data of their own, cohorts of which meet at a server.",
+    "federated": "Clients hold their own data; in each round, a cohort of them meets at a server.",
     "asynchronous": "Workers have their own speeds, on [a virtual clock](asynchronous.md); give `compute=`.",
 }
 SOURCE = re.compile(r"(arXiv:|openreview\.net/forum\?id=)([\w.]+\w)")

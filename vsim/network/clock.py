@@ -37,7 +37,7 @@ class Record(Protocol):
 
 
 class Span(NamedTuple):
-    """A stretch of nodes' time: "compute", "wait", or "send" for a line that was busy with an event.
+    """A stretch of nodes' time: "compute", "wait", "late" (its work is dropped), "absent", or "send" for a busy line.
 
     Attributes:
         start, end: seconds, one entry for each of the `nodes` or one for all. nodes: (n,); None: all nodes.
@@ -147,6 +147,8 @@ class Clock:
         # Participation: first step → segment; present nodes (None: all); earliest end of the round (N,).
         self.attendance = {segment.first: segment for segment in getattr(ledger, "attendance", ())}
         self.present: NDArray[np.int64] | None = None
+        self.late: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # absent nodes that computed for nothing
+        self.began_at = np.zeros(many)  # when the segment began
         self.until: Floats | None = None
         self.began, self.last = 0, 0
         self.local: NDArray[np.int64] | None = None  # steps of each present node in the segment, after which it rests
@@ -197,6 +199,7 @@ class Clock:
                 self.stalls[done] += (self.now - before - own).mean(1)
                 done = step
                 self.seconds[done] = self.now.max(1)
+        self._show_absent(steps)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
         if self.attendance:  # means over present nodes, below 0 while they are all behind an absent node
@@ -239,8 +242,10 @@ class Clock:
         segment = self.attendance.get(step)
         if segment is None:
             return
+        self._show_absent(step - 1)
         self._spread()
         nodes, began = np.array(segment.nodes), self.now.max(1)
+        self.late, self.began_at = np.array(segment.late, dtype=np.int64), began
         joining = nodes if self.present is None else np.setdiff1d(nodes, self.present)
         self.now[:, joining] = np.maximum(self.now[:, joining], began[:, None] if step > 1 else 0.0)
         self.ready = self.now.copy()
@@ -253,8 +258,10 @@ class Clock:
         if self.until is not None and step == self.last:
             assert self.present is not None
             self._spread()
+            before = self.now.copy()
             self.now[:, self.present] = np.maximum(self.now[:, self.present], self.until[:, None])
             self.ready = self.now.copy()
+            self._show("wait", step, before, self.now)
 
     def _communicate(self, step: int, moments: Sequence[str]) -> None:
         for moment in moments:
@@ -363,6 +370,16 @@ class Clock:
         many = len(self.now), self.num_nodes
         self.now, self.ready = (np.broadcast_to(row, many).copy() for row in (self.now, self.ready))
         self.busy = np.broadcast_to(self.busy, (2, *many)).copy()
+
+    def _show_absent(self, step: int) -> None:
+        """Show where nodes were late or absent in the segment that ends with this step."""
+        if self.watch is None or self.present is None:
+            return
+        end = self.now[:, self.present].max(1, keepdims=True)
+        absent = np.setdiff1d(np.arange(self.num_nodes), [*self.present, *self.late])
+        for what, nodes in (("late", self.late), ("absent", absent)):
+            if len(nodes):
+                self._show(what, step, self.began_at[:, None], end, nodes)
 
     def _show(self, what: str, step: int, start: Floats, end: Floats, nodes: Any = None, label: str = "") -> None:
         if self.watch is not None:  # draw only the first of alternative networks

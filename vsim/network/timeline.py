@@ -222,7 +222,10 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     look: dict[str, Any] = {
         "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
         "wait": {"facecolor": _WAIT, "edgecolor": _HATCH, "linewidth": 0.6, "hatch": "////"},
+        "late": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6, "hatch": "xxxx"},
+        "absent": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6},
     }
+    named = {"compute": "computes", "wait": "waits", "late": "late: work dropped", "absent": "absent"}
     numbered = -math.inf  # x of the last step number that was written above the first node
     for what, step, label, row, start, stop in bars:
         start = max(start, began)
@@ -245,10 +248,12 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     styled(ax)
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
-    handles = [Patch(**look["compute"], label="computes"), Patch(**look["wait"], label="waits")]
+    found = {"compute", "wait", *(what for what, _, _, _, _, stop in bars if stop > began)}
+    handles = [Patch(**own, label=named[what]) for what, own in look.items() if what in found]
     handles += [Patch(facecolor=colour, label=f"sends: {label}") for label, colour in colours.items()]
     width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
-    columns = max(1, int(width * 18 / (max(len(str(handle.get_label())) for handle in handles) + 7)))
+    letters, lengths = width * 18, [len(str(handle.get_label())) + 7 for handle in handles]
+    columns = len(handles) if sum(lengths) <= letters else max(1, int(letters / max(lengths)))
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
     size: Any = {"fontsize": STYLE["legend.fontsize"], "handlelength": 1.4, "columnspacing": 1.2}
     ax.legend(handles=handles, ncols=columns, frameon=False, **place, **size)

@@ -308,8 +308,8 @@ class Runs(Mapping[str, ComparedRun]):
         return {"strategy": name, **{key: chosen.get(name, {}).get(key, "–") for key in settings}}
 
     def looks(self, first: str | None = None) -> Looks:
-        """Return the looks of the lines. They depend on the names of all runs, so that a selection keeps its looks."""
-        looks = looks_of(self.names)
+        """Return the looks of the lines. A selection keeps those of all runs, unless colours are too few for all."""
+        looks = looks_of(self.names, list(self))
         return Looks(looks.by_name) if len(self) <= MANY else looks
 
     def spent(self, run: ComparedRun, of: str, priced: Priced = None) -> Floats:

@@ -1,7 +1,7 @@
 """Figures: loss against step, bytes and time, and over two settings.
 
-Sizes suit print: a figure of two panels is as wide as a page of text. A name has the same colour in every comparison,
-as long as there are enough colours.
+Sizes suit print: a figure of two panels is as wide as a page of text. A name has the same colour in every figure of a
+comparison. A reserved name has it in every comparison, too; any other name, where no other has the same by its hash.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -71,8 +71,11 @@ class Looks:
     key: Mapping[str, Sequence[tuple[str, Look]]] = field(default_factory=dict)
 
 
-def looks_of(names: Sequence[str]) -> Looks:
-    """Return looks for names. The colour of a strategy does not depend on the other names.
+def looks_of(names: Sequence[str], shown: Sequence[str] | None = None) -> Looks:
+    """Return looks for names: a colour each, as long as there are enough.
+
+    A reserved name always has the same colour. So has any other name, unless it shares that with another of `names`.
+    Where colours are too few for all of `names`, those in `shown`, which are drawn together, still differ.
 
     Names that differ only in settings, or that begin with the same reserved name, are a family and share a colour, in
     tints. If all names are of one family, the settings in the names decide the look, see `looks_by`.
@@ -93,7 +96,7 @@ def looks_of(names: Sequence[str]) -> Looks:
         if few:
             return Looks({name: _look(i, i, i) for i, name in enumerate(names)})
     looks, key = {}, []
-    for family, places in _places(families).items():
+    for family, places in _places(families, {_family(name) for name in (names if shown is None else shown)}).items():
         members = families[family]
         first = _look(*places)
         key.append((family if len(members) == 1 else f"{family or 'runs'} ({len(members)})", first))
@@ -121,26 +124,44 @@ def _plain(name: str) -> str:
     return "streamingdiloco" if plain == "streaming" else plain
 
 
-def _places(families: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+def _places(families: Iterable[str], shown: Collection[str]) -> dict[str, tuple[int, int, int]]:
     """Return family → numbers of its colour, dash and marker: reserved for known names, else from a hash of the name.
 
     Other names get a dash that no family has, if one is left, and never the dash of a family with the same colour.
     """
     words = {family: _plain(family) for family in families}
+    order = sorted(words, key=lambda one: (words[one] not in _KNOWN, one))
+    codes = {family: zlib.crc32(f"{_SALT}{words[family]}".encode()) for family in order}
+    colours = {one: _KNOWN.index(words[one]) if words[one] in _KNOWN else codes[one] % len(COLOURS) for one in order}
+    colours = _apart(colours)
+    colours |= _apart({family: colours[family] for family in order if family in shown})
     places, taken = {}, set[tuple[int, int]]()
-    for family in sorted(words, key=lambda one: (words[one] not in _KNOWN, one)):
-        if words[family] in _KNOWN:
-            colour = shift = _KNOWN.index(words[family])
-        else:
-            code = zlib.crc32(f"{_SALT}{words[family]}".encode())
-            colour = code % len(COLOURS)
-            shift = colour + 1 + code // len(COLOURS) % (len(DASHES) - 1)  # not the dash of the known name
+    for family in order:
+        colour = shift = colours[family]
+        if words[family] not in _KNOWN:
+            shift = colour + 1 + codes[family] // len(COLOURS) % (len(DASHES) - 1)  # not the dash of the known name
             used = {dash for _, dash in taken}
             used = used if len(used) < len(DASHES) else {dash for other, dash in taken if other == colour}
             shift += next((i for i in range(len(DASHES)) if (shift + i) % len(DASHES) not in used), 0)
         taken.add((colour, shift % len(DASHES)))
         places[family] = colour, shift, shift
     return {family: places[family] for family in words}
+
+
+def _apart(colours: Mapping[str, int]) -> dict[str, int]:
+    """Return colours no two of which are equal, while there are enough: of equal ones, the first family's stays.
+
+    >>> _apart({"DiLoCo": 2, "ring": 2, "torus": 1, "star": 2})
+    {'DiLoCo': 2, 'ring': 3, 'torus': 1, 'star': 4}
+    """
+    owners = {colour: family for family, colour in reversed([*colours.items()])}
+    free = [colour for colour in range(len(COLOURS)) if colour not in owners]
+    apart = dict(colours)
+    for family, colour in colours.items():
+        if owners[colour] != family and free:
+            apart[family] = min(free, key=lambda one: (one - colour) % len(COLOURS))
+            free.remove(apart[family])
+    return apart
 
 
 def _look(colour: int, dash: int, marker: int) -> Look:

@@ -180,7 +180,7 @@ class LiveRace:
 
     def __init__(self, histories: Mapping[str, Sequence[History]], title: str = "") -> None:
         if not _in_notebook():
-            raise ValueError("progress='plot' draws in a notebook, and this is none: give True for a bar, or False")
+            raise ValueError("progress='plot' draws in a notebook, and this is not one: give True for a bar, or False")
         self.histories = histories
         self.title = title
         self.max_steps = 0

@@ -62,8 +62,8 @@ class DittoStrategy(Algorithm, of=(AveragingCommunicator, PersonalModels), names
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: v_k takes one step for each step of θ_k, by plain SGD whatever the inner optimizer; a
-    personal model has the running statistics of the global model.
+    Deviations from the paper: with every step of θ_k, v_k takes one step of plain SGD, whatever the inner optimizer is;
+    a personal model has the running statistics of the global model.
     """
 
     family = "federated"

@@ -65,8 +65,8 @@ class NormalizedAverage(SharedWeights):
 
 
 class FedNovaStrategy(Algorithm, of=NormalizedAverage):
-    """FedAvg of each client's move per step, where clients take different numbers of steps: FedNova
-    [Wang et al. 2020, arXiv:2007.07481].
+    """FedAvg of the clients' moves, each divided by the client's number of steps: FedNova [Wang et al. 2020,
+    arXiv:2007.07481].
     """
 
     family = "federated"

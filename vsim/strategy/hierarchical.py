@@ -58,8 +58,8 @@ class GroupAverage(CommunicationModule):
 
 
 class HierarchicalStrategy(Algorithm):
-    """Nested groups of nodes, averaged with different periods, such as machines in a DiLoCo worker: hierarchical local
-    SGD [Lin et al. 2018, arXiv:1808.07217].
+    """Average nested groups of nodes, each level at its own period, such as machines in a DiLoCo worker: hierarchical
+    local SGD [Lin et al. 2018, arXiv:1808.07217].
 
         levels = {4: 1, 16: 50}:  g_k ← mean of the gradients in k's group of 4, at every step;
                                   θ_k ← mean of all 16 nodes' weights, after every 50th step

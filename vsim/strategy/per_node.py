@@ -202,7 +202,10 @@ class Strategy(Algorithm):
 
 
 class CommunicateOptimizeStrategy(Strategy):
-    """Any communication modules in order around one inner optimizer; see `Algorithm` for the arguments."""
+    """Run any communication modules, in order, around one inner optimizer.
+
+    See `Algorithm` for the arguments.
+    """
 
 
 class StackedModel(nn.Module):
@@ -390,8 +393,8 @@ def _is_called_by_user() -> bool:
 def _message(name: str, method: str) -> str:
     if name == "foreach_norm":
         return (
-            "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, for their gradients are "
-            "stacked; give the strategy max_norm=, which clips every node's gradient by its own"
+            "clip_grad_norm_ over self.model.parameters() takes one norm over all nodes, whose gradients are stacked; "
+            "give the strategy max_norm=, which clips every node's gradient by its own norm"
         )
     return (
         f"{name}() in {method}() mixes the nodes: parameters and gradients are stacked, (K, *shape), and its result is "

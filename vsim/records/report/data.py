@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -186,6 +187,7 @@ class _Page:
             "varied": getattr(comparison, "varied", []),
             "values": self._values(),
             "key": {title: [{"text": text, **_look(look)} for text, look in own] for title, own in looks.key.items()},
+            "strategies": self._strategies(),
             "about": self._about(),
         }
 
@@ -206,6 +208,28 @@ class _Page:
             them = "them" if len(found.best) > 1 else "it"
             return f"{ends} These {seeds} seeds do not tell {them} from {_joined(found.undecided)}."
         return f"{ends} These {seeds} seeds tell it from all others (p ≤ 0.05)."
+
+    def _strategies(self) -> list[list[str]]:
+        """Names of strategies, what these do in the words of their class, and the settings of each, of a few names."""
+        texts: dict[Any, str] = {}  # class, or the name of one that a file names → first paragraph of its docstring
+        named: dict[str, list[str]] = {}
+        for name in self.comparison.order:
+            run = self.comparison.runs(name)[0]
+            cls = _call(run).partition("(")[0] if run.trained is None else type(run.trained)
+            if cls not in texts:
+                known = "" if run.strategy is None else inspect.getdoc(type(run.strategy)) or ""
+                texts[cls] = " ".join(known.split("\n\n")[0].split())
+            named.setdefault(texts[cls], []).append(name)
+        found = []
+        for text, names in named.items():
+            settings = [_without_paths(_call(self.comparison.runs(name)[0]).partition("(")[2][:-1]) for name in names]
+            if len(names) > 1:
+                settings = [f"{name}: {own}" for name, own in zip(names, settings, strict=True)]
+            swept = str(getattr(self.comparison, "strategy", "")) if len(named) == 1 else ""
+            few = len(names) <= _NAMED and not swept
+            if text:
+                found.append([swept or _joined(names), text, "\n".join(settings if few else [])])
+        return found
 
     def _values(self) -> dict[str, list[str]]:
         """Setting of a sweep → the text of its values, in their order."""
@@ -378,6 +402,12 @@ def _joined(names: Sequence[str]) -> str:
     return (
         " and ".join(filter(None, [", ".join(own[:-1]), *own[-1:]])) if len(own) <= _NAMED else brief_list(own, _NAMED)
     )
+
+
+def _call(run: ComparedRun) -> str:
+    """Return the call that makes a run's strategy, as text."""
+    about = run.history.config.get("strategy")
+    return str(about.get("call", "")) if isinstance(about, Mapping) else ""
 
 
 def _data(about: Any) -> str:

@@ -741,19 +741,19 @@
     $("timeline-remark").textContent = line ? `Steps ${line.steps[0]} to ${line.steps[1]} on ${P.network.text}, where the page was made.` : "";
     if (line) {
       const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
-      const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait"].map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
+      const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait", "late", "absent"].filter((what) => bars.some((bar) => bar[0] === what)).map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,
         height: 62 + 46 * line.nodes, left: 62, xlabel: start > 0 ? "seconds from the start of the run" : "seconds on the network", ylabel: "", x: (a, b) => scale(start, end, a, b, false),
         y: (a, b) => Object.assign((row) => b + 24 + row * 46, { ticks: () => [] }) });
-      const HEIGHTS = { compute: [-18, 16], wait: [-18, 16], send: [2, 12] };
-      const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", send: ink(run) };
+      const NAMES = { compute: "computes", wait: "waits", late: "late: work dropped", absent: "absent", send: "sends" };
+      const paint = { compute: dark.matches ? "#70757d" : "#9a9ea5", wait: dark.matches ? "#6b4a2c" : "#f6d2b8", late: dark.matches ? "#3f4a5c" : "#c9d6e8", absent: panel(), send: ink(run) };
       for (const [what, node, from, to, step, label] of bars) {
         if (to <= start) continue;
-        const [top, tall] = HEIGHTS[what], x = f.x(Math.max(from, start));
-        f.plot.append(svg("rect", { x, y: f.y(node) + top, width: Math.max(0.6, f.x(to) - x - 0.6), height: tall, fill: paint[what] }, svg("title", {}, `step ${step}: ${what}${label ? ` ${label}` : ""}, ${took(to - from)}`)));
+        const [top, tall] = what === "send" ? [2, 12] : [-18, 16], x = f.x(Math.max(from, start));
+        f.plot.append(svg("rect", { x, y: f.y(node) + top, width: Math.max(0.6, f.x(to) - x - 0.6), height: tall, fill: paint[what], stroke: what === "absent" ? "#888888" : "none" }, svg("title", {}, `step ${step}: ${what}${label ? ` ${label}` : ""}, ${took(to - from)}`)));
       }
       for (let node = 0; node < line.nodes; node += 1) f.root.append(svg("text", { class: "soft", x: f.box.left - 7, y: f.y(node), "text-anchor": "end" }, `node ${node}`));
-      $("timeline").append(el("p", { class: "remark" }, ...Object.entries({ compute: "computes", wait: "waits", send: "sends" }).flatMap(([what, text]) => {
-        const box = svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: paint[what] }));
+      $("timeline").append(el("p", { class: "remark" }, ...Object.entries(NAMES).filter(([what]) => !["late", "absent"].includes(what) || bars.some((bar) => bar[0] === what)).flatMap(([what, text]) => {
+        const box = svg("svg", { viewBox: "0 0 10 10", "aria-hidden": "true" }, svg("rect", { width: 10, height: 10, fill: paint[what], stroke: what === "absent" ? "#888888" : "none" }));
         Object.assign(box.style, { display: "inline-block", width: "10px", height: "10px", margin: "0 5px 0 0" });
         return [el("span", {}, box, `${text}\u2003`)];
       })));
@@ -1152,6 +1152,8 @@
     fill($("heaty"), P.varied.map((key) => [key, key]), state.heaty);
     fill($("shade"), Object.entries(SHADES), state.shade);
     fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
+    $("what").hidden = !P.strategies.length;
+    $("strategies").replaceChildren(...P.strategies.flatMap(([names, text, settings]) => [el("dt", {}, el("bdi", {}, names)), el("dd", {}, text, settings ? el("div", { class: "remark" }, settings) : null)]));
     $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text.includes("\n") ? el("details", {}, el("summary", {}, "all settings, data, versions and calls"), text) : text)]));
     makeSliders();
     render();

@@ -1,0 +1,68 @@
+"""The workflows of the repository's host: their form, and that each of their commands is a line that calls `.ci/`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / ".ci").iterdir())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+# A command: what it needs, and a script with arguments.
+COMMAND = re.compile(r"(?:pip install -q [\w\" .,\[\]-]+ && )?\.ci/(\w+)(?: [\w.${} -]+)?")
+
+
+def read(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_can_be_run(script: Path) -> None:
+    assert script.read_text(encoding="utf-8").startswith("#!/usr/bin/env bash\n") and os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_the_form_that_its_host_reads(path: Path) -> None:
+    content = read(path)
+    # YAML 1.1 reads the key "on" as True.
+    assert content.keys() == {"name", True, "permissions", "jobs"} | (content.keys() & {"concurrency"})
+    assert content["name"] == path.stem
+    assert content[True].keys() <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+    for name, job in content["jobs"].items():
+        assert job["runs-on"] and job["steps"], name
+        assert set([job["needs"]] if "needs" in job else []) <= content["jobs"].keys()
+        matrix = job.get("strategy", {}).get("matrix", {})
+        assert set(re.findall(r"matrix\.(\w+)", str(job))) == matrix.keys()
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step["uses"])
+            else:
+                found = COMMAND.fullmatch(step["run"])
+                assert found and (ROOT / ".ci" / found[1]) in SCRIPTS, step["run"]
+
+
+def test_every_python_is_tested_with_the_oldest_and_the_newest_torch() -> None:
+    job = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["versions"]
+    (wanted,) = re.findall(r"wanted=\(3\.1\{([\d,]+)\}-\{([\w,]+)\}\)", (ROOT / ".ci" / "versions").read_text("utf-8"))
+    assert job["strategy"]["matrix"] == {
+        "python": [f"3.1{minor}" for minor in wanted[0].split(",")],
+        "torch": wanted[1].split(","),
+    }
+
+
+def test_before_a_commit_run_the_checks_of_ci() -> None:
+    (repo,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    for hook in repo["hooks"]:
+        entry = re.sub(r" README\.md.*", " ./*.md", hook["entry"])
+        assert entry in script and hook["language"] == "system" and not hook["pass_filenames"], entry
