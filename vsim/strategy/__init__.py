@@ -41,6 +41,7 @@ from vsim.strategy.compression import (
     TopK,
     UniformQuantizer,
 )
+from vsim.strategy.d2 import CorrectedGossip, D2Strategy
 from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy
 from vsim.strategy.demo import DeMoStrategy
@@ -51,6 +52,7 @@ from vsim.strategy.ditto import DittoStrategy, PersonalModels
 from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.edit import EDiTCommunicator, EDiTStrategy
+from vsim.strategy.exact_diffusion import ExactDiffusionStrategy, LazyCorrectedGossip
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
 from vsim.strategy.feddyn import DynamicRegularizer, FedDynStrategy
@@ -59,12 +61,17 @@ from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, S
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.fedrep import AlternatingAverage, FedRepStrategy
-from vsim.strategy.gossip import GossipCommunicator, GossipStrategy, RandomGraph
+from vsim.strategy.gossip import GossipCommunicator, GossipStrategy
 from vsim.strategy.gpa import GPAStrategy
+from vsim.strategy.gradient_tracking import GradientTrackingStrategy, TrackingGossip
+from vsim.strategy.graphs import RandomGraph
 from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
+from vsim.strategy.push_sum import PushSum, PushSumStrategy
+from vsim.strategy.quasi_global import QuasiGlobalMomentum, QuasiGlobalMomentumStrategy
+from vsim.strategy.relay_sum import RelaySum, RelaySumStrategy
 from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -96,6 +103,12 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "gossip": (GossipStrategy, {}),
+    "d2": (D2Strategy, {}),
+    "exact_diffusion": (ExactDiffusionStrategy, {}),
+    "gradient_tracking": (GradientTrackingStrategy, {}),
+    "quasi_global": (QuasiGlobalMomentumStrategy, {}),
+    "push_sum": (PushSumStrategy, {}),
+    "relay_sum": (RelaySumStrategy, {}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
@@ -137,21 +150,22 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
 # fmt: off
 __all__ = [
     "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "Algorithm", "AloneStrategy",
-    "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average",
-    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates",
-    "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
+    "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "AveragingCommunicator",
+    "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates", "CorrectedGossip",
+    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
     "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy", "DittoStrategy",
-    "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator", "EagerDiLoCoStrategy",
-    "Every", "FedAdagrad", "FedAdam", "FedAvgStrategy", "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy",
-    "FedOptStrategy", "FedPerStrategy", "FedProxStrategy", "FedRepStrategy", "FedYogi", "GPAStrategy",
-    "GossipCommunicator", "GossipStrategy", "GradientAverage", "GroupAverage", "HierarchicalStrategy",
-    "IndexSelector", "LocalNorms", "MuLoCoStrategy", "NoLoCoStrategy", "NormalizedAverage", "OptimSpec",
-    "PairCommunicator", "PartitionedIndexSelector", "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD",
-    "PrivateAverage", "ProximalTerm", "RandomGraph", "RandomIndexSelector", "RandomK", "Rule",
-    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds", "ServerStep",
-    "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SlowMomentum",
-    "SparseCommunicator", "SparseLoCoStrategy", "StateAverage", "StatisticalQuantizer", "Strategy",
-    "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK", "UniformQuantizer", "When",
-    "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda", "ties",
-    "trimmed_mean", "tsv",
+    "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator", "EagerDiLoCoStrategy", "Every",
+    "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy", "FedBNStrategy", "FedDynStrategy",
+    "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy", "FedRepStrategy", "FedYogi",
+    "GPAStrategy", "GossipCommunicator", "GossipStrategy", "GradientAverage", "GradientTrackingStrategy",
+    "GroupAverage", "HierarchicalStrategy", "IndexSelector", "LazyCorrectedGossip", "LocalNorms", "MuLoCoStrategy",
+    "NoLoCoStrategy", "NormalizedAverage", "OptimSpec", "PairCommunicator", "PartitionedIndexSelector",
+    "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD", "PrivateAverage", "ProximalTerm", "PushSum",
+    "PushSumStrategy", "QuasiGlobalMomentum", "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector",
+    "RandomK", "RelaySum", "RelaySumStrategy", "Rule", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy",
+    "ScaledSign", "Seconds", "ServerStep", "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy",
+    "SlowMoStrategy", "SlowMomentum", "SparseCommunicator", "SparseLoCoStrategy", "StateAverage",
+    "StatisticalQuantizer", "Strategy", "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
+    "TrackingGossip", "UniformQuantizer", "When", "centered_clip", "clip", "compress", "edit", "geometric_median",
+    "iso", "krum", "mean", "median", "rda", "ties", "trimmed_mean", "tsv",
 ]
