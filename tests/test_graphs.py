@@ -260,3 +260,34 @@ def test_a_resumed_run_is_the_whole_run(make: Make, options: dict[str, Any], tmp
     )
     np.testing.assert_array_equal(resumed.history.node_losses, whole.history.node_losses)
     assert list(resumed.ledger) == list(whole.ledger)
+
+
+# How far the nodes are apart ------------------------------------------------------------------------------------------
+
+
+def test_the_consensus_distance_at_every_validation() -> None:
+    seen: list[float] = []
+
+    def note(run: Any) -> None:
+        rows = run.cluster.weights.double()
+        seen.append(float((rows - rows.mean(0)).square().sum(1).mean().sqrt()))
+        assert "consensus_distance" in run.columns
+
+    examples = TensorDataset(normal(64, 6), torch.arange(64) % 3)
+    options: Any = {"num_nodes": 4, "max_steps": 6, "val_interval": 2, "progress": False}
+    trainer = vsim.Trainer(MLP(6, (8,), 3, seed=0), examples, examples)
+    trainer.fit(strategy=GossipStrategy("sgd", lr=0.1), callbacks=[note], **options)
+    found = trainer.history["consensus_distance"]
+    assert found[::2].tolist() == pytest.approx([0.0, *seen[1::2]], rel=1e-5) and np.isnan(found[1::2]).all()
+    assert seen[-1] > 1e-4 and all(event.collective == "send" for event in trainer.ledger)
+
+    names = {"ring": GossipStrategy("sgd", lr=0.1), "DDP": vsim.strategy.SimpleReduceStrategy("sgd", lr=0.1)}
+    compared = vsim.compare(MLP(6, (8,), 3, seed=0), examples, strategies=names, val_dataset=examples, **options)
+    assert [row["consensus distance"] for row in compared.rows()] == pytest.approx([seen[-1], np.nan], nan_ok=True)
+    assert "consensus distance" in compared.table()
+    (line, *_), axes = compared.plot(y="consensus_distance").get_lines(), compared.plot(y="consensus_distance")
+    assert axes.get_yscale() == "log" and line.get_xdata().tolist() == [2, 4, 6]
+    with refused(ValueError, "consensus_distance", "a strategy on a graph"):
+        vsim.compare(MLP(6, (8,), 3), examples, strategies={"DDP": names["DDP"]}, val_dataset=examples, **options).plot(
+            y="consensus_distance"
+        )

@@ -19,7 +19,7 @@ CLIENT_LOSSES, CLIENT_ACCURACIES = (
 )
 SIMULATED = "seconds to simulate"
 DIGITS = {
-    **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
+    **dict.fromkeys(("validation loss", "training loss", "test loss", "consensus distance", *CLIENT_LOSSES), 4),
     **dict.fromkeys((SIMULATED, "validation seconds"), 1),
 }
 # Characters that stand for LaTeX commands, because tabulate would escape the commands.

@@ -479,6 +479,11 @@ class Algorithm(Configured):
         return type(self).model_weights is Algorithm.model_weights and not replaced
 
     @property
+    def is_gossip(self) -> bool:
+        """Whether a module lets nodes meet few others only."""
+        return any(module.is_gossip for module in self.communication_modules)
+
+    @property
     def is_personal(self) -> bool:
         """Whether clients use personal models in place of the global model."""
         modules = (type(module).personalize for module in self.communication_modules)
