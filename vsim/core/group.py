@@ -353,6 +353,7 @@ def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any) ->
             group.leave(run, error)
         for node in resting[run]:
             run.node_losses[node] = math.nan
+        run.cluster.losses = run.node_losses
     for run in group.taking:
         if not run.is_running:
             run.put_back_resting()

@@ -4,6 +4,7 @@ from typing import Any
 
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy import average
+from vsim.strategy.afl import AFLStrategy, AgnosticAverage
 from vsim.strategy.allreduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
@@ -70,6 +71,7 @@ from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
 from vsim.strategy.push_sum import PushSum, PushSumStrategy
+from vsim.strategy.qfedavg import FairStep, QFedAvgStrategy
 from vsim.strategy.quasi_global import QuasiGlobalMomentum, QuasiGlobalMomentumStrategy
 from vsim.strategy.relay_sum import RelaySum, RelaySumStrategy
 from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
@@ -119,6 +121,8 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "ditto": (DittoStrategy, {"H": 10}),
     "fednova": (FedNovaStrategy, {"H": 10}),
     "feddyn": (FedDynStrategy, {"H": 10, "lr": 0.3}),
+    "qfedavg": (QFedAvgStrategy, {"H": 10}),
+    "afl": (AFLStrategy, {"H": 10}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
     "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
@@ -149,23 +153,24 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
 
 # fmt: off
 __all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "Algorithm", "AloneStrategy",
-    "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "AveragingCommunicator",
-    "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates", "CorrectedGossip",
-    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
-    "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy", "DittoStrategy",
-    "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator", "EagerDiLoCoStrategy", "Every",
-    "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy", "FedBNStrategy", "FedDynStrategy",
-    "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy", "FedRepStrategy", "FedYogi",
-    "GPAStrategy", "GossipCommunicator", "GossipStrategy", "GradientAverage", "GradientTrackingStrategy",
-    "GroupAverage", "HierarchicalStrategy", "IndexSelector", "LazyCorrectedGossip", "LocalNorms", "MuLoCoStrategy",
-    "NoLoCoStrategy", "NormalizedAverage", "OptimSpec", "PairCommunicator", "PartitionedIndexSelector",
-    "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD", "PrivateAverage", "ProximalTerm", "PushSum",
-    "PushSumStrategy", "QuasiGlobalMomentum", "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector",
-    "RandomK", "RelaySum", "RelaySumStrategy", "Rule", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy",
-    "ScaledSign", "Seconds", "ServerStep", "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy",
-    "SlowMoStrategy", "SlowMomentum", "SparseCommunicator", "SparseLoCoStrategy", "StateAverage",
-    "StatisticalQuantizer", "Strategy", "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
-    "TrackingGossip", "UniformQuantizer", "When", "centered_clip", "clip", "compress", "edit", "geometric_median",
-    "iso", "krum", "mean", "median", "rda", "ties", "trimmed_mean", "tsv",
+    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "AgnosticAverage", "Algorithm",
+    "AloneStrategy", "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average",
+    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates",
+    "CorrectedGossip", "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy",
+    "DecoupledDiLoCoStrategy", "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy",
+    "DittoStrategy", "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator",
+    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FairStep", "FedAdagrad", "FedAdam", "FedAvgStrategy",
+    "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
+    "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipCommunicator", "GossipStrategy", "GradientAverage",
+    "GradientTrackingStrategy", "GroupAverage", "HierarchicalStrategy", "IndexSelector", "LazyCorrectedGossip",
+    "LocalNorms", "MuLoCoStrategy", "NoLoCoStrategy", "NormalizedAverage", "OptimSpec", "PairCommunicator",
+    "PartitionedIndexSelector", "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD", "PrivateAverage",
+    "ProximalTerm", "PushSum", "PushSumStrategy", "QFedAvgStrategy", "QuasiGlobalMomentum",
+    "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector", "RandomK", "RelaySum", "RelaySumStrategy",
+    "Rule", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds", "ServerStep",
+    "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SlowMomentum",
+    "SparseCommunicator", "SparseLoCoStrategy", "StateAverage", "StatisticalQuantizer", "Strategy",
+    "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK", "TrackingGossip", "UniformQuantizer",
+    "When", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda",
+    "ties", "trimmed_mean", "tsv",
 ]
