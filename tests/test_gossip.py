@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim.models import MLP
 from vsim.strategy import GossipStrategy, OptimSpec, RandomGraph
-from vsim.strategy.graphs import TOPOLOGIES, edges_of, mixing, spectral_gap
+from vsim.strategy.graphs import TOPOLOGIES, cycle, edges_of, gap_of, mixing
 
 SGD = OptimSpec("sgd", lr=0.5)
 DOUBLE = torch.float64
@@ -31,6 +32,10 @@ DOUBLE = torch.float64
 
 def W(topology: Any, num_nodes: int, number: int = 0) -> Tensor:
     return GossipStrategy(topology=topology).mixing_matrix(num_nodes, number)
+
+
+def spectral_gap(topology: str, active: Sequence[int]) -> float:
+    return gap_of(tuple((topology, number) for number in range(cycle(topology, len(active)))), active)
 
 
 def by_hand(rows: list[list[int]], of: int) -> Tensor:

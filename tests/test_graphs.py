@@ -115,6 +115,8 @@ def test_push_sum_reaches_the_mean_where_shares_alone_do_not() -> None:
     P = PushSumStrategy(topology=ARROWS).mixing_matrix(5)
     torch.testing.assert_close(P.sum(0), torch.ones(5, dtype=DOUBLE))
     assert P[:, 0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0])
+    both = PushSumStrategy(topology=RandomGraph(3)).mixing_matrix(6)
+    torch.testing.assert_close(both, GossipStrategy(topology=RandomGraph(3)).mixing_matrix(6))
     assert PushSumStrategy(topology="exponential").mixing_matrix(8)[:, 0].nonzero().flatten().tolist() == [0, 1, 2, 4]
 
 

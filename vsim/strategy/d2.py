@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vsim.cluster import Cluster
 from vsim.strategy.gossip import GraphStrategy, OnGraph
-from vsim.strategy.graphs import MOST_NODES, mixing, varies
+from vsim.strategy.graphs import MOST_NODES, cycle, mixing
 
 
 class CorrectedGossip(OnGraph):
@@ -34,32 +34,23 @@ class CorrectedGossip(OnGraph):
     correction: Tensor  # c, stacked (R, P)
 
     def __init__(self, *, topology: Any = "ring") -> None:
-        super().__init__(topology)
-        if varies(self.topology):
+        super().__init__(topology=topology)
+        if cycle(self.topology, MOST_NODES) != 1:
             raise ValueError(
                 f"topology: D² and exact diffusion need one symmetric W; got {topology!r:.100}, which varies"
             )
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self._check(cluster)
-        self.keep_stacked(correction=torch.zeros_like(cluster.weights))
-
-    def attend(self, cluster: Cluster) -> None:
-        super().attend(cluster)
-        self._check(cluster)
-        self.correction = torch.zeros_like(cluster.weights)
-
-    def _check(self, cluster: Cluster) -> None:
-        if cluster.num_nodes > MOST_NODES:
-            return
-        graph, _ = self.graph(cluster, 0)
-        smallest = float(torch.linalg.eigvalsh(mixing(graph, cluster.active).matrix())[0])
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
+        n, smallest = cluster.num_nodes, 0.0
+        if n <= MOST_NODES:
+            matrix = mixing(self.graph(cluster, 0)[0], cluster.active).matrix()
+            smallest = float(torch.linalg.eigvalsh(matrix)[0])
         if smallest < self.least - 1e-9:
             raise ValueError(
-                f"topology: W of the {cluster.num_nodes} nodes has the eigenvalue {smallest:.3f}, and D² diverges "
+                f"topology: W of the {n} nodes has the eigenvalue {smallest:.3f}, and D² diverges "
                 "below −1/3; take ExactDiffusionStrategy, a ring, or smaller weights of edges"
             )
+        return {"correction": torch.zeros_like(cluster.weights)}
 
     def sync(self, cluster: Cluster) -> None:
         mixed = self.combined(cluster.weights + self.correction, cluster)

@@ -19,15 +19,13 @@ from vsim.strategy.graphs import (
     Graph,
     GraphCycle,
     Topology,
-    check_messages,
-    check_nodes,
+    check_fits,
     cycle,
     gap_of,
     graph_at,
     mixing,
     parts_of,
     topology_of,
-    varies,
 )
 from vsim.strategy.when import When, sync_interval
 
@@ -45,8 +43,12 @@ class OnGraph(CommunicationModule):
     mixings: int  # the number of mixings among these nodes so far
     derived = ("has_warned",)
 
-    def __init__(self, topology: Any) -> None:
+    def __init__(self, *, topology: Any = "ring") -> None:
         self.topology: Topology = topology_of(topology, self.directed)
+
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
+        """Return the stacked state of nodes that begin, or that meet other nodes than before. Default: none."""
+        return {}
 
     def recorded(self, name: str, value: Any) -> Any:
         if name != "topology":
@@ -55,16 +57,16 @@ class OnGraph(CommunicationModule):
 
     def setup(self, cluster: Cluster) -> None:
         n = cluster.population
-        check_messages(self.topology, n)
-        check_nodes(self.topology, n)
+        check_fits(self.topology, n)
         if parts_of(self.topology, n, range(n), self.directed) > 1:
             ways = ", along its arrows," if self.directed else ""
             raise ValueError(f"topology: the graph{ways} must connect all {n} nodes")
         self.has_warned = False
         self.keep_shared(mixings=0)
+        self.keep_stacked(**self.fresh(cluster))
 
     def attend(self, cluster: Cluster) -> None:
-        self.mixings = 0
+        vars(self).update(self.fresh(cluster), mixings=0)
         parts = parts_of(self.topology, cluster.population, cluster.active, self.directed)
         if parts > 1 and not self.has_warned:
             self.has_warned = True
@@ -101,8 +103,7 @@ class OnGraph(CommunicationModule):
 
     def measured(self, cluster: Cluster) -> dict[str, float]:
         n, last = cluster.num_nodes, max(0, self.mixings - 1)
-        repeats = not callable(self.topology) and not getattr(self.topology, "redrawn", False)
-        numbers = range(cycle(self.topology, n)) if repeats else [last]
+        numbers = range(cycle(self.topology, n)) or [last]
         graphs = tuple(self.graph(cluster, number) for number in numbers)
         return {"spectral_gap": gap_of(graphs, cluster.active, self.directed)}
 
@@ -124,7 +125,7 @@ class GraphStrategy(Algorithm):
     @property
     def _repeats(self) -> bool:
         own = type(self).__module__.startswith("vsim.")
-        return own and not varies(self.gossip.topology) and self.gossip.when.period == 1
+        return own and cycle(self.gossip.topology, MOST_NODES) == 1 and self.gossip.when.period == 1
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
         """Return W (K, K) of mixing number `number`, counted from 0; it matters on graphs that vary.
@@ -182,7 +183,7 @@ class GossipCommunicator(OnGraph):
     attack: Attack | None = None  # acts on the moves that nodes send
 
     def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
-        super().__init__(topology)
+        super().__init__(topology=topology)
         self.H = sync_interval(H)
         self.tracking = true_or_false("tracking", tracking)
         if self.tracking and H != 1:
@@ -193,20 +194,10 @@ class GossipCommunicator(OnGraph):
         """Why attackers cannot replace the vectors that nodes send; "" if they can."""
         return "with tracking=True nodes send weights and trackers" if self.tracking else ""
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        if self.tracking:
-            self.keep_stacked(correction=torch.zeros_like(cluster.weights))
-        if self.attack is not None:
-            self.attack.attackers(cluster.population)
-            self.keep_stacked(origin=cluster.weights.clone())
-
-    def attend(self, cluster: Cluster) -> None:
-        super().attend(cluster)
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         if self.tracking:  # with other nodes, Σ y = Σ g would no longer hold
-            self.correction = torch.zeros_like(cluster.weights)
-        if self.attack is not None:
-            self.origin = cluster.weights.clone()
+            return {"correction": torch.zeros_like(cluster.weights)}
+        return {} if self.attack is None else {"origin": cluster.weights.clone()}
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         if not self.tracking:
@@ -225,24 +216,15 @@ class GossipCommunicator(OnGraph):
     def sync(self, cluster: Cluster) -> None:
         if self.tracking:
             return
-        rows: Tensor = cluster.weights
         if self.attack is not None:
-            moves = rows - self.origin
+            moves = cluster.weights - self.origin
             self.attack(moves, cluster)
-            rows = self._attacked(rows, moves, cluster)
-        cluster.weights.copy_(self.mixed(rows, cluster, "weights"))
-        if self.attack is not None:
-            self.origin = cluster.weights.clone()
-
-    def _attacked(self, rows: Tensor, moves: Tensor, cluster: Cluster) -> Tensor:
-        """Return the rows (R, P) that nodes send: attackers' rows moved by `moves` (R, P), other rows unchanged."""
-        assert self.attack is not None
-        bad, first = {*self.attack.attackers(cluster.population)}, cluster.collectives.nodes.start
-        sent = rows.clone()
-        for place in cluster.collectives.nodes:
-            if cluster.active[place] in bad:
-                sent[place - first] = self.origin[place - first] + moves[place - first]
-        return sent
+            bad = {*self.attack.attackers(cluster.population)}
+            for row, place in enumerate(cluster.collectives.nodes):
+                if cluster.active[place] in bad:
+                    cluster.weights[row] = self.origin[row] + moves[row]
+        cluster.weights.copy_(self.mixed(cluster.weights, cluster, "weights"))
+        self.follow(cluster)
 
 
 class GossipStrategy(GraphStrategy, of=GossipCommunicator):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -32,16 +30,8 @@ class TrackingGossip(OnGraph):
     tracker: Tensor  # y, stacked (R, P); within a step
     derived = ("tracker",)
 
-    def __init__(self, *, topology: Any = "ring") -> None:
-        super().__init__(topology)
-
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self.keep_stacked(correction=torch.zeros_like(cluster.weights))
-
-    def attend(self, cluster: Cluster) -> None:
-        super().attend(cluster)
-        self.correction = torch.zeros_like(cluster.weights)
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
+        return {"correction": torch.zeros_like(cluster.weights)}
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         self.tracker = cluster.grads + self.correction

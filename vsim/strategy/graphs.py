@@ -115,26 +115,18 @@ def graph_at(topology: Topology, population: int, number: int, step: int, direct
         turn, place = divmod(number, len(topology.graphs))
         return graph_at(topology.graphs[place], population, turn, step, directed)
     if isinstance(topology, RandomGraph):
-        return _drawn(topology, population, number if topology.redrawn else 0), 0
+        edges = _drawn(topology, population, number if topology.redrawn else 0)
+        return (*edges, *((j, i) for i, j in edges)) if directed else edges, 0
     if isinstance(topology, str | tuple):
         return topology, number
     found = topology_of(topology(step), directed)
     if not isinstance(found, str | tuple):
         raise TypeError(f"topology at step {step}: a function must return a name or edges, got {found!r:.100}")
-    check_nodes(found, population)
+    check_fits(found, population)
     return found, number
 
 
 _drawn = lru_cache(maxsize=64)(RandomGraph.edges)
-
-
-def varies(topology: Topology) -> bool:
-    """Return whether two mixings may be on different graphs."""
-    return (
-        not isinstance(topology, str | RandomGraph | tuple)
-        or topology == "one_peer_exponential"
-        or (isinstance(topology, RandomGraph) and topology.redrawn)
-    )
 
 
 def mixing(graph: Graph, active: Sequence[int], number: int = 0, directed: bool = False) -> Mixing:
@@ -172,19 +164,15 @@ def _mixing(graph: Graph, active: Sequence[int], number: int, directed: bool) ->
     return Mixing(rounds, received, (1 - (sent if directed else received.sum(0))).clamp(min=0))
 
 
-def spectral_gap(topology: Topology, active: Sequence[int], directed: bool = False) -> float:
-    """Return 1 − |λ₂(W)|; if the graph repeats after t > 1 mixings, 1 − the mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
-
-    NaN for more than 1024 nodes on a graph that does not look alike from all nodes.
-    """
-    n = len(active)
-    graphs = [graph_at(topology, n, number, 1, directed) for number in range(cycle(topology, n))]
-    return gap_of(tuple(graphs), active, directed)
-
-
 @lru_cache(maxsize=64)
 def gap_of(graphs: Sequence[tuple[Graph, int]], active: Sequence[int], directed: bool = False) -> float:
-    """Return the gap of the mixings on these graphs, given with their numbers; see `spectral_gap`."""
+    """Return 1 − |λ₂(W)|; for t > 1 graphs, which take turns, 1 − the mean contraction ‖Wₜ ⋯ W₁ − 1/n‖₂^(1/t).
+
+    NaN for more than 1024 nodes on a graph that does not look alike from all nodes.
+
+    Args:
+        graphs: each with the number of the mixing on it.
+    """
     n, hops = len(active), [_hops(graph, len(active), number, directed) for graph, number in graphs]
     if None not in hops:  # the Fourier transform has the eigenvalues of a circulant matrix
         product = np.ones(n, dtype=complex)
@@ -217,21 +205,21 @@ def _hops(graph: Topology, n: int, number: int = 0, directed: bool = False) -> l
     return sorted({hop % n for one in ahead for hop in ((one,) if directed else (one, -one))} - {0})
 
 
-def check_messages(topology: Topology, n: int) -> None:
-    """Raise a ValueError if a mixing of n nodes sends too many messages to simulate."""
+def check_fits(topology: Topology, n: int) -> None:
+    """Raise a ValueError if edges do not fit n nodes, or if a mixing sends too many messages to simulate."""
     if isinstance(topology, GraphCycle):
         for graph in topology.graphs:
-            check_messages(graph, n)
-        return
+            check_fits(graph, n)
+    messages = 0
     if isinstance(topology, RandomGraph):
         messages = topology.degree * n
     elif isinstance(topology, tuple):
         messages = 2 * len(topology)
+        if (most := max((max(edge[:2]) for edge in topology), default=0)) >= n:
+            raise ValueError(f"topology: nodes are 0 … {n - 1}, got {most}")
     elif isinstance(topology, str):  # the hops of a complete graph need not be listed
-        most = {"complete": n - 1, "torus": 4, "chain": 2, "binary_tree": 2}
-        messages = n * (most[topology] if topology in most else len(_hops(topology, n) or []))
-    else:
-        return
+        each = {"complete": n - 1, "torus": 4, "chain": 2, "binary_tree": 2}
+        messages = n * (each[topology] if topology in each else len(_hops(topology, n) or []))
     if messages > _MOST_MESSAGES:
         raise ValueError(
             f"topology={topology!r:.100}: a mixing of {n:,} nodes sends {messages:,} messages, and at most "
@@ -239,32 +227,17 @@ def check_messages(topology: Topology, n: int) -> None:
         )
 
 
-def check_nodes(topology: Topology, n: int, directed: bool = False) -> None:
-    """Raise a ValueError if the edges of a user's graph do not fit n nodes."""
-    if isinstance(topology, GraphCycle):
-        for graph in topology.graphs:
-            check_nodes(graph, n)
-    elif isinstance(topology, tuple) and (most := max((max(edge[:2]) for edge in topology), default=0)) >= n:
-        raise ValueError(f"topology: nodes are 0 … {n - 1}, got {most}")
-
-
 def parts_of(topology: Topology, population: int, active: Sequence[int], directed: bool = False) -> int:
     """Return the number of parts among `active` between which no message travels; 1 if the graph connects the nodes.
 
-    Graphs that take turns connect nodes together. Names always connect, and a function of the step is not checked.
+    Graphs that take turns connect nodes together, as do graphs that are redrawn. Names always connect. A function of
+    the step is not checked.
     """
-    if isinstance(topology, str) or not isinstance(topology, RandomGraph | GraphCycle | tuple):
-        return 1
     graphs = topology.graphs if isinstance(topology, GraphCycle) else (topology,)
-    numbers = [0] if not isinstance(topology, RandomGraph) or not topology.redrawn else range(8)
-    edges: list[Pair] = []
-    for graph, number in ((graph, number) for graph in graphs for number in numbers):
-        if isinstance(graph, str):
-            return 1
-        known, _ = graph_at(graph, population, number, 1)
-        both = directed and isinstance(graph, RandomGraph)
-        found = [(edge[0], edge[1]) for edge in edges_of(known, active, directed)]
-        edges += [*found, *((j, i) for i, j in found if both)]
+    if not all(isinstance(own, tuple) or (isinstance(own, RandomGraph) and not own.redrawn) for own in graphs):
+        return 1
+    known = [graph_at(graph, population, 0, 1, directed)[0] for graph in graphs]
+    edges = [(edge[0], edge[1]) for graph in known for edge in edges_of(graph, active, directed)]
     return num_parts(edges, len(active), directed)
 
 
@@ -292,12 +265,15 @@ def edges_of(graph: Graph, active: Sequence[int], directed: bool = False) -> Edg
 
 
 def cycle(topology: Topology, n: int) -> int:
-    """Return the number of mixings after which the graph repeats; 1 if every graph is new.
+    """Return the number of mixings after which the graph repeats; 0 if it never does.
 
     ⌈log₂ n⌉ for "one_peer_exponential".
     """
     if isinstance(topology, GraphCycle):
-        return len(topology.graphs) * max(cycle(graph, n) for graph in topology.graphs)
+        inner = [cycle(graph, n) for graph in topology.graphs]
+        return len(inner) * max(inner) if all(inner) else 0
+    if callable(topology) or (isinstance(topology, RandomGraph) and topology.redrawn):
+        return 0
     return max(1, (n - 1).bit_length()) if topology == "one_peer_exponential" else 1
 
 
@@ -369,7 +345,7 @@ def topology_of(given: Any, directed: bool = False) -> Topology:
             raise type(error)(f"topology: the function of the step failed at step 1: {error}") from error
         return given
     listed = a_list("topology", given)
-    if listed and not _is_edge(listed[0]) and _is_graph(listed[0]):
+    if listed and _is_graph(listed[0]):
         graphs = tuple(topology_of(graph, directed) for graph in listed)
         if odd := [graph for graph in graphs if not isinstance(graph, str | RandomGraph | tuple)]:
             raise TypeError(f"topology: a list of graphs takes names, RandomGraphs and edges, got {odd[0]!r:.100}")
@@ -377,12 +353,10 @@ def topology_of(given: Any, directed: bool = False) -> Topology:
     return _edges(listed, directed)
 
 
-def _is_edge(item: Any) -> bool:
-    return isinstance(item, list | tuple) and not any(isinstance(end, list | tuple) for end in item)
-
-
 def _is_graph(item: Any) -> bool:
-    return isinstance(item, str | Path | RandomGraph) or hasattr(item, "edges") or isinstance(item, list | tuple)
+    """Return whether an item of a list is a graph, and not an edge."""
+    listed = isinstance(item, list | tuple) and any(isinstance(end, list | tuple) for end in item)
+    return listed or isinstance(item, str | Path | RandomGraph) or hasattr(item, "edges")
 
 
 def _edges(listed: Sequence[Any], directed: bool) -> Edges:

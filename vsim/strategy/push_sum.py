@@ -39,15 +39,10 @@ class PushSum(OnGraph):
     derived = ("before",)
 
     def __init__(self, *, topology: Any = "one_peer_exponential") -> None:
-        super().__init__(topology)
+        super().__init__(topology=topology)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self.keep_stacked(pushed=cluster.weights.clone(), mass=torch.ones_like(cluster.weights[:, :1]))
-
-    def attend(self, cluster: Cluster) -> None:
-        super().attend(cluster)
-        self.pushed, self.mass = cluster.weights.clone(), torch.ones_like(cluster.weights[:, :1])
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
+        return {"pushed": cluster.weights.clone(), "mass": torch.ones_like(cluster.weights[:, :1])}
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         self.before = cluster.weights.clone()

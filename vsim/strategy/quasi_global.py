@@ -36,16 +36,11 @@ class QuasiGlobalMomentum(OnGraph):
     derived = ("before",)
 
     def __init__(self, *, topology: Any = "ring", momentum: float = 0.9) -> None:
-        super().__init__(topology)
+        super().__init__(topology=topology)
         self.momentum = real_number("momentum", momentum, at_least=0, below=1)
 
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        self.keep_stacked(momentum_buffer=torch.zeros_like(cluster.weights))
-
-    def attend(self, cluster: Cluster) -> None:
-        super().attend(cluster)
-        self.momentum_buffer = torch.zeros_like(cluster.weights)
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(cluster.weights)}
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         self.before = cluster.weights.clone()

@@ -14,7 +14,7 @@ from torch import Tensor
 from vsim.arguments import one_of
 from vsim.cluster import Cluster
 from vsim.strategy.gossip import GraphStrategy, OnGraph
-from vsim.strategy.graphs import Edges, edges_of, parts_of, varies
+from vsim.strategy.graphs import Edges, edges_of, parts_of
 
 
 class RelaySum(OnGraph):
@@ -43,9 +43,9 @@ class RelaySum(OnGraph):
     filler: Tensor  # x₀, stacked (R, P); of form="model"
 
     def __init__(self, *, topology: Any = "chain", form: str = "model") -> None:
-        super().__init__(topology)
+        super().__init__(topology=topology)
         self.form = one_of("form", form, ("model", "gradient"))
-        if varies(self.topology) or not (self.topology in ("chain", "binary_tree") or isinstance(self.topology, tuple)):
+        if not (self.topology in ("chain", "binary_tree") or isinstance(self.topology, tuple)):
             raise ValueError(
                 f"topology: RelaySum takes one tree: 'chain', 'binary_tree' or a list of edges; got {topology!r:.100}"
             )
@@ -53,11 +53,6 @@ class RelaySum(OnGraph):
             raise ValueError(
                 "topology: weights of edges have no effect on RelaySum, whose sums have weights 1; drop them"
             )
-
-    def setup(self, cluster: Cluster) -> None:
-        super().setup(cluster)
-        filler = cluster.weights if self.form == "model" else cluster.weights[:, :0]
-        self.keep_stacked(received=self._start(cluster), filler=filler.clone())
 
     def attend(self, cluster: Cluster) -> None:
         edges = edges_of(self.topology, cluster.active)  # type: ignore[arg-type]
@@ -67,17 +62,16 @@ class RelaySum(OnGraph):
                 "of the tree do not connect; take 'chain' or 'binary_tree', which are built on the nodes that take part"
             )
         super().attend(cluster)
-        self.received = self._start(cluster)
-        self.filler = cluster.weights[:, : self.filler.shape[1]].clone()
 
-    def _start(self, cluster: Cluster) -> Tensor:
+    def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         edges = edges_of(self.topology, cluster.active)  # type: ignore[arg-type]
         if len(edges) != max(0, cluster.num_nodes - 1):
             raise ValueError(
                 f"topology: a tree of {cluster.num_nodes} nodes has one edge fewer, got {len(edges)} edges"
             )
         rows, size = cluster.weights.shape
-        return cluster.weights.new_zeros(rows, len(_exchanges(edges)), size + (self.form == "model"))
+        zeros = cluster.weights.new_zeros(rows, len(_exchanges(edges)), size + (self.form == "model"))
+        return {"received": zeros} | ({"filler": cluster.weights.clone()} if self.form == "model" else {})
 
     def _relayed(self, own: Tensor, cluster: Cluster, label: str) -> Tensor:
         """Return stacked `own` (R, p) plus the sum of the messages that arrive in this step, and keep the messages."""
