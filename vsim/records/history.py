@@ -206,6 +206,11 @@ class History:
         return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
 
     @property
+    def attacked_clients(self) -> NDArray[np.bool_]:
+        """Which clients attacked, (N,); empty without an attack, or if clients were not measured."""
+        return np.asarray(self._client_val.get("attacked", ()), dtype=bool)
+
+    @property
     def client_val_accuracies(self) -> NDArray[np.float64]:
         """(N,): the accuracy of each client's model on the client's data; empty if not measured or unknown."""
         return np.asarray(self._client_val.get("accuracies", ()), dtype=np.float64)

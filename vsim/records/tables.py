@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from vsim.arguments import a_text, given, one_of, whole_number
 
 # Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
+_SPREAD = (", worst tenth", ", worst", ", deviation", ", Gini", ", honest", ", attackers")
 CLIENT_LOSSES, CLIENT_ACCURACIES = (
-    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", ", worst tenth", ", worst"))
+    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", *_SPREAD))
     for name, percentile in (("loss", 90), ("accuracy", 10))
 )
 SIMULATED = "seconds to simulate"
