@@ -33,6 +33,7 @@ from vsim.strategy import (
     GossipStrategy,
     HierarchicalStrategy,
     OptimSpec,
+    PostLocal,
     SimpleReduceStrategy,
     centered_clip,
     clip,
@@ -127,12 +128,15 @@ def test_gossip_is_attacked_by_moves(kind: str) -> None:
 
 
 def test_attackers_of_gossip_held_apart_and_what_they_cannot_attack() -> None:
-    model, gradients = Parameters((7, 3), (5,)), normal(4, 4, 26)
+    model, gradients, flip = Parameters((7, 3), (5,)), normal(4, 4, 26), Attack("sign_flip", nodes=[1])
     for kind in ("gaussian", "alie"):
         attacked = same_apart(GossipStrategy("sgd", attack=Attack(kind, nodes=[2])), model, gradients)
         honest = driven(GossipStrategy("sgd"), model, gradients, deterministic=True)
         assert list(attacked.ledger) == list(honest.ledger)
         assert not torch.equal(attacked.cluster.weights, honest.cluster.weights)
+    # In a warm-up, attackers act on the averaged gradients.
+    warm = [driven(GossipStrategy("sgd", H=PostLocal(4, 2), attack=own), model, gradients) for own in (None, flip)]
+    assert not torch.equal(warm[0].cluster.weights, warm[1].cluster.weights)
     bad = Attack("sign_flip", nodes=[0])
     check_refusals(
         [

@@ -111,21 +111,15 @@ class OnGraph(CommunicationModule):
 class GraphStrategy(Algorithm):
     """Base of strategies that have one `OnGraph` module."""
 
-    family = ""
-
-    @property
-    def gossip(self) -> Any:
-        """The module."""
-        (gossip,) = self.communication_modules
-        return gossip
+    communication_modules: list[Any]
 
     def recorded(self, name: str, value: Any) -> Any:
-        return self.gossip.recorded(name, value)  # edges, in place of a file or graph
+        return self.communication_modules[0].recorded(name, value)  # edges, in place of a file or graph
 
     @property
     def _repeats(self) -> bool:
-        own = type(self).__module__.startswith("vsim.")
-        return own and cycle(self.gossip.topology, MOST_NODES) == 1 and self.gossip.when.period == 1
+        own, (gossip,) = type(self).__module__.startswith("vsim."), self.communication_modules
+        return own and cycle(gossip.topology, MOST_NODES) == 1 and gossip.when.period == 1
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
         """Return W (K, K) of mixing number `number`, counted from 0; it matters on graphs that vary.
@@ -135,9 +129,9 @@ class GraphStrategy(Algorithm):
         """
         n = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
         number = whole_number("number", number, at_least=0)
-        directed = self.gossip.directed
-        graph, own = graph_at(self.gossip.topology, n, number, number + 1, directed)
-        return mixing(graph, tuple(range(n)), own, directed).matrix()
+        (gossip,) = self.communication_modules
+        graph, own = graph_at(gossip.topology, n, number, number + 1, gossip.directed)
+        return mixing(graph, tuple(range(n)), own, gossip.directed).matrix()
 
 
 class GossipCommunicator(OnGraph):
@@ -198,6 +192,10 @@ class GossipCommunicator(OnGraph):
         if self.tracking:  # with other nodes, Σ y = Σ g would no longer hold
             return {"correction": torch.zeros_like(cluster.weights)}
         return {} if self.attack is None else {"origin": cluster.weights.clone()}
+
+    def setup_warmup(self, cluster: Cluster) -> None:
+        super().setup_warmup(cluster)
+        self.warmup.attack = self.attack
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         if not self.tracking:

@@ -77,9 +77,8 @@ class GraphCycle:
     graphs: tuple[str | RandomGraph | Edges, ...]
 
 
-GraphOfStep = Callable[[int], Any]  # step, from 1 → a graph
 Graph = str | Edges  # of one mixing
-Topology = Graph | RandomGraph | GraphCycle | GraphOfStep
+Topology = Graph | RandomGraph | GraphCycle | Callable[[int], Any]  # step, from 1 → a graph
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ class PushSum(OnGraph):
     directed = True
     pushed: Tensor  # x, stacked (R, P)
     mass: Tensor  # w, stacked (R, 1)
-    before: Tensor  # z, stacked (R, P); within a step
-    derived = ("before",)
 
     def __init__(self, *, topology: Any = "one_peer_exponential") -> None:
         super().__init__(topology=topology)
@@ -44,11 +42,8 @@ class PushSum(OnGraph):
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         return {"pushed": cluster.weights.clone(), "mass": torch.ones_like(cluster.weights[:, :1])}
 
-    def communicate_gradients(self, cluster: Cluster) -> None:
-        self.before = cluster.weights.clone()
-
     def sync(self, cluster: Cluster) -> None:
-        stepped = self.pushed + (cluster.weights - self.before)
+        stepped = self.pushed + (cluster.weights - self.pushed / self.mass)  # x + (z½ − z)
         mixed = self.mixed(torch.cat([stepped, self.mass], 1), cluster, "weights and mass")
         self.pushed, self.mass = mixed[:, :-1], mixed[:, -1:]
         cluster.weights.copy_(self.pushed / self.mass)
