@@ -49,7 +49,8 @@ def rows(
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
       worst client; without accuracies, "client loss", with the 90th percentile.
-    - consensus distance: of gossip, the nodes' distance from their mean at the last validation.
+    - consensus distance: of gossip, the nodes' distance from their mean at the last validation; in a table on
+      demand.
       Then the deviation over clients, the Gini coefficient, and in comparisons with an `attack`, the means over honest
       clients and over attackers.
     - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.

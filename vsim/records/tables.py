@@ -36,7 +36,7 @@ PERCENT, _TIMES = (
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
-    *(*CLIENT_LOSSES, *CLIENT_ACCURACIES),
+    *("consensus distance", *CLIENT_LOSSES, *CLIENT_ACCURACIES),
 )
 _PAGE = 110  # characters
 # Word in the name of a column → the units in which a table may show it: name, size in the first word's unit.
