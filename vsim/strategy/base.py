@@ -323,9 +323,7 @@ class Algorithm(Configured):
             return modules
         taking = [isinstance(vars(module).get("average"), Average) or hasattr(module, "attack") for module in modules]
         if not any(taking):
-            raise ValueError(
-                f"{name}: {attack} attacks messages of an average= or of gossip, and this strategy has none"
-            )
+            raise ValueError(f"{name}: {attack} attacks messages of an average= or of gossip, and there are none")
         for module in (own for own, takes in zip(modules, taking, strict=True) if takes):
             holder = module if hasattr(module, "attack") else copy.deepcopy(module.average)
             if holder.refuses_attack:
