@@ -73,7 +73,7 @@ class OnGraph(CommunicationModule):
             if cluster.collectives.rank == 0:  # warn once, not once per process
                 warnings.warn(
                     f"topology: from step {cluster.step} on, the graph of the {cluster.num_nodes} participating nodes "
-                    f"has {parts} parts, whose nodes no longer hear of each other; a named graph, such as 'ring', is "
+                    f"has {parts} parts that no longer exchange with each other; a named graph, such as 'ring', is "
                     "built on the nodes that take part",
                     UserWarning,
                     stacklevel=2,
