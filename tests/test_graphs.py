@@ -121,6 +121,22 @@ def test_push_sum_reaches_the_mean_where_shares_alone_do_not() -> None:
     assert PushSumStrategy(topology="exponential").mixing_matrix(8)[:, 0].nonzero().flatten().tolist() == [0, 1, 2, 4]
 
 
+def test_graphs_of_networkx() -> None:
+    networkx = pytest.importorskip("networkx")
+    weighted = networkx.Graph()
+    weighted.add_weighted_edges_from([(0, 1, 0.25), (1, 2, 0.5)])
+    expected = GossipStrategy(topology=[(0, 1, 0.25), (1, 2, 0.5)]).mixing_matrix(3)
+    assert torch.equal(GossipStrategy(topology=weighted).mixing_matrix(3), expected)
+    arrows = PushSumStrategy(topology=ARROWS).mixing_matrix(5)
+    assert torch.equal(PushSumStrategy(topology=networkx.DiGraph(ARROWS)).mixing_matrix(5), arrows)
+    both = PushSumStrategy(topology=networkx.path_graph(4)).mixing_matrix(4)
+    assert torch.equal(both, PushSumStrategy(topology="chain").mixing_matrix(4))
+    turns = GossipStrategy(topology=[networkx.cycle_graph(4), networkx.path_graph(4)])
+    assert torch.equal(turns.mixing_matrix(4, 1), GossipStrategy(topology="chain").mixing_matrix(4))
+    with refused(ValueError, "directed graph", "PushSumStrategy"):
+        GossipStrategy(topology=networkx.DiGraph(ARROWS))
+
+
 VARYING: dict[str, Any] = {
     "list": ["ring", [(0, 1), (2, 3)], RandomGraph(2)],
     "redrawn": RandomGraph(2, redrawn=True),
