@@ -30,6 +30,7 @@ PICTURE = re.compile(r"^<!-- picture: (.+?) -->\n!\[[^\]]*\]\(([^)]+\.png)\)", r
 ELSEWHERE = {
     "docs/images/penalty.png": "notebooks/penalty.ipynb",
     "docs/images/quadratics.png": "tests/reproductions/quadratics.py",
+    "docs/images/relaysgd_figure.png": "tests/reproductions/relaysgd_figure.py",
     **dict.fromkeys(("docs/images/report.png", "docs/images/report_top.png"), "tests/pictures.py"),
 }
 # Picture of a report → its height in pixels.
