@@ -31,6 +31,7 @@ ELSEWHERE = {
     "docs/images/penalty.png": "notebooks/penalty.ipynb",
     "docs/images/measured_clusters.png": "tests/reproductions/measured_clusters.py",
     "docs/images/quadratics.png": "tests/reproductions/quadratics.py",
+    "docs/images/relaysgd_figure.png": "tests/reproductions/relaysgd_figure.py",
     **dict.fromkeys(("docs/images/report.png", "docs/images/report_top.png"), "tests/pictures.py"),
 }
 # Picture of a report → its height in pixels.

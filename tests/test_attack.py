@@ -25,12 +25,15 @@ from vsim.models import MLP
 from vsim.strategy import (
     AsyncDiLoCoStrategy,
     Average,
+    D2Strategy,
     DeMoStrategy,
     DiLoCoStrategy,
     EDiTStrategy,
     FedAvgStrategy,
+    GossipStrategy,
     HierarchicalStrategy,
     OptimSpec,
+    PostLocal,
     SimpleReduceStrategy,
     centered_clip,
     clip,
@@ -43,7 +46,7 @@ from vsim.strategy import (
 
 DOUBLE = torch.float64
 SGD = OptimSpec("sgd", lr=1.0)
-KINDS = ("sign_flip", "gaussian", "alie", "min_max", "min_sum")
+KINDS = ("sign_flip", "gaussian", "alie", "inner_product", "min_max", "min_sum")
 
 
 def averaged(attack: Attack, gradients: Tensor, average: Any = "mean") -> Tensor:
@@ -91,6 +94,58 @@ def test_a_little_is_enough_by_hand() -> None:
     expected = others.mean(0) - 1.5 * others.std(0)
     found = averaged(Attack("alie", nodes=[0, 1, 2], scale=1.5), g)
     np.testing.assert_allclose(found, (others.sum(0) + 3 * expected) / 11, rtol=1e-12)
+
+
+def test_an_inner_product_is_turned_round_by_hand() -> None:
+    # Of 5 nodes two send −ε μ: the mean is (3 μ − 2 ε μ) / 5, which turns round at ε = 3/2.
+    g = normal(5, 4, dtype=DOUBLE)
+    mu = g[[0, 2, 3]].mean(0)
+    for scale, share in ((None, (3 - 0.2) / 5), (1.5, 0.0), (4.0, -1.0)):
+        found = averaged(Attack("inner_product", nodes=[1, 4], scale=scale), g)
+        torch.testing.assert_close(found, share * mu)
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "alie", "inner_product", "min_max"])
+def test_gossip_is_attacked_by_moves(kind: str) -> None:
+    """Two local steps between mixings on a ring of five, with two attackers, in NumPy."""
+    attack, gradients = Attack(kind, nodes=[1, 2]), normal(6, 5, 4, dtype=DOUBLE)
+    model, strategy = Parameters((4,), dtype=DOUBLE), GossipStrategy(SGD, H=2, attack=attack)
+    run, W = started(strategy, model, 5), strategy.mixing_matrix(5).numpy()
+    theta = origin = run.cluster.weights.numpy().copy()
+    for t, g in enumerate(gradients, start=1):
+        theta = theta - g.numpy()
+        if t % 2 == 0:
+            moves = theta - origin
+            others = moves[[0, 3, 4]]
+            bad = {
+                "sign_flip": lambda moves=moves: -moves[[1, 2]],
+                "inner_product": lambda others=others: -0.1 * others.mean(0),
+            }.get(kind, lambda others=others: attack.vector(torch.from_numpy(others), 2).numpy())()
+            sent = theta.copy()
+            sent[[1, 2]] = origin[[1, 2]] + bad
+            theta = origin = W @ sent
+        np.testing.assert_allclose(run.step(g).numpy(), theta, rtol=1e-12, atol=1e-12)
+
+
+def test_attackers_of_gossip_held_apart_and_what_they_cannot_attack() -> None:
+    model, gradients, flip = Parameters((7, 3), (5,)), normal(4, 4, 26), Attack("sign_flip", nodes=[1])
+    for kind in ("gaussian", "alie"):
+        attacked = same_apart(GossipStrategy("sgd", attack=Attack(kind, nodes=[2])), model, gradients)
+        honest = driven(GossipStrategy("sgd"), model, gradients, deterministic=True)
+        assert list(attacked.ledger) == list(honest.ledger)
+        assert not torch.equal(attacked.cluster.weights, honest.cluster.weights)
+    # In a warm-up, attackers act on the averaged gradients.
+    warm = [driven(GossipStrategy("sgd", H=PostLocal(4, 2), attack=own), model, gradients) for own in (None, flip)]
+    assert not torch.equal(warm[0].cluster.weights, warm[1].cluster.weights)
+    bad = Attack("sign_flip", nodes=[0])
+    check_refusals(
+        [
+            (lambda: GossipStrategy(tracking=True, attack=bad), ValueError, ["tracking=True", "cannot act"]),
+            (lambda: D2Strategy(attack=bad), ValueError, ["D2Strategy", "average=", "gossip"]),
+        ]
+    )
+    flipped = Attack("label_flip", nodes=[0], classes=3)
+    assert D2Strategy(attack=flipped).attack == flipped
 
 
 def largest(allowed: Any) -> float:
@@ -294,9 +349,10 @@ def test_a_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", common.EACH, ids=lambda row: row.name)
 def test_every_strategy_is_attacked_or_says_why_not(row: common.Row) -> None:
     attack = Attack("sign_flip", nodes=[1], scale=3.0)
-    averages = [vars(module).get("average") for module in row.make().communication_modules]
-    averages = [average for average in averages if isinstance(average, Average)]
-    if not averages or any(average.refuses_attack for average in averages):
+    modules = row.make().communication_modules
+    averages = [own for module in modules if isinstance(own := vars(module).get("average"), Average)]
+    holders: list[Any] = [*averages, *(module for module in modules if hasattr(module, "attack"))]
+    if not holders or any(holder.refuses_attack for holder in holders):
         with pytest.raises(ValueError, match="Attack"):
             row.make(attack=attack)
         return

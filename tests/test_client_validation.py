@@ -72,8 +72,33 @@ def test_losses_and_accuracies_by_hand() -> None:
     frame = comparison.to_pandas()
     assert frame[CLIENTS[0]].notna().tolist() == [False] * 4 + [True]
     assert frame[CLIENTS].iloc[-1].tolist() == pytest.approx([0.5, 0.1, 0.0, 0.0])
+    spread = [f"client accuracy, {of}" for of in ("deviation", "Gini")]
+    # Σ_ij |a_i − a_j| / (2 · 25 · .5) = .4
+    assert [row[name] for name in spread] == pytest.approx([0.125**0.5, 0.4]) and "client accuracy, honest" not in row
     assert "client" not in comparison.table().replace("/client", "")  # only when it is asked for
     assert "50.0 %" in comparison.table(columns=CLIENTS) and "10.0 %" in comparison.table(columns=CLIENTS)
+
+
+def test_attackers_and_honest_clients_apart(tmp_path: Path) -> None:
+    signs = torch.tensor([[1.0 if i < k else -1.0 for i in range(4)] for k in range(5)])
+
+    def own(rank: int, num_nodes: int, train: bool) -> TensorDataset:
+        return TensorDataset(signs[rank][:, None], torch.zeros(4, dtype=torch.long))
+
+    attack = vsim.Attack("sign_flip", nodes=[3, 4])
+    strategies = {
+        "attacked": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30, attack=attack),
+        "clean": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30),
+    }
+    options = {"strategies": strategies, "client_val_dataset": own, "loss_fn": F.cross_entropy, **COHORT}
+    comparison = vsim.compare(Constant(), own, **options)
+    comparison.to_json(tmp_path / "saved.json")
+    for found in (comparison, vsim.Comparison.from_json(tmp_path / "saved.json")):
+        rows = {row["strategy"]: row for row in found.rows()}
+        apart = [[rows[name][f"client accuracy, {of}"] for of in ("honest", "attackers")] for name in strategies]
+        assert apart == [pytest.approx([0.25, 0.875]), pytest.approx([0.5, np.nan], nan_ok=True)]
+        assert "87.5 %" in found.table(columns=["client accuracy, honest", "client accuracy, attackers"])
+        assert found["attacked"].history.attacked_clients.tolist() == [False, False, False, True, True]
 
 
 def test_without_accuracies_a_table_has_losses() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim.models import MLP
 from vsim.strategy import GossipStrategy, OptimSpec, RandomGraph
-from vsim.strategy.gossip import TOPOLOGIES, edges_of, mixing, spectral_gap
+from vsim.strategy.graphs import TOPOLOGIES, cycle, edges_of, gap_of, mixing
 
 SGD = OptimSpec("sgd", lr=0.5)
 DOUBLE = torch.float64
@@ -31,6 +32,10 @@ DOUBLE = torch.float64
 
 def W(topology: Any, num_nodes: int, number: int = 0) -> Tensor:
     return GossipStrategy(topology=topology).mixing_matrix(num_nodes, number)
+
+
+def spectral_gap(topology: str, active: Sequence[int]) -> float:
+    return gap_of(tuple((topology, number) for number in range(cycle(topology, len(active)))), active)
 
 
 def by_hand(rows: list[list[int]], of: int) -> Tensor:
@@ -180,13 +185,30 @@ class Edges(list[Any]):
     attributes: list[dict[str, Any]]
 
 
-def test_weights_of_a_graphs_edges_are_not_ignored() -> None:
+def test_weights_of_a_graphs_edges_are_mixing_weights(tmp_path: Path) -> None:
     edges = Edges([(0, 1), (1, 2)])
     edges.attributes = [{"weight": 1.0, "colour": "red"}, {}]
     assert torch.equal(W(graph([0, 1, 2], edges), 3), W([(0, 1), (1, 2)], 3))
+    edges.attributes = [{"weight": 0.25}, {"weight": 0.5}]
+    expected = by_hand([[3, 1, 0], [1, 1, 2], [0, 2, 2]], 4)
+    (tmp_path / "weighted.csv").write_text("Source,Target,Type,Weight\n0,1,Undirected,0.25\n2,1,Undirected,0.5\n")
+    for weighted in (graph([0, 1, 2], edges), [(0, 1, 0.25), (1, 2, 0.5)], tmp_path / "weighted.csv"):
+        torch.testing.assert_close(W(weighted, 3), expected)
+    # When node 0 leaves, node 1 keeps what it gave to node 0.
+    torch.testing.assert_close(mixing(((0, 1, 0.25), (1, 2, 0.5)), (1, 2)).matrix(), by_hand([[1, 1], [1, 1]], 2))
+    remade = eval(repr(GossipStrategy(topology=weighted)), {"GossipStrategy": GossipStrategy})
+    torch.testing.assert_close(remade.mixing_matrix(3), expected)
     edges.attributes = [{}, {"weight": 0.1}]
-    weighted = graph([0, 1, 2], edges)
-    check_refusals([(lambda: GossipStrategy(topology=weighted), ValueError, ["topology", "weight 0.1", "remove"])])
+    (tmp_path / "bad.csv").write_text("0,1,Undirected,much\n")
+    check_refusals(
+        [
+            (lambda: W(graph([0, 1, 2], edges), 3), ValueError, ["topology", "all of them"]),
+            (lambda: W([(0, 1, 0.6), (1, 2, 0.5)], 3), ValueError, ["weights of node 1", "1.1", "at most 1"]),
+            (lambda: W([(0, 1, 0.6), (1, 0, 0.5)], 3), ValueError, ["(0, 1)", "0.6", "0.5"]),
+            (lambda: W([(0, 1, 0)], 3), ValueError, ["weight", "> 0"]),
+            (lambda: W(tmp_path / "bad.csv", 3), ValueError, ["bad.csv", "fourth column", "much"]),
+        ]
+    )
 
 
 def test_graphs_are_checked() -> None:
@@ -197,7 +219,8 @@ def test_graphs_are_checked() -> None:
         [
             (lambda: GossipStrategy(topology="star"), ValueError, ["ring"]),
             (lambda: GossipStrategy(topology=[(0, 0)]), ValueError, ["two nodes"]),
-            (lambda: GossipStrategy(topology=[(0, 1, 2)]), ValueError, ["pair"]),
+            (lambda: GossipStrategy(topology=[(0, 1, 2)]), ValueError, ["a weight", "<= 1", "got 2"]),
+            (lambda: GossipStrategy(topology=[(0, 1, 0.5, 2)]), ValueError, ["pair"]),
             (lambda: GossipStrategy(topology=[(0, -1)]), ValueError, ["a node"]),
             (lambda: GossipStrategy(topology=graph([0, 1], [(0, 1)], directed=True)), ValueError, ["directed"]),
             *(

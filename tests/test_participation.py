@@ -46,6 +46,7 @@ from vsim.core.group import Group
 from vsim.engine import VmapExecutor
 from vsim.models import MLP
 from vsim.strategy import (
+    AFLStrategy,
     AloneStrategy,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
@@ -65,6 +66,7 @@ from vsim.strategy import (
     GradientAverage,
     NoLoCoStrategy,
     OptimSpec,
+    QFedAvgStrategy,
     ScaffoldStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
@@ -466,6 +468,8 @@ FEDERATED = {
         ScaffoldStrategy(H=3, lr=0.1),
         FedNovaStrategy(**SGD),
         FedDynStrategy(H=3, lr=0.1),
+        QFedAvgStrategy(**SGD, q=0.5),
+        AFLStrategy(**SGD, gamma=0.05),
         EDiTStrategy(**SGD, gate_after=1),
         DPFedAvgStrategy(**SGD, clip=0.1, noise_multiplier=0.1),
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reproductions import result
+from reproductions import relaysgd_figure, result
 
 SCRIPTS = sorted(path.stem for path in result.HERE.glob("*.py") if "\nTABLE = " in path.read_text(encoding="utf-8"))
 # What users import from.
@@ -82,6 +82,14 @@ def test_what_benchmarks_import_is_there() -> None:
         for module, name in imports(path):
             found = importlib.import_module(module)
             assert name is None or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}"), (path, name)
+
+
+def test_two_hundred_integers_of_a_figure() -> None:
+    """Steps of gossip, D², tracking, push-sum and relayed sums, as the figure's authors printed them."""
+    rows = relaysgd_figure.quick_settings()
+    found = relaysgd_figure.count(rows)
+    assert len(rows) >= 200 and {row.algorithm for row in rows} == {row.algorithm for row in relaysgd_figure.settings()}
+    assert [found[row] for row in rows] == [row.steps for row in rows]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in AT_ONCE else pytest.mark.slow) for n in SCRIPTS])

@@ -29,9 +29,11 @@ from vsim.strategy import (
     FP4,
     QSGD,
     STRATEGIES,
+    AFLStrategy,
     AloneStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    D2Strategy,
     DelayedNesterovStrategy,
     DeMoStrategy,
     DESLOCStrategy,
@@ -42,6 +44,7 @@ from vsim.strategy import (
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
     EDiTStrategy,
+    ExactDiffusionStrategy,
     FedAdam,
     FedAvgStrategy,
     FedDynStrategy,
@@ -53,6 +56,7 @@ from vsim.strategy import (
     GossipStrategy,
     GPAStrategy,
     GradientAverage,
+    GradientTrackingStrategy,
     GroupAverage,
     HierarchicalStrategy,
     MuLoCoStrategy,
@@ -61,8 +65,12 @@ from vsim.strategy import (
     PartitionedIndexSelector,
     PersonalAverage,
     PowerSGD,
+    PushSumStrategy,
+    QFedAvgStrategy,
+    QuasiGlobalMomentumStrategy,
     RandomIndexSelector,
     RandomK,
+    RelaySumStrategy,
     ScaffoldStrategy,
     ScaledSign,
     ShuffledSequentialIndexSelector,
@@ -113,7 +121,8 @@ class Row:
         equal_after: steps after which all replicas are equal.
         learns_with: arguments with which it trains digits in 100 steps, where those above do not: an outer optimizer
             that is made for many rounds swings around the minimum.
-        draws_by_node: whether every node draws random numbers of its own, so that equal nodes do not stay equal.
+        nodes_differ: whether equal nodes do not stay equal, as they draw random numbers of their own, or have different
+            places in a tree.
         refuses: what it says to an inner optimizer that is not its own, if it takes no other.
     """
 
@@ -126,7 +135,7 @@ class Row:
     alone: bool = False
     equal_after: Iterable[int] = ()
     learns_with: dict[str, Any] = field(default_factory=dict)
-    draws_by_node: bool = False
+    nodes_differ: bool = False
     refuses: str = ""
 
     def make(self, **more: Any) -> Strategy:
@@ -156,6 +165,11 @@ def periodic(name: str, cls: Callable[..., Strategy], changes: Mapping[str, Any]
     """A row of a strategy whose nodes average all weights every three steps, and are equal then."""
     sent = every(3, "all_reduce", more.pop("label", "weights"), 4 * P)
     return Row(name, cls, **{"arguments": {"H": 3}, "sent": sent, "changes": changes, "equal_after": SYNCS, **more})
+
+
+def on_ring(name: str, cls: Callable[..., Strategy], label: str, payload: float, **changes: Any) -> Row:
+    """A row of a strategy whose nodes send to two neighbours on a ring, in every step."""
+    return Row(name, cls, {}, in_order(*[every(1, "send", label, payload)] * 2), {"topology": "complete", **changes})
 
 
 def compressing(name: str, compressor: Any, *sent: tuple[str, str, float], **more: Any) -> Row:
@@ -394,6 +408,33 @@ TABLE = [
         {"tracking": True},
         in_order(*[every(1, "send", "weights and trackers", 8 * P)] * 2),
     ),
+    on_ring("D2", D2Strategy, "weights", 4 * P),
+    on_ring("Exact diffusion", ExactDiffusionStrategy, "weights", 4 * P),
+    on_ring("Gradient tracking, adapt then combine", GradientTrackingStrategy, "weights and trackers", 8 * P),
+    on_ring("Quasi-global momentum", QuasiGlobalMomentumStrategy, "weights", 4 * P, momentum=0.5),
+    Row(
+        "Push-sum",
+        PushSumStrategy,
+        {},
+        every(1, "send", "weights and mass", 4 * (P + 1)),
+        {"topology": "complete"},
+    ),
+    # A chain of four: its inner nodes have two neighbours.
+    Row(
+        "RelaySum",
+        RelaySumStrategy,
+        {},
+        in_order(*[every(1, "send", "weights and counts", 4 * (P + 1))] * 2),
+        {"topology": "binary_tree", "form": "gradient"},
+        nodes_differ=True,
+    ),
+    Row(
+        "RelaySum of gradients",
+        RelaySumStrategy,
+        {"form": "gradient"},
+        in_order(*[every(1, "send", "gradients", 4 * P)] * 2),
+        nodes_differ=True,
+    ),
     periodic("SlowMo", SlowMoStrategy, {"H": 2, "alpha": 0.9, "beta": 0.9, "average": "rda"}, learns_with={"H": 5}),
     # Most images have the same black margin, not all: m and v together, or there are steps of lr·m/eps.
     Row(
@@ -451,6 +492,19 @@ TABLE = [
         {"H": 2, "average": "mean"},
         sent=in_order(every(3, "all_reduce", "normalized moves", 4 * P), every(3, "all_reduce", "steps", 4)),
     ),
+    periodic(
+        "q-FedAvg",
+        QFedAvgStrategy,
+        {"H": 2, "q": 3.0},
+        sent=every(3, "all_reduce", "weighted moves", 4 * (P + 1)),
+        learns_with={"H": 5, "q": 0.1},
+    ),
+    periodic(
+        "AFL",
+        AFLStrategy,
+        {"H": 2, "gamma": 0.5},
+        sent=in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_gather", "losses", 4)),
+    ),
     periodic("FedDyn", FedDynStrategy, {"H": 2, "alpha": 1.0}, lr=0.3, learns_with={"H": 10}),
     periodic(
         "SCAFFOLD",
@@ -496,7 +550,7 @@ TABLE = [
     # The same, and a scale for each of ceil(1210 / 512) = 3 blocks.
     compressing("scaled sign", ScaledSign(), ("all_gather", "gradients", 152 + 3 * 4)),
     # Codes −7 … 7 are 15 values: 4 bits.
-    compressing("QSGD", QSGD(), ("all_gather", "gradients", 605 + 3 * 4), draws_by_node=True),
+    compressing("QSGD", QSGD(), ("all_gather", "gradients", 605 + 3 * 4), nodes_differ=True),
     compressing("int8", UniformQuantizer(8), ("all_gather", "gradients", 1210 + 3 * 4)),
     # Of 4 nodes each averages a chunk of 303 entries: 303 codes of 8 bits and a scale.
     compressing(
@@ -626,7 +680,7 @@ def test_two_runs_of_one_object_have_equal_bits_and_leave_it_as_it_was(row: Row)
     assert cloudpickle.dumps(strategy) == cloudpickle.dumps(row.make())
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if not row.draws_by_node], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in TABLE if not row.nodes_differ], ids=lambda row: row.name)
 def test_equal_nodes_stay_equal(row: Row) -> None:
     rows = weights(run(row.make(), data=lambda rank, num_nodes, train: examples()))
     assert torch.equal(rows, rows[:1].expand_as(rows))

@@ -20,6 +20,7 @@ from vsim import Trainer
 from vsim.cluster.participation import Dropout, Sample
 from vsim.strategy import (
     QSR,
+    AFLStrategy,
     CommunicationModule,
     DiLoCoStrategy,
     DPFedAvgStrategy,
@@ -38,6 +39,7 @@ from vsim.strategy import (
     NoLoCoStrategy,
     OptimSpec,
     PostLocal,
+    QFedAvgStrategy,
     Seconds,
     SimpleReduceStrategy,
     SlowMoStrategy,
@@ -203,6 +205,8 @@ WARM: dict[str, tuple[Callable[[Any], Strategy], Any]] = {
     "FedAvg in islands": (lambda H: FedAvgStrategy("sgd", 2, H, average="median"), "median"),
     "FedProx": (lambda H: FedProxStrategy("sgd", H=H, mu=0.5, average="median"), "median"),
     "FedNova": (lambda H: FedNovaStrategy("sgd", H=H), mean("examples")),
+    "q-FedAvg": (lambda H: QFedAvgStrategy("sgd", H=H), "mean"),
+    "AFL": (lambda H: AFLStrategy("sgd", H=H), "mean"),
     "FedOpt": (lambda H: FedOptStrategy("sgd", H=H, average=TOPK), TOPK),
     "DiLoCo": (lambda H: DiLoCoStrategy("sgd", H=H, average=TOPK), TOPK),
     "MuLoCo": (lambda H: MuLoCoStrategy("sgd", H=H, average="median"), "median"),

@@ -214,6 +214,8 @@ OF_CLIENTS: dict[str, Callable[..., s.Algorithm]] = {  # also for cohorts of a p
     "fedbn": made(s.FedBNStrategy, H=2),
     "ditto": made(s.DittoStrategy, H=2),
     "fednova": made(s.FedNovaStrategy, H=2),
+    "qfedavg": made(s.QFedAvgStrategy, H=2),
+    "afl": made(s.AFLStrategy, H=2),
     "feddyn": made(s.FedDynStrategy, H=2),
     "scaffold": made(s.ScaffoldStrategy, H=2),
     "edit": made(s.EDiTStrategy, H=2, gate_after=1),

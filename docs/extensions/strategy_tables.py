@@ -16,6 +16,7 @@ GOLDEN = DOCS.parent / "tests" / "golden"
 FAMILIES = {
     "data parallel": "Every node communicates at every step.",
     "local steps": "Nodes take H local steps between syncs.",
+    "graphs": "Nodes send to their neighbours on a graph, and their weights differ.",
     "federated": "Clients hold their own data; in each round, a cohort of them meets at a server.",
     "asynchronous": "Workers have their own speeds, on [a virtual clock](asynchronous.md); give `compute=`.",
 }

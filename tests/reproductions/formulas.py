@@ -225,6 +225,91 @@ class Tracking(Gossip):
 
 
 @dataclass(frozen=True)
+class D2(Gossip):
+    """Tang et al. 2018, and Yuan et al. 2017 with W̃ = (W + I) / 2: θ ← W (2 θ − θ_before − η (g − g_before)).
+
+    At first θ ← W (θ − η g).
+    """
+
+    lazy: bool = False
+    own = ("θ_before", "g_before")
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        moved = s["θ"] - self.lr * g
+        if t > 1:
+            moved = moved + s["θ"] - s["θ_before"] + self.lr * s["g_before"]
+        s["θ_before"], s["g_before"] = s["θ"], g
+        s["θ"] = ((self.W + np.eye(len(g))) / 2 if self.lazy else self.W) @ moved
+
+
+@dataclass(frozen=True)
+class AdaptThenCombine(Tracking):
+    """Xu et al. 2015: y ← W y + g − g_before, at first g; θ ← W (θ − η y)."""
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        s["y"] = self.W @ s["y"] + g - s["g"]
+        s["g"] = g
+        s["θ"] = self.W @ (s["θ"] - self.lr * s["y"])
+
+
+@dataclass(frozen=True)
+class QuasiGlobal(Gossip):
+    """Lin et al. 2021, as in RelaySGD's code: θ' = W (θ − η (μ m + g) / (1 + μ)); m ← μ m + (1 − μ) (θ − θ') / η."""
+
+    momentum: float = 0.9
+    own = ("m",)
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        mu, before = self.momentum, s["θ"]
+        s["θ"] = self.W @ (before - self.lr * (mu * s["m"] + g) / (1 + mu))
+        s["m"] = mu * s["m"] + (1 - mu) * (before - s["θ"]) / self.lr
+
+
+@dataclass(frozen=True)
+class PushedSums(Formula):
+    """Assran et al. 2018 on the arrows 0 → 1 → 2 → 0, 2 → 1: x ← P (x − η g(z)); w ← P w; z = x / w; θ is z."""
+
+    own = ("x", "w")
+    P: ClassVar = np.array([[1 / 2, 0, 1 / 3], [1 / 2, 1 / 2, 1 / 3], [0, 1 / 2, 1 / 3]])
+
+    def start(self, weights: Array) -> State:
+        return {"θ": weights, "x": weights, "w": np.ones_like(weights[:, :1])}
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        s["x"], s["w"] = self.P @ (s["x"] - self.lr * g), self.P @ s["w"]
+        s["θ"] = s["x"] / s["w"]
+
+    def sent(self, t: int, n: int) -> float:
+        return 2 * 4 * (n + 1)
+
+
+@dataclass(frozen=True)
+class Relay(Formula):
+    """Vogels et al. 2021 on a chain: node k has the vector v_j of node j of step t − (|k − j| − 1), if there is one.
+
+    Models: v = θ − η g, and θ_k ← (Σ_j v_j) / n, with θ_0 for vectors that have not arrived. Gradients: v = g, and θ_k
+    ← θ_k − η (Σ_j v_j) / n. A node has its own vector and its neighbours' of this step.
+    """
+
+    gradients: bool = False
+
+    def start(self, weights: Array) -> State:
+        return {"θ": weights, "θ_0": weights}
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        s[f"v {t}"] = g if self.gradients else s["θ"] - self.lr * g
+        n, late = len(g), np.zeros_like(g) if self.gradients else s["θ_0"]
+        total = np.zeros_like(g)
+        for k in range(n):
+            for j in range(n):
+                total[k] += s.get(f"v {t - max(0, abs(k - j) - 1)}", late)[j]
+        s["θ"] = s["θ"] - self.lr * total / n if self.gradients else total / n
+
+    def sent(self, t: int, n: int) -> float:
+        return 2 * 4 * (n + (not self.gradients))
+
+
+@dataclass(frozen=True)
 class DelayedNesterov(Periodic):
     """Liu et al. 2024, with equal speeds and N = K: workers arrive one after the other, and each takes the newest φ.
 

@@ -61,6 +61,13 @@ HISTORIES = {
     "noloco": local("NoLoCoStrategy", "H=2", formulas.NoLoCo(0.25, 2), 2),
     "gossip": local("GossipStrategy", "H=2", formulas.Gossip(0.25, 2), 4),
     "diging": local("GossipStrategy", "tracking=True", formulas.Tracking(0.25), 4),
+    "d2": local("D2Strategy", "", formulas.D2(0.25), 4),
+    "exact_diffusion": local("ExactDiffusionStrategy", "", formulas.D2(0.25, lazy=True), 4),
+    "gradient_tracking": local("GradientTrackingStrategy", "", formulas.AdaptThenCombine(0.25), 4),
+    "quasi_global": local("QuasiGlobalMomentumStrategy", "", formulas.QuasiGlobal(0.25), 4),
+    "push_sum": local("PushSumStrategy", "topology=[(0, 1), (1, 2), (2, 0), (2, 1)]", formulas.PushedSums(0.25)),
+    "relay_sum": local("RelaySumStrategy", "", formulas.Relay(0.25), 4),
+    "relay_sum_gradients": local("RelaySumStrategy", "form='gradient'", formulas.Relay(0.25, gradients=True), 4),
     "sparseloco": local(
         "SparseLoCoStrategy",
         "H=2, topk=1, quantization_bits=None, error_feedback=0.5, outer_lr=0.5",

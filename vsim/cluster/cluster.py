@@ -36,6 +36,8 @@ class Cluster:
         plan: which nodes take part in which steps; None: all nodes in all steps.
         seconds: a function for the nodes' compute seconds, if a schedule of syncs needs them.
         gradient_at: computes gradients of the nodes held here at given weights; None outside of a run, see `gradient`.
+        losses: the losses of the nodes (K,) on the current step's batches, before the step; empty outside of a run. A
+            strategy that uses other nodes' losses sends them, so that they are billed.
         frozen: parameter name → whether it is frozen now; lists every parameter that was ever frozen.
         optim, schedulers: the inner optimizer, which the strategy steps, and its learning-rate schedulers, which
             `complete_step` advances; known once the strategy has built them.
@@ -51,6 +53,7 @@ class Cluster:
     plan: Plan | None = None
     seconds: ComputeSeconds | None = None
     gradient_at: Callable[[Tensor, Any], Tensor] | None = None
+    losses: Sequence[float] = ()
     frozen: dict[str, bool] = field(default_factory=dict)
     optim: StackedOptimizer = field(init=False)
     schedulers: Sequence[LRScheduler] = field(default=(), init=False)

@@ -253,6 +253,7 @@ def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any, ke
             leave(group, run, error)
         for node in resting[run]:
             run.node_losses[node] = math.nan
+        run.cluster.losses = run.node_losses
     for run in group.present:
         if not run.is_running and run in kept:
             _put_back(run, kept[run])

@@ -251,7 +251,7 @@ class Comparison(Runs):
                 the simulation.
             y: a column of `History`; default the global validation loss, or the training loss without validation.
             ax: the axes to draw on; default: a new figure.
-            logy: whether the y axis is logarithmic; divergence always is.
+            logy: whether the y axis is logarithmic; divergence and consensus_distance always are.
             from_step: the first step to draw, as the first losses may flatten all others.
             legend: whether to add a legend; on your own axes, one with many names has two columns below them.
             network, compute: determine "time", see `vsim.timeline`; default: the comparison's.

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+CONSENSUS = "consensus_distance"
 ACCURACIES = ("local_accuracy", "global_accuracy")
 VALIDATED = (
     *("local_loss", "global_loss", "average_loss", "node_loss_min", "node_loss_max", "node_loss_std"),
-    *(*ACCURACIES, "global_loss_se", "global_formed", "val_examples", "val_total"),
+    *(CONSENSUS, *ACCURACIES, "global_loss_se", "global_formed", "val_examples", "val_total"),
 )
 TESTED = ("test_loss", "test_accuracy")
 SPREAD = ("divergence", "correlation")
@@ -68,6 +69,8 @@ class History:
         val_examples: validation examples used. val_total: validation examples in the dataset.
         test_loss, test_accuracy: results of the global model on the `test_dataset`, at the last step only.
         divergence: root mean square distance of the replicas from their mean, relative to the mean's length.
+        consensus_distance: root mean square distance of the replicas from their mean, sqrt(mean_k |θ_k − θ̄|²), at every
+            validation of gossip and other strategies whose nodes meet few others.
         correlation: mean Pearson correlation of the weights over pairs of nodes.
         epsilon: the privacy that `DPFedAvgStrategy` has spent.
         clock_seconds: virtual time of an asynchronous run; its train_loss is of the workers' last local steps.
@@ -201,6 +204,11 @@ class History:
     def client_val_losses(self) -> NDArray[np.float64]:
         """(N,): the loss of each client's model after the last step on the client's data; empty if not measured."""
         return np.asarray(self._client_val.get("losses", ()), dtype=np.float64)
+
+    @property
+    def attacked_clients(self) -> NDArray[np.bool_]:
+        """Which clients attacked, (N,); empty without an attack, or if clients were not measured."""
+        return np.asarray(self._client_val.get("attacked", ()), dtype=bool)
 
     @property
     def client_val_accuracies(self) -> NDArray[np.float64]:

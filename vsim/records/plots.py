@@ -334,6 +334,7 @@ Y_LABELS = {
 # The argument of a run that measures a column.
 _MEASURED_BY = {
     **dict.fromkeys(("divergence", "correlation"), "correlation_interval="),
+    "consensus_distance": "a strategy on a graph and a validation dataset",
     **dict.fromkeys(("test_loss", "test_accuracy"), "test_dataset="),
     **dict.fromkeys(("local_accuracy", "global_accuracy"), "a validation dataset, and accuracy= if it is not known"),
 }
@@ -384,7 +385,8 @@ def bands(
         legend: whether to add a legend; one with many entries stands below the axes.
         looks: the looks of the lines; default: by their names.
         diverged: name → the legend's text for a run that diverged; a cross at the upper edge marks its end.
-        logy: whether the y axis is logarithmic; divergence always is, from its first value above 0.
+        logy: whether the y axis is logarithmic; divergence and consensus_distance always are, from the first value
+            above 0.
         from_step: the first step to draw, as the first losses may flatten all others.
 
     Raises:
@@ -392,7 +394,7 @@ def bands(
     """
     from vsim.figures.paper import axes_of, fit, plain_ticks
 
-    logy = true_or_false("logy", logy) or y == "divergence"
+    logy = true_or_false("logy", logy) or y in ("divergence", "consensus_distance")
     from_step = whole_number("from_step", from_step, at_least=0)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)

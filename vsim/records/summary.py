@@ -13,7 +13,7 @@ from vsim.arguments import true_or_false, whole_number
 from vsim.cluster.traffic import traffic
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import crossing_of, never, noise
-from vsim.records.history import TESTED
+from vsim.records.history import CONSENSUS, TESTED
 from vsim.records.losses import begun, compare_finals, diverged, final_loss, legend, measured_at, note, sound
 from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, amount_text, forming_bytes, until
 from vsim.records.tables import (
@@ -49,6 +49,10 @@ def rows(
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
       worst client; without accuracies, "client loss", with the 90th percentile.
+    - consensus distance: of gossip, the nodes' distance from their mean at the last validation; in a table on
+      demand.
+      Then the deviation over clients, the Gini coefficient, and in comparisons with an `attack`, the means over honest
+      clients and over attackers.
     - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.
     - time used, wire used and so on: with a budget, the used shares.
 
@@ -61,7 +65,7 @@ def rows(
     if true_or_false("stays", stays) and loss is None:
         raise TypeError("stays=True has no effect without loss=")
     priced, found = comparison.pricing(network, compute), []
-    known = [column for column in ("global_accuracy", *TESTED) if comparison.has(column)]
+    known = [column for column in ("global_accuracy", CONSENSUS, *TESTED) if comparison.has(column)]
     for name in comparison.order:
         runs = comparison.runs(name)
         numbers = {run: _numbers(comparison, run, known, loss, stays, priced) for run in runs}
@@ -87,7 +91,7 @@ def _numbers(
     found = {runs.loss_title: loss, "perplexity": math.inf if loss >= 700 else math.exp(loss)}
     if validated and "global_accuracy" in known:
         found["accuracy"] = math.nan if math.isnan(loss) else history.last("global_accuracy")
-    for column in filter(known.__contains__, TESTED):
+    for column in filter(known.__contains__, (CONSENSUS, *TESTED)):
         found[column.replace("_", " ")] = math.nan if run.diverged_at is not None else history.last(column)
     found |= on_clients(runs, run)
     found["steps"] = steps
@@ -142,17 +146,24 @@ def on_clients(runs: Runs, run: ComparedRun) -> dict[str, float]:
     measured, history = frozenset().union(*(one.measured_on_clients for one in runs.all_histories)), run.history
     if "accuracies" in measured:
         titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
-        values = values[~np.isnan(values)]  # leave out clients without a label that counts
     elif "losses" in measured:
         titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
     else:
         return {}
-    if not len(values) or run.diverged_at is not None:
+    titles = titles if "attacked" in measured else titles[:-2]
+    if not len(values) or np.isnan(values).all() or run.diverged_at is not None:
         return dict.fromkeys(titles, math.nan)
+    known = ~np.isnan(values)  # leave out clients without a label that counts
+    bad = history.attacked_clients if len(history.attacked_clients) else np.zeros(len(values), dtype=bool)
+    of_kind = [float(values[known & kind].mean()) if (known & kind).any() else math.nan for kind in (~bad, bad)]
+    values = values[known]
     ordered = sign * np.sort(sign * values)  # the worst client first
     worst = ordered[: math.ceil(len(values) / 10)]
     percentile = np.percentile(values, 10 if sign > 0 else 90)
-    return dict(zip(titles, map(float, (values.mean(), percentile, worst.mean(), ordered[0])), strict=True))
+    n = len(values)
+    gini = float(np.sort(values) @ (2 * np.arange(n) - n + 1)) / (n * values.sum()) if values.any() else 0.0
+    numbers = (values.mean(), percentile, worst.mean(), ordered[0], values.std(), gini, *of_kind)
+    return dict(zip(titles, map(float, numbers), strict=False))
 
 
 def table(

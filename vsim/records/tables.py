@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from vsim.arguments import a_text, given, one_of, whole_number
 
 # Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
+_SPREAD = (", worst tenth", ", worst", ", deviation", ", Gini", ", honest", ", attackers")
 CLIENT_LOSSES, CLIENT_ACCURACIES = (
-    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", ", worst tenth", ", worst"))
+    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", *_SPREAD))
     for name, percentile in (("loss", 90), ("accuracy", 10))
 )
 SIMULATED = "seconds to simulate"
 DIGITS = {
-    **dict.fromkeys(("validation loss", "training loss", "test loss", *CLIENT_LOSSES), 4),
+    **dict.fromkeys(("validation loss", "training loss", "test loss", "consensus distance", *CLIENT_LOSSES), 4),
     **dict.fromkeys((SIMULATED, "validation seconds"), 1),
 }
 # Characters that stand for LaTeX commands, because tabulate would escape the commands.
@@ -35,7 +36,7 @@ PERCENT, _TIMES = (
 # Columns that a table shows only on request, because a table with all columns is wider than a page.
 ON_DEMAND = (
     *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
-    *(*CLIENT_LOSSES, *CLIENT_ACCURACIES),
+    *("consensus distance", *CLIENT_LOSSES, *CLIENT_ACCURACIES),
 )
 _PAGE = 110  # characters
 # Word in the name of a column → the units in which a table may show it: name, size in the first word's unit.

@@ -4,6 +4,7 @@ from typing import Any
 
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy import average
+from vsim.strategy.afl import AFLStrategy, AgnosticAverage
 from vsim.strategy.allreduce import GradientAverage, SimpleReduceStrategy
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
@@ -41,6 +42,7 @@ from vsim.strategy.compression import (
     TopK,
     UniformQuantizer,
 )
+from vsim.strategy.d2 import CorrectedGossip, D2Strategy
 from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy
 from vsim.strategy.demo import DeMoStrategy
@@ -51,6 +53,7 @@ from vsim.strategy.ditto import DittoStrategy, PersonalModels
 from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
 from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
 from vsim.strategy.edit import EDiTCommunicator, EDiTStrategy
+from vsim.strategy.exact_diffusion import ExactDiffusionStrategy, LazyCorrectedGossip
 from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
 from vsim.strategy.feddyn import DynamicRegularizer, FedDynStrategy
@@ -59,12 +62,18 @@ from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, S
 from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
 from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
 from vsim.strategy.fedrep import AlternatingAverage, FedRepStrategy
-from vsim.strategy.gossip import GossipCommunicator, GossipStrategy, RandomGraph
+from vsim.strategy.gossip import GossipCommunicator, GossipStrategy
 from vsim.strategy.gpa import GPAStrategy
+from vsim.strategy.gradient_tracking import GradientTrackingStrategy, TrackingGossip
+from vsim.strategy.graphs import RandomGraph
 from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
 from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
 from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
+from vsim.strategy.push_sum import PushSum, PushSumStrategy
+from vsim.strategy.qfedavg import FairStep, QFedAvgStrategy
+from vsim.strategy.quasi_global import QuasiGlobalMomentum, QuasiGlobalMomentumStrategy
+from vsim.strategy.relay_sum import RelaySum, RelaySumStrategy
 from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
 from vsim.strategy.selectors import (
     IndexSelector,
@@ -96,6 +105,12 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
     "noloco": (NoLoCoStrategy, {"H": 10}),
     "gossip": (GossipStrategy, {}),
+    "d2": (D2Strategy, {}),
+    "exact_diffusion": (ExactDiffusionStrategy, {}),
+    "gradient_tracking": (GradientTrackingStrategy, {}),
+    "quasi_global": (QuasiGlobalMomentumStrategy, {}),
+    "push_sum": (PushSumStrategy, {}),
+    "relay_sum": (RelaySumStrategy, {}),
     "slowmo": (SlowMoStrategy, {"H": 10}),
     "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
     "gpa": (GPAStrategy, {"mu_x": 0.974}),
@@ -106,6 +121,8 @@ STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "ditto": (DittoStrategy, {"H": 10}),
     "fednova": (FedNovaStrategy, {"H": 10}),
     "feddyn": (FedDynStrategy, {"H": 10, "lr": 0.3}),
+    "qfedavg": (QFedAvgStrategy, {"H": 10}),
+    "afl": (AFLStrategy, {"H": 10}),
     "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
     "alone": (AloneStrategy, {}),
     "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
@@ -136,22 +153,24 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
 
 # fmt: off
 __all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "Algorithm", "AloneStrategy",
-    "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average",
+    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "AgnosticAverage", "Algorithm",
+    "AloneStrategy", "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average",
     "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates",
-    "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
-    "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy", "DittoStrategy",
-    "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator", "EagerDiLoCoStrategy",
-    "Every", "FedAdagrad", "FedAdam", "FedAvgStrategy", "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy",
-    "FedOptStrategy", "FedPerStrategy", "FedProxStrategy", "FedRepStrategy", "FedYogi", "GPAStrategy",
-    "GossipCommunicator", "GossipStrategy", "GradientAverage", "GroupAverage", "HierarchicalStrategy",
-    "IndexSelector", "LocalNorms", "MuLoCoStrategy", "NoLoCoStrategy", "NormalizedAverage", "OptimSpec",
-    "PairCommunicator", "PartitionedIndexSelector", "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD",
-    "PrivateAverage", "ProximalTerm", "RandomGraph", "RandomIndexSelector", "RandomK", "Rule",
-    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds", "ServerStep",
+    "CorrectedGossip", "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy",
+    "DecoupledDiLoCoStrategy", "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy",
+    "DittoStrategy", "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator",
+    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FairStep", "FedAdagrad", "FedAdam", "FedAvgStrategy",
+    "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
+    "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipCommunicator", "GossipStrategy", "GradientAverage",
+    "GradientTrackingStrategy", "GroupAverage", "HierarchicalStrategy", "IndexSelector", "LazyCorrectedGossip",
+    "LocalNorms", "MuLoCoStrategy", "NoLoCoStrategy", "NormalizedAverage", "OptimSpec", "PairCommunicator",
+    "PartitionedIndexSelector", "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD", "PrivateAverage",
+    "ProximalTerm", "PushSum", "PushSumStrategy", "QFedAvgStrategy", "QuasiGlobalMomentum",
+    "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector", "RandomK", "RelaySum", "RelaySumStrategy",
+    "Rule", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds", "ServerStep",
     "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SlowMomentum",
     "SparseCommunicator", "SparseLoCoStrategy", "StateAverage", "StatisticalQuantizer", "Strategy",
-    "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK", "UniformQuantizer", "When",
-    "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda", "ties",
-    "trimmed_mean", "tsv",
+    "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK", "TrackingGossip", "UniformQuantizer",
+    "When", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda",
+    "ties", "trimmed_mean", "tsv",
 ]

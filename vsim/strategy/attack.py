@@ -15,7 +15,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.randomness import derive_seed, generator
 from vsim.strategy.selectors import round_up
 
-KINDS = ("sign_flip", "gaussian", "alie", "min_max", "min_sum", "label_flip")
+KINDS = ("sign_flip", "gaussian", "alie", "inner_product", "min_max", "min_sum", "label_flip")
 DIRECTIONS = ("deviation", "sign", "unit")
 
 
@@ -29,6 +29,8 @@ class Attack:
     - "gaussian": Gaussian noise of standard deviation `scale`.
     - "alie": μ − z σ, "a little is enough" [Baruch et al. 2019, arXiv:1902.06156]; z is `scale`, by default
       Φ⁻¹((n − m − s) / (n − m)) for n nodes and m attackers, with s = max(1, ⌊n / 2 + 1⌋ − m).
+    - "inner_product": −ε μ, inner-product manipulation [Xie et al. 2019, arXiv:1903.03936]; ε is `scale`, by default
+      0.1. The plain mean keeps its direction unless ε > (n − m) / m; a small ε misleads rules that choose vectors.
     - "min_max", "min_sum": a = μ + γ p, with the largest γ for which a is no farther from the g_i than the g_i from
       each other: max_i ‖a − g_i‖ ≤ max_ij ‖g_i − g_j‖ for "min_max", Σ_i ‖a − g_i‖² ≤ max_i Σ_j ‖g_i − g_j‖² for
       "min_sum" [Shejwalkar and Houmansadr 2021, NDSS].
@@ -38,13 +40,14 @@ class Attack:
         kind: one of the above.
         share: fraction of the nodes that attack, in (0, 1), rounded up to whole nodes; `seed` draws the attackers.
         nodes: numbers of the attackers, in place of `share`.
-        scale: see "sign_flip", "gaussian" (default 1 in both) and "alie" above.
+        scale: see "sign_flip", "gaussian" (default 1 in both), "alie" and "inner_product" above.
         direction: p of "min_max" and "min_sum": "deviation" (−σ), "sign" (−sign μ) or "unit" (−μ / ‖μ‖).
         classes: C, for "label_flip". This attack needs a dataset for each node, such as a `vsim.data.partition`, with
             examples (inputs, label), or dicts with a "label" or "labels".
         seed: seeds the draw of attackers.
 
-    Attackers receive the same average as other nodes. How they learn the other nodes' vectors is not billed.
+    Attackers receive the same average as other nodes. How they learn the other nodes' vectors is not billed. In gossip,
+    g is a node's move since the last mixing, and attackers send their weights of that time plus the vector above.
     """
 
     kind: str
@@ -74,9 +77,9 @@ class Attack:
         for name, value in kept.items():
             object.__setattr__(self, name, value)
         takers = {
-            "scale": KINDS[:3],
-            "direction": KINDS[3:5],
-            "classes": KINDS[5:],
+            "scale": KINDS[:4],
+            "direction": KINDS[4:6],
+            "classes": KINDS[6:],
             "seed": KINDS if self.nodes is None else (),
         }
         for name, kinds in takers.items():
@@ -128,12 +131,14 @@ class Attack:
                 rows[row].copy_(vector)
 
     def vector(self, others: Tensor, attackers: int) -> Tensor:
-        """Return the vector (P,) of "alie", "min_max" or "min_sum", given the other nodes' rows (n − m, P).
+        """Return the vector (P,) that all attackers send, given the other nodes' rows (n − m, P).
 
         γ has a closed form, since the squared distances are quadratic in γ.
         """
         others = others.to(torch.promote_types(others.dtype, torch.float32))
         mean, deviation = others.mean(0), others.std(0, unbiased=False)
+        if self.kind == "inner_product":
+            return mean * -(0.1 if self.scale is None else self.scale)
         if self.kind == "alie":
             return mean - self.deviations(len(others), attackers) * deviation
         toward = {

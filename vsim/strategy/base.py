@@ -56,11 +56,13 @@ class CommunicationModule(Configured):
         H: steps from one sync to the next, or a schedule of `vsim.strategy.when`; 1 if a subclass sets none.
         average: merges the nodes' vectors, and in a warm-up their gradients; the mean if a subclass sets none.
         only_once: whether a second module of the same class, whatever its settings, would have nothing to do.
+        is_gossip: whether nodes meet few others only, so that the history has their `consensus_distance`.
     """
 
     H: int | When = 1
     average: Average = Average()
     only_once = False
+    is_gossip = False
 
     warmup: Average  # averages gradients in a warm-up, with separate compression errors; unset without a warm-up
 
@@ -317,17 +319,18 @@ class Algorithm(Configured):
         if not isinstance(attack, Attack):
             raise TypeError(f"{name}: attack must be a vsim.Attack, got {attack!r}")
         modules = [copy.copy(module) for module in self.communication_modules]
-        averages = [vars(module).get("average") for module in modules]
         if attack.kind == "label_flip":
             return modules
-        if not any(isinstance(average, Average) for average in averages):
-            raise ValueError(f"{name}: {attack} attacks the messages of an average=, and this strategy has none")
-        for module, average in zip(modules, averages, strict=True):
-            if isinstance(average, Average):
-                if average.refuses_attack:
-                    raise ValueError(f"{name}: {attack} cannot act, as {average.refuses_attack}")
-                module.average = copy.deepcopy(average)
-                module.average.attack = attack
+        taking = [isinstance(vars(module).get("average"), Average) or hasattr(module, "attack") for module in modules]
+        if not any(taking):
+            raise ValueError(f"{name}: {attack} attacks messages of an average= or of gossip, and there are none")
+        for module in (own for own, takes in zip(modules, taking, strict=True) if takes):
+            holder = module if hasattr(module, "attack") else copy.deepcopy(module.average)
+            if holder.refuses_attack:
+                raise ValueError(f"{name}: {attack} cannot act, as {holder.refuses_attack}")
+            holder.attack = attack
+            if holder is not module:
+                module.average = holder
         return modules
 
     @classmethod
@@ -472,6 +475,11 @@ class Algorithm(Configured):
         modules = (type(module).global_weights for module in self.communication_modules)
         replaced = any(own is not CommunicationModule.global_weights for own in modules)
         return type(self).model_weights is Algorithm.model_weights and not replaced
+
+    @property
+    def is_gossip(self) -> bool:
+        """Whether a module lets nodes meet few others only."""
+        return any(module.is_gossip for module in self.communication_modules)
 
     @property
     def is_personal(self) -> bool:

@@ -38,6 +38,7 @@ class PairCommunicator(CommunicationModule):
     enough; Δ_k and φ_k are sent nevertheless.
     """
 
+    is_gossip = True
     outer_weights: Tensor  # φ_k, stacked (R, P)
     momentum: Tensor  # m_k, stacked (R, P)
     pairs: Tensor  # pairs (src, dst) of the next round, in both directions, shared (2 · ⌊K / 2⌋, 2)

@@ -198,8 +198,18 @@ def _columns(run: TrackedRun, nodes: Measured, overall: Measured) -> dict[str, f
             not run.strategy.evaluates_mean or run.strategy.has_global_model(run.measuring.weights)
         ),
     }
+    if run.strategy.is_gossip:
+        with collectives.unbilled():
+            columns["consensus_distance"] = collectives.all_gather(_from_mean(run).to(local)).square().mean().sqrt()
     if nodes.accuracies is not None and overall.accuracies is not None:
         with collectives.unbilled():
             columns["local_accuracy"] = collectives.broadcast(nodes.accuracies)
         columns["global_accuracy"] = overall.accuracies[0]
     return {name: float(value) for name, value in columns.items()}
+
+
+def _from_mean(run: TrackedRun) -> Tensor:
+    """Return the distances (R,) of this process's nodes from the mean replica."""
+    mean = run.measuring.weights if run.strategy.evaluates_mean else run.cluster.mean_weights()
+    assert mean is not None
+    return torch.stack([torch.linalg.vector_norm(row - mean) for row in run.cluster.weights])

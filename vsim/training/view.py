@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vsim.arguments import one_of, whole_number
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
-from vsim.records.history import ACCURACIES, COLUMNS, SPREAD, TESTED, VALIDATED, History
+from vsim.records.history import ACCURACIES, COLUMNS, CONSENSUS, SPREAD, TESTED, VALIDATED, History
 from vsim.strategy.base import Algorithm
 from vsim.training.clients import OwnModels
 
@@ -110,6 +110,7 @@ class RunView:
         absent = {
             *(() if validated else VALIDATED),
             *(() if apart else SPREAD),
+            *(() if self._run.strategy.is_gossip else (CONSENSUS,)),
             *(ACCURACIES if self._run.spec.accuracy is False else ()),
             *TESTED,  # in the last row, when the run is over
         }

@@ -23,7 +23,7 @@ from vsim.records import summary
 from vsim.records.cache import Cache
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import doubts
-from vsim.records.history import History, mean_present
+from vsim.records.history import CONSENSUS, History, mean_present
 from vsim.records.losses import by_seed, compare_finals, compared_runs, final_loss, legend, loss_interval, note, sound
 from vsim.records.losses import diverged as diverged_in
 from vsim.records.losses import ties as ties_in
@@ -59,6 +59,7 @@ _LABELS = {
     "node_loss_std": "spread of the nodes' validation losses",
     "local_accuracy": "validation accuracy of node 0",
     "divergence": "drift: distance of the replicas from their mean",
+    CONSENSUS: "distance of the replicas from their mean",
     "correlation": "correlation of the replicas' weights",
 }
 

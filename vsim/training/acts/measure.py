@@ -109,5 +109,8 @@ class MeasureEnded:
         names = {"losses": "test_loss", "accuracies": "test_accuracy"}
         for run in () if self.briefly else runs:
             tested = {names[name]: value for name, (value,) in of_tests.get(run, {}).items()}
-            moment.client_val[run] = of_clients.get(run, {})
+            moment.client_val[run] = own = of_clients.get(run, {})
+            if own and run.strategy.attack is not None:
+                bad = run.strategy.attack.attackers(run.cluster.population)
+                own["attacked"] = [float(client in bad) for client in range(run.cluster.population)]
             moment.columns.setdefault(run, {}).update(tested, validation_seconds=run.measuring.seconds)
