@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vsim.cluster import Cluster
+from vsim.records.plots import COLOURS
 from vsim.strategy import (
     Algorithm,
     D2Strategy,
@@ -242,7 +243,7 @@ def draw(found: dict[Setting, int], path: Path) -> None:
     for row, steps in found.items():
         lines[row.r0, row.heterogeneity][row.algorithm, row.topology].append((row.nodes, row.steps, steps))
     figure, axes = plt.subplots(1, len(lines), figsize=(9.6, 3.0), sharey=True, layout="constrained")
-    looks = {name: f"C{i}" for i, name in enumerate(sorted({row.algorithm for row in found}))}
+    looks = dict(zip(sorted({row.algorithm for row in found}), COLOURS, strict=False))
     for ax, (r0, zeta), own in zip(axes, sorted(lines), [lines[key] for key in sorted(lines)], strict=True):
         for (algorithm, topology), points in sorted(own.items()):
             table = np.array(sorted(points), dtype=float)
