@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -336,3 +337,60 @@ def test_presses_that_reach_all_processes_of_a_terminal(after: tuple[float, ...]
     assert not [*(tmp_path / "run").glob("*/end.json")]
     resumed = of_workers(save_dir=tmp_path / "run", resume=True)
     assert_same_comparison(resumed, of_workers(checkpoint_interval=None))
+
+
+# Ends that files keep -------------------------------------------------------------------------------------------------
+
+
+class Ends(vsim.Callback):
+    """Raises an error without a message, or stops, or presses Ctrl-C."""
+
+    def __init__(self, what: str, event: str, step: int, label: str) -> None:
+        self.what, self.event, self.step, self.label = what, event, step, label
+
+    def _heard(self, event: str, run: Any) -> None:
+        if (event, run.done) != (self.event, self.step) or self.label not in run.label:
+            return
+        if self.what == "fails":
+            raise AssertionError
+        if self.what == "stops":
+            run.stop()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_start(self, run: Any) -> None:
+        self._heard("on_start", run)
+
+    def on_step(self, run: Any) -> None:
+        self._heard("on_step", run)
+
+
+@pytest.mark.parametrize(("event", "together"), [("on_step", True), ("on_start", False)])
+def test_an_error_without_a_message_ends_a_run_for_good(event: str, together: bool, tmp_path: Path) -> None:
+    """Also one without a row, which in a later part ends that run only."""
+    strategies = {"first": FedAvgStrategy(H=2, lr=1e-2), "second": FedAvgStrategy(H=3, lr=1e-2)}
+    options: dict[str, Any] = {"strategies": strategies, "num_nodes": 2, "max_steps": 4, "batch_size": 4}
+    options |= {"progress": False, "together": together, "save_dir": tmp_path / "all"}
+    step = 2 if event == "on_step" else 0
+    for resume in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            ends = Ends("fails", event, step, "second")
+            found = vsim.compare(small_mlp(), vectors(), callbacks=[ends], resume=resume, **options)
+        assert found["first"].ended and "AssertionError" in found["second"].failure
+        assert found["second"].history["step"][-1] == step
+
+
+def test_a_rung_is_decided_after_a_resume_though_a_run_had_ended_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 8, "batch_size": 4, "progress": False, "halving": 2}
+    options |= {"strategy": FedAvgStrategy, "settings": {"H": 2, "lr": [1e-1, 1e-2, 1e-4, 1e-5]}}
+
+    def swept(*callbacks: Ends, **more: Any) -> vsim.Sweep:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return vsim.sweep(small_mlp(), vectors(), vectors(6), callbacks=[*callbacks], **options, **more)
+
+    early = Ends("stops", "on_step", 1, "lr=0.1")
+    straight = swept(early)
+    swept(early, Ends("presses", "on_step", 2, "lr=1e-05"), save_dir=tmp_path / "all")
+    assert_same_comparison(swept(early, save_dir=tmp_path / "all", resume=True), straight)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -411,7 +411,11 @@ TABLE = [
     on_ring("D2", D2Strategy, "weights", 4 * P),
     on_ring("Exact diffusion", ExactDiffusionStrategy, "weights", 4 * P),
     on_ring("Gradient tracking, adapt then combine", GradientTrackingStrategy, "weights and trackers", 8 * P),
-    on_ring("Quasi-global momentum", QuasiGlobalMomentumStrategy, "weights", 4 * P, momentum=0.5),
+    replace(
+        on_ring("Quasi-global momentum", QuasiGlobalMomentumStrategy, "weights", 4 * P, momentum=0.5),
+        lr=0.3,
+        refuses="the inner optimizer must be plain SGD",
+    ),
     Row(
         "Push-sum",
         PushSumStrategy,
@@ -497,6 +501,7 @@ TABLE = [
         QFedAvgStrategy,
         {"H": 2, "q": 3.0},
         sent=every(3, "all_reduce", "weighted moves", 4 * (P + 1)),
+        lr=0.3,
         learns_with={"H": 5, "q": 0.1},
     ),
     periodic(

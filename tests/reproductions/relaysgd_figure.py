@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from vsim.cluster import Cluster
-from vsim.records.plots import COLOURS
 from vsim.strategy import (
     Algorithm,
     D2Strategy,
@@ -216,6 +215,10 @@ def name_of(row: Setting) -> str:
     return f"{row.algorithm}, {row.topology}, ζ² {'= 0' if row.heterogeneity == 0 else '> 0'}"
 
 
+# Of an algorithm each, in the order of their names: the palette of Okabe and Ito, AllReduce in black.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+
+
 def quick_settings() -> list[Setting]:
     """Return settings whose runs are short, of every algorithm and graph."""
     return [row for row in settings() if row.nodes in (6, 12) and row.steps <= 50]
@@ -243,7 +246,7 @@ def draw(found: dict[Setting, int], path: Path) -> None:
     for row, steps in found.items():
         lines[row.r0, row.heterogeneity][row.algorithm, row.topology].append((row.nodes, row.steps, steps))
     figure, axes = plt.subplots(1, len(lines), figsize=(9.6, 3.0), sharey=True, layout="constrained")
-    looks = dict(zip(sorted({row.algorithm for row in found}), COLOURS, strict=False))
+    looks = dict(zip(sorted({row.algorithm for row in found}), COLOURS, strict=True))
     for ax, (r0, zeta), own in zip(axes, sorted(lines), [lines[key] for key in sorted(lines)], strict=True):
         for (algorithm, topology), points in sorted(own.items()):
             table = np.array(sorted(points), dtype=float)

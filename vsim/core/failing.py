@@ -44,14 +44,16 @@ def leave(group: Sharing, run: Run, error: Exception) -> None:
     | may come of a request to stop | the run is cut: the others complete the step, and all can be resumed; raised after a second request, and with several processes | raised |
     | losses or weights that are not finite | the run ends, at the same time in all processes | raised |
     | any other, in several processes | raised, as the other processes may not have it | raised |
-    | any other, in the first step | raised if `group.raises_first`, as no progress is lost | raised |
+    | any other, in the first step; state that cannot be saved | raised if `group.raises_first` | raised |
     | any other, later | the run ends | raised |
+
+    `group.raises_first` holds while no run has made progress that would be lost.
     """  # noqa: E501
     if group.requests.explains(error):
         if group.requests.insisted or not (group.tolerant and run.is_alone):
             raise error
         warnings.warn(
-            f"{run.spec.label}: interrupted in step {run.cluster.step}, which was not completed: {error!r}",
+            f"{run.spec.label}: interrupted {_when(run)}: {error!r}",
             UserWarning,
             stacklevel=2,
         )
@@ -61,6 +63,12 @@ def leave(group: Sharing, run: Run, error: Exception) -> None:
     if not group.tolerant or not (isinstance(error, Diverged) or (run.is_alone and not nothing_lost)):
         raise error
     run.error = error
+
+
+def _when(run: Run) -> str:
+    if run.done == run.cluster.step:
+        return f"after step {run.done}, which is not recorded as a whole"
+    return f"in step {run.cluster.step}, which was not completed"
 
 
 def all_leave(group: Sharing, runs: Sequence[Run], error: Exception) -> None:

@@ -41,7 +41,8 @@ class Step:
     """A completed step.
 
     Attributes:
-        number: from 1. losses: of this process's present rows (R,). stops: whether a process was asked to stop.
+        number: from 1. losses: of this process's present rows (R,).
+        stops: with several processes, whether one was asked to stop; a single one knows its own request.
     """
 
     number: int
@@ -65,8 +66,9 @@ class Group(Generic[R]):
         apart: what a user may do, other than to draw from nodes' generators, if runs would share draws.
         tolerant: whether the other runs continue when a run fails; if False, the error is raised.
         raises_first: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
-        trial_steps: the number of coming steps in which draws from the global random generators are detected.
-        present: the runs with present rows, in the order of their rows.
+        trial_steps: the number of coming steps in which draws from global random generators, and state that nobody
+            declares, are detected; the act `CheckDeclared` counts them down.
+        present: the runs whose rows are computed, in the order of their rows; a run that ends stays until rows move.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
         batches: (step, stacked batch (R, B, …) for the present rows, on any device), from the next step on.
@@ -248,7 +250,7 @@ def _end_step(group: Group[Any], step: Step, runs: Sequence[Run], batch: Any, ke
         for node in resting[run]:  # its row was computed beside the others, and is put back
             del known[run.cluster.active[node]]
         try:
-            run.check_losses(known, batch, run.present_rows)
+            run.check_losses(known, batch, run.present_rows, run.cluster.active)
         except (Diverged, IndexError) as error:
             leave(group, run, error)
         for node in resting[run]:

@@ -129,7 +129,7 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process keeps the run's record, and writes its checkpoints."""
+        """Whether this process writes the run's checkpoints, and sends its record to the process that shows it."""
         return self.cluster.collectives.rank == 0
 
     @property
@@ -154,11 +154,14 @@ class Run:
                 "have no generators of their own: draw by torch's functions, or leave out deterministic"
             )
 
-    def check_losses(self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None)) -> None:
+    def check_losses(
+        self, losses: Mapping[int, float], batch: Any, rows: slice = slice(None), nodes: Sequence[int] | None = None
+    ) -> None:
         """Raise `Diverged` if a loss of the current step is not finite.
 
         Args:
-            losses: node → loss. batch: the step's stacked batch. rows: this run's rows of the batch.
+            losses: node → loss, of those that count. batch: the step's stacked batch. rows: this run's rows of it.
+            nodes: the nodes that have a row in the batch, in its order, in any process; default: those of `losses`.
 
         Raises:
             IndexError: on an accelerator, an index in a node's batch is out of range.
@@ -170,7 +173,7 @@ class Run:
             given, step = ", ".join(f"node {node}: {value}" for node, value in list(odd.items())[:8]), self.cluster.step
             own = batch if rows == slice(None) else of_rows(batch, range(rows.start, rows.stop))
             if is_off_cpu(batch):
-                self._check_indices([*losses], odd, own)
+                self._check_indices([*losses] if nodes is None else nodes, odd, own)
             whole = {f"batch{keystr(path)}": t for path, t in tree_flatten_with_path(own)[0]}
             odd_data = [name for name, t in whole.items() if t.is_floating_point() and not bool(t.isfinite().all())]
             advice = f"The data are not finite: {', '.join(odd_data)}" if odd_data else WHAT_HELPS
@@ -187,7 +190,7 @@ class Run:
         """Raise an IndexError if an index was out of range in the loss of one of this process's `odd` nodes.
 
         Args:
-            nodes: the nodes whose losses are known. odd: nodes with a non-finite loss.
+            nodes: the nodes that have a row in the batch. odd: nodes with a non-finite loss.
             batch: the batch of this process's nodes.
         """
         held, replicas = [self.cluster.active[row] for row in self.nodes], self.cluster.replicas

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average.base import norms_of
 from vsim.strategy.base import Algorithm
 from vsim.strategy.outer import SharedWeights
@@ -89,3 +90,7 @@ class QFedAvgStrategy(Algorithm, of=FairStep):
     """
 
     family = "federated"
+
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        return OptimSpec("sgd")  # of whose moves L = 1 / η is the scale

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
 from vsim.strategy.gossip import GraphStrategy, OnGraph
 
 
@@ -27,6 +28,9 @@ class QuasiGlobalMomentum(OnGraph):
 
     Payload: all weights to each neighbour, every step.
 
+    Raises:
+        TypeError: the inner optimizer is not plain SGD.
+
     Deviations from the paper: the step is divided by 1 + μ, as in the code of its authors' later RelaySGD; in the paper
     it is μ m + g. At a learning rate of 0, m only decays. When nodes come and go, m starts again at 0.
     """
@@ -38,6 +42,13 @@ class QuasiGlobalMomentum(OnGraph):
     def __init__(self, *, topology: Any = "ring", momentum: float = 0.9) -> None:
         super().__init__(topology=topology)
         self.momentum = real_number("momentum", momentum, at_least=0, below=1)
+
+    def check_optim(self, optim: OptimSpec) -> None:
+        if optim.cls is not torch.optim.SGD or optim.rest or optim.kwargs.get("momentum"):
+            raise TypeError(
+                f"the inner optimizer must be plain SGD, got {optim}; with any other, a node's move divided by the "
+                "learning rate is no gradient, and the momentum grows beyond all gradients"
+            )
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(cluster.weights)}
@@ -60,3 +71,7 @@ class QuasiGlobalMomentumStrategy(GraphStrategy, of=QuasiGlobalMomentum):
     """
 
     family = "graphs"
+
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        return OptimSpec("sgd")

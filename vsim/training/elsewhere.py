@@ -65,8 +65,7 @@ def train_elsewhere(race: Race, launch: Callable[[Race, Receive], object]) -> No
             raise
         except (Exception, KeyboardInterrupt) as error:  # the latter after a second Ctrl-C
             if isinstance(error, KeyboardInterrupt) or race.interrupt.explains(error):
-                step = max(0, max(len(run.history) for run in race.runs) - 1)
-                raise Interrupted(step, runs[0].spec.saving) from error
+                raise Interrupted(max(run.recorded for run in race.runs), runs[0].spec.saving) from error
             little = isinstance(error, CheckpointError) and all(len(run.history) <= 2 for run in race.runs)
             if not display.losses or little:  # an error of the first step
                 raise

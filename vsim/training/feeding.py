@@ -26,8 +26,9 @@ def _source(run: TrackedRun, done: int, fetching: dict[Hashable, DataStates | No
     """Return the batches of a run after `done` steps.
 
     Args:
-        fetching: key → random states that the data draw from. Runs with equal keys have equal batches, which are
-            fetched once: they must share the states, or each would draw alone. Filled here.
+        fetching: key → random states that the data draw from. Runs with equal keys have equal batches and draws, so
+            that batches are fetched once, from states that they share: whatever changes a run's examples or their order
+            must be in the key, and if it is not, one run trains on the other's. Filled here.
     """
     spec, batches, when = run.spec, run.presence.batches, tuple[Any, ...]()
     runs_code = one_in_memory(batches) is None

@@ -69,7 +69,7 @@ class Orders:
             OnStep(*told),  # on_evaluation
             MeasureEnded(briefly=True),  # raises before training what would fail after it
         ]
-        self.begin_over: list[Act] = [MeasureEnded(), amend, Save()]  # new runs without a step
+        self.begin_over: list[Act] = [Validate(again=True), MeasureEnded(), amend, Save()]  # new runs without a step
         self.begin_ended: list[Act] = [OnEnd(*told), conclude, show]  # also runs that resume after their last step
         self.after_a_step: list[Act] = [
             Validate(),  # before the row that has its columns
@@ -131,7 +131,7 @@ def prepare(
 def fit(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> None:
     """Train to the last step. Ctrl-C stops after the current step; a second one acts at once.
 
-    With several processes, requests travel with the losses of a step: after a step's losses, the next one is taken.
+    With several processes, a request travels with the losses of the next step, after which all processes stop.
 
     Raises:
         Interrupted: a process of the run was asked to stop; raised after the current step.
@@ -140,10 +140,12 @@ def fit(groups: Sequence[Group[TrackedRun]], orders: Orders | None = None) -> No
     interrupt, run = _interrupt(groups), groups[0].runs[0]
     try:
         with interrupt:
-            for _ in steps(groups, orders):
+            moment = Moment(0, groups, [])
+            for moment in steps(groups, orders):  # noqa: B007
                 pass
             if run.is_alone and interrupt.requested:
-                raise Interrupted(max(r.done for group in groups for r in group.runs), run.spec.saving)
+                step = max(r.done for group in groups for r in group.runs)
+                raise Interrupted(step, run.spec.saving if moment.saved else None)
     except Exception as error:
         if interrupt.explains(error):
             raise KeyboardInterrupt(f"interrupted in a step that was not completed: {error}") from error

@@ -1,7 +1,15 @@
 """Move the rows of a group when nodes come and go.
 
 The rows are permuted so that the present nodes of running runs have the first rows of the matrix. Every other object
-with rows is then a view of these first rows, or is cut to them.
+with rows is then a view of these first rows, or is cut to them. Four numbers name the same node:
+
+    node      its number in the plan and the ledger, 0 to N − 1
+    place     its place among the nodes that take part, in all processes: an index of `collectives.active`
+    row       its place among those that this process holds: an index of the run's tensors
+    row of the group: `run.rows.start` + row, an index of the matrix, where the rows of several runs follow each other
+
+For example, one process has run A with nodes 0, 1, 2 in rows 0 to 2 of the group, and run B with node 0 in row 3.
+Node 0 of A leaves: A has Move([1, 2]), and `arrange` copies rows 1, 2, 3 of the matrix to rows 0, 1, 2; row 3 is idle.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints, isolated
 from vsim.core.failing import DRAW_FROM_NODES, check_draws
+from vsim.core.group import Group
 from vsim.training.acts.conclude import Conclude
 from vsim.training.acts.halve import Halve, Keep
 from vsim.training.acts.moment import Moment
@@ -141,8 +142,7 @@ class Race:
                 except KeyboardInterrupt as error:
                     interrupted = error
                 if interrupted is not None or self.processes.agreed(self.interrupt.requested):
-                    step = max(len(run.history) - 1 for run in runs)
-                    raise Interrupted(max(step, 0), runs[0].spec.saving) from interrupted
+                    raise Interrupted(max(run.recorded for run in runs), runs[0].spec.saving) from interrupted
 
     def _train(self, runs: Sequence[TrackedRun], display: Display) -> None:
         """Train runs at the same time."""
@@ -155,7 +155,7 @@ class Race:
         conclude = Conclude(processes.is_first, send)
         for run in runs:
             if run.has_begun:
-                conclude.tell(run, Outcome(record=(run.history.as_plain(), int(run.history["step"][-1]))))
+                conclude.tell(run, Outcome(record=(run.history.as_plain(), run.recorded)))
         if not running:
             return
         with ExitStack() as ending:
@@ -165,19 +165,17 @@ class Race:
                     ending.push(partial(finish, run))
             with isolated(running[0].spec.seed, device):
                 untouched = fingerprints(device)
-                groups = prepare(running, device, self.interrupt, connect=processes.connect)
+                groups = self._prepared(running)
                 if len(running) > 1:
                     check_draws(groups[0], untouched, running[0], "the setup of a strategy")
-                for group in groups:
-                    group.tolerant, group.apart = True, "" if self.rungs else group.apart
-                    group.raises_first = not any(run.has_begun for run in self.runs if run not in running)
                 show, halve = Show(display), Halve(self.runs, self.rungs, self.keep, processes.agreed)
                 moment = Moment(0, groups, running)
-                halve(moment)  # the checkpoint may be from a rung's step
+                # The order: who has ended, before rungs are decided; who is beaten, before the display says who trains.
                 for run in running:
                     run.measuring.rungs = self.rungs
-                    if run.finished_at is not None:
+                    if run.finished_at is not None:  # a callback had ended it: nobody waits for it at a rung
                         run.stop()
+                halve(moment)  # the checkpoint may be from a rung's step
                 preparing = next(filter(None, (group.executor.preparing for group in groups)), "")
                 display.expect({run: run.steps for run in running}, preparing)
                 conclude(moment)
@@ -196,6 +194,14 @@ class Race:
                         UserWarning,
                         stacklevel=4,
                     )
+
+    def _prepared(self, runs: Sequence[TrackedRun]) -> list[Group[TrackedRun]]:
+        """Set up runs of which an error ends only one, unless it comes before any run has made progress."""
+        groups = prepare(runs, self.device, self.interrupt, connect=self.processes.connect)
+        for group in groups:
+            group.tolerant, group.apart = True, "" if self.rungs else group.apart
+            group.raises_first = not any(run.has_begun for run in self.runs if run not in runs)
+        return groups
 
     def _send(self, messages: Sequence[tuple[TrackedRun, Any]]) -> None:
         assert self.send is not None

@@ -131,12 +131,12 @@ def write_end(run: TrackedRun) -> None:
     """Write how a run ended to end.json in its folder, which must exist."""
     assert run.folder is not None
     content = {
-        "step": int(run.history["step"][-1]),
+        "step": run.recorded,
         "finished": _length(run) if run.error is None and run.stopped_at is None else None,
         "stopped": run.stopped_at is not None,
         "early": run.finished_at is not None,
         "diverged": run.diverged_at,
-        "error": "" if run.error is None else str(run.error),
+        "error": "" if run.error is None else str(run.error) or type(run.error).__name__,
         "history": run.history.as_plain(),
     }
     write_whole(run.folder / "end.json", content)

@@ -1,4 +1,10 @@
-"""Rounds of clients: rows are dealt to other clients, and all start from the global model."""
+"""Rounds of clients: rows are dealt to other clients, and all start from the global model.
+
+end_round     clients leave: their state is stored (unbilled), what they push is billed, rows become the global model
+move_to       only if the next round has more or fewer rows: see `vsim.training.moving`
+begin_round   clients arrive: what they pull is billed, their state is loaded, their streams are seeded
+feed          their batches: see `vsim.training.feeding`
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The state of some rows of a run, encoded: what a checkpoint holds of nodes, and what moves when they come and go."""
+"""The state of some rows of a run, encoded: what a checkpoint holds of nodes, and what moves when they come and go.
+
+For example, a run of two rows has weights w (2, P) and one random stream a row. `rows_of(run, [1, 0])` is
+
+    {"optimizer": …, "streams": {"nodes": [<state of stream 1>, <state of stream 0>]}}
+
+with matrix=True also {"weights": w[[1, 0]]},
+
+and `fill_rows` writes it into the run's rows 0 and 1: into the tensors, generators and optimizers that the run has by
+then, so that views of them stay valid. What an encoded value is, says `vsim.checkpoint.tree`.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +46,9 @@ def rows_of(
 
 def fill_rows(run: TrackedRun, state: Mapping[str, Encoded], filler: Filler) -> None:
     """Fill the rows of a run, whose number may have changed, with the state that `rows_of` returned.
+
+    Optimizers are emptied first, as their state has the old number of rows; `state` fills them. What a strategy made in
+    its setup for more nodes (`Presence.made`) is cut to the rows that there are now.
 
     Raises:
         ValueError: weights or buffers have other shapes than in this run.

@@ -64,7 +64,7 @@ def save_if_due(run: TrackedRun, stops: bool) -> bool:
     """Save a run after a step if a checkpoint is due, or if the run stops here. Every process has to call this.
 
     Returns:
-        Whether the user's folder is up to date. If saving failed, a warning gives the reason.
+        Whether the run is saved in the user's folder as often as asked. If saving failed, a warning gives the reason.
     """
     saving = run.spec.saving
     if saving is None:

@@ -57,7 +57,8 @@ class RunSpec:
     """The options of a run. `Trainer.fit` documents the keyword arguments.
 
     To add an option, add a field to this class and a line to the docstring of `fit`. The signatures of `fit`, `compare`
-    and `sweep` are made from this class.
+    and `sweep` are made from this class. If the option changes results, a resume must notice another value: see
+    `vsim.records.describe`. Tests list options, too, and say where one is missing.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.

@@ -105,7 +105,8 @@ class Keeping:
 class TrackedRun(Run):
     """A run from its options to its outcome, with what acts keep for themselves.
 
-    It begins with options and an empty record. `vsim.training.setup` gives it data and nodes, which `free` takes away.
+    It begins with options and an empty record. `vsim.training.setup` gives it data and rows, and the act `Place` its
+    nodes, which `free` takes away.
 
     Attributes:
         name: the name of the run's strategy or setting, the same for all seeds.
@@ -149,6 +150,11 @@ class TrackedRun(Run):
     def has_begun(self) -> bool:
         """Whether the history has a row."""
         return len(self.history) > 0
+
+    @property
+    def recorded(self) -> int:
+        """The last step that the history has; 0 without one."""
+        return int(self.history["step"][-1]) if self.has_begun else 0
 
     @property
     def has_outcome(self) -> bool:

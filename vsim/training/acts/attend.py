@@ -12,8 +12,8 @@ from vsim.training.moving import arrange, join, kept_view, move_to
 from vsim.training.rounds import begin_round, end_round
 from vsim.training.tracked import TrackedRun
 
-# A compiled executor is compiled again for another number of rows. Therefore rows of ended runs are still computed
-# until they reach this share of all rows.
+# A compiled executor is compiled again for another number of rows. Therefore, with `compile`, rows of ended runs are
+# still computed until they reach this share of the present rows.
 _SHARE = 0.2
 
 
@@ -32,24 +32,33 @@ def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], ste
     Staying nodes keep their state. A joining node copies its peer (see `Plan.peer`), and draws from its own random
     stream. In a round of clients, every row starts from the global weights.
 
+    What nodes send in between, in this order, and where it counts (t is the step before, t + 1 is `step`):
+
+    | | event of step | in the row of step |
+    | --- | --- | --- |
+    | clients of the old round push (`end_round`) | t | t + 1, as row t is recorded |
+    | clients of the new round pull (`begin_round`) | t + 1 | t + 1 |
+    | joining nodes copy their peer (`join`) | t + 1 | t + 1 |
+    | what the strategy sends when nodes change (`change_nodes`) | t + 1 | t + 1 |
+
     Raises:
         CheckpointError: the model or a strategy has state that cannot move with the rows.
     """
     for group in groups:
         beginning = [run for run in group.runs if run.begins_segment(step)]
         if beginning or not all(run.is_running for run in group.present):
-            _change_rows(group, beginning, step, len(runs) > 1)
+            _change_rows(group, beginning, step)
     for run in runs:
         if run.begins_segment(step):
             _tell_strategy(run, step)
 
 
-def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step: int, several: bool) -> None:
+def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step: int) -> None:
     """Give a group the rows of `step`, in which a segment of these runs' plans begins."""
     # 1. A round ends with its rows where they are; only then do rows move, which may be fewer or more.
     moving = {}
     for run in beginning:
-        with naming(run.spec.label if several else ""):
+        with naming(run.spec.label if group.several else ""):
             if run.presence.clients is not None:
                 end_round(run)
             if _changes(run, step):

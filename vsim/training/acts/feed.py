@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.utils._pytree import tree_map
 
@@ -25,19 +23,21 @@ class Feed:
             spec = group.runs[0].spec
             group.minibatch_size = spec.minibatch_size
             if spec.max_memory_usage is not None and group.running:
-                group.minibatch_size = _fitting_minibatch(group, group.coming_batch(), spec.max_memory_usage)
+                group.minibatch_size = _fitting_minibatch(group, spec.max_memory_usage)
             if spec.strategy.is_asynchronous:
                 group.steps = train_on_clock(Workers(group.runs[0], group.executor, group.few, group.minibatch_size))
 
 
-def _fitting_minibatch(group: Group[TrackedRun], batch: Any, share: float) -> int | None:
+def _fitting_minibatch(group: Group[TrackedRun], share: float) -> int | None:
     """Return the largest minibatch that fits into this share of every process's memory; None: the whole batch."""
     cluster, batch_size = group.runs[0].cluster, group.runs[0].spec.batch_size
     device = cluster.weights.device
     total = total_bytes(device)
-    batch = tree_map(lambda t: t.to(device), evened(batch))
-    optimizers = [run.strategy.optim for run in group.runs]
-    size = fitting_minibatch(group.executor, optimizers, batch, batch_size, share * total)
+    size = batch_size
+    if group.present:  # otherwise this process computes nothing in the first step
+        batch = tree_map(lambda t: t.to(device), evened(group.coming_batch()))
+        optimizers = [run.strategy.optim for run in group.runs]
+        size = fitting_minibatch(group.executor, optimizers, batch, batch_size, share * total)
     with cluster.collectives.unbilled():
         rows = torch.full((cluster.replicas.num_held,), size, device=device)
         size = int(cluster.collectives.all_gather(rows, label="minibatch sizes").min())

@@ -56,7 +56,7 @@ def _score(run: TrackedRun, step: int) -> float:
 
     Infinite if the run had failed by then.
     """
-    if run.error is not None and (run.diverged_at or int(run.history["step"][-1])) <= step:
+    if run.error is not None and (run.diverged_at or run.recorded) <= step:
         return math.inf
     known = run.history["step"] <= step
     validated = run.history["global_loss"][known]

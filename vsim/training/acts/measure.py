@@ -74,7 +74,7 @@ class MeasureEnded:
     """Measures the global models of ended runs on their clients' and test data.
 
     Args:
-        briefly: measure some examples of runs that begin, and keep nothing: raises before training if that fails.
+        briefly: measure some examples of runs that begin, and keep no result: raises before training if that fails.
     """
 
     def __init__(self, briefly: bool = False) -> None:

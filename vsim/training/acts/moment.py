@@ -1,4 +1,4 @@
-"""What acts see between two steps, and the only place where one leaves something for another."""
+"""What acts see between two steps, and where one leaves for another what does not outlast the moment."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Moment:
     Attributes:
         number: the step. groups: all groups, also those that did not take this step.
         reached: the runs that have completed this step.
-        columns: run → what has been measured since its row was recorded, or amended last.
+        columns: run → what has been measured and is not in its row yet.
         client_val: run → the global model's "losses" (N,) on the clients' data, and "accuracies" (N,) if known.
         reports: run → the report of its row.
-        stops: whether training ends here. saved: whether every run is saved where the user asked for it.
+        stops: whether training ends here.
+        saved: whether every run that still trains is saved where the user asked for it.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Give runs that resume, or that fork another run, the state of their checkpoints."""
+"""Give runs that resume, or that fork another run, the state of their checkpoints; `Place` gives forks its weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Resume:
                     with run.fetching(), naming(run.spec.label if group.several else ""):
                         resume(run, run.spec.start)
                     run.spec = replace(run.spec, start=None)  # free the checkpoint's memory
-                run.recording.known_events = len(run.ledger)
+                if not run.starts:
+                    run.recording.known_events = len(run.ledger)
             if len({run.done for run in group.runs}) > 1:
                 raise ValueError(f"runs that train together are at different steps: {[r.done for r in group.runs]}")

@@ -46,19 +46,28 @@ class OnStart(Tell):
             for callback in run.spec.callbacks:
                 with self.interrupt.requested_inside():
                     notify(callback, "on_start", RunView(run))
+        _agree_on_the_last_step(run)
 
 
 class OnStep(Tell):
     """Calls `on_step`, `on_sync` if nodes have communicated, and `on_evaluation` if the row has a validation."""
 
     def tell(self, run: TrackedRun) -> None:
-        with watching(run, self.values), self.interrupt.requested_inside():
-            notify_row(run.spec.callbacks, RunView(run), run.recording.has_sent)
-        if not run.is_alone:  # a callback may have stopped the run in one process only
-            collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
-            with collectives.unbilled():
-                last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
-            run.max_steps = int(last.min())
+        with watching(run, self.values):
+            for callback in run.spec.callbacks:
+                with self.interrupt.requested_inside():
+                    notify_row([callback], RunView(run), run.recording.has_sent)
+        _agree_on_the_last_step(run)
+
+
+def _agree_on_the_last_step(run: TrackedRun) -> None:
+    """With several processes, take the earliest last step: a callback may have stopped the run in one of them only."""
+    if run.is_alone:
+        return
+    collectives, held = run.cluster.collectives, run.cluster.replicas.num_held
+    with collectives.unbilled():
+        last = collectives.all_gather(torch.full((held, 1), run.max_steps), label="last step")
+    run.max_steps = int(last.min())
 
 
 class OnEnd(Tell):
