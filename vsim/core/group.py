@@ -1,6 +1,6 @@
 """Runs whose rows lie together, and the only loop that trains them in lockstep.
 
-    group ─► train(group) ─► Step, Step, …    whoever iterates validates, records, saves between two steps
+    group ─► train(group) ─► Step, Step, …    the caller validates, records and saves between two steps
 
 The core knows nothing of what happens between steps.
 """
@@ -66,8 +66,8 @@ class Group(Generic[R]):
         apart: what a user may do, other than to draw from nodes' generators, if runs would share draws.
         tolerant: whether the other runs continue when a run fails; if False, the error is raised.
         raises_first: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
-        trial_steps: the number of coming steps in which draws from global random generators, and state that nobody
-            declares, are detected; the act `CheckDeclared` counts them down.
+        trial_steps: the number of coming steps in which draws from global random generators and undeclared state are
+            detected; the act `CheckDeclared` counts them down.
         present: the runs whose rows are computed, in the order of their rows; a run that ends stays until rows move.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.

@@ -95,8 +95,8 @@ class Orders:
         """Call acts one after the other.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed twice, and whoever was interrupted has swallowed that: what an act has
-                computed may be incomplete, and must neither be recorded nor saved by the acts that follow.
+            KeyboardInterrupt: Ctrl-C was pressed twice, and the code that was interrupted has swallowed that. What the
+                act has computed may be incomplete, and the acts that follow must neither record nor save it.
         """
         for act in acts:
             act(moment)

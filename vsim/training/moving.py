@@ -91,7 +91,7 @@ def arrange(group: Group[TrackedRun], step: int, moving: Mapping[TrackedRun, Mov
     # 1. Keep all state that has rows, while the rows are where they were; weights and buffers only if they are sent.
     states = {run: rows_of(run, move.rows, sent=move.sent) for run, move in moving.items()}
     python = {run: copy.deepcopy(python_of(run)) for run in group.runs if run not in moving}
-    # 2. Say who is present: how many rows a run needs follows from it.
+    # 2. Tell the collectives which nodes are present, from which the number of rows follows.
     for run in moving:
         run.collectives.attend(run.plan.segment(step).nodes, run.plan.machines(step))
     # 3. Permute the matrix: `sources` has, for each coming row of the group, the row that it continues from.

@@ -170,10 +170,10 @@ class Race:
                     check_draws(groups[0], untouched, running[0], "the setup of a strategy")
                 show, halve = Show(display), Halve(self.runs, self.rungs, self.keep, processes.agreed)
                 moment = Moment(0, groups, running)
-                # The order: who has ended, before rungs are decided; who is beaten, before the display says who trains.
+                # In this order: runs that had ended, before rungs are decided; then beaten runs, before the display.
                 for run in running:
                     run.measuring.rungs = self.rungs
-                    if run.finished_at is not None:  # a callback had ended it: nobody waits for it at a rung
+                    if run.finished_at is not None:  # a callback had ended it, and no rung waits for it
                         run.stop()
                 halve(moment)  # the checkpoint may be from a rung's step
                 preparing = next(filter(None, (group.executor.preparing for group in groups)), "")

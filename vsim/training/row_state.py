@@ -7,7 +7,7 @@ For example, a run of two rows has weights w (2, P) and one random stream a row.
 with matrix=True also {"weights": w[[1, 0]]},
 
 and `fill_rows` writes it into the run's rows 0 and 1: into the tensors, generators and optimizers that the run has by
-then, so that views of them stay valid. What an encoded value is, says `vsim.checkpoint.tree`.
+then, so that views of them stay valid. `vsim.checkpoint.tree` defines encoded values.
 """
 
 from __future__ import annotations

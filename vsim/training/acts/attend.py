@@ -70,13 +70,13 @@ def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step
         run.ledger.position.begin(step, "start")
         if run.presence.clients is not None:
             begin_round(run, step)
-    # 3. Fetch the batches of whoever is present now; those of a new run's first nodes are there since the setup.
+    # 3. Fetch the batches of the nodes that are present now. A new run's first nodes have theirs since the setup.
     if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
         feed(group)
 
 
 def _tell_strategy(run: TrackedRun, step: int) -> None:
-    """Bill the copies of nodes that join, and tell the run's strategy and ledger who takes part from `step` on."""
+    """Bill the copies of joining nodes, and tell the run's strategy and ledger which nodes take part from `step` on."""
     if not run.starts and run.presence.clients is None:
         join(run, step)
     before, now = (run.plan.segment(at) for at in (max(1, step - 1), step))

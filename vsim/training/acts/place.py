@@ -50,7 +50,9 @@ class Place:
             for run in (run for run in group.runs if not run.strategy.is_asynchronous):
                 run.cluster.gradient_at = partial(group.gradient_at, run)
             group.compute_first(group.runs)
-            engine = group.executor  # of all rows, so that later, whoever is present, validation makes the same calls
+            engine = (
+                group.executor
+            )  # of all rows, so that validation makes the same calls whichever nodes are present later
             step = group.runs[0].spec.first_step
             if group.runs[0].presence.plan is not None:  # all have a plan then, and start at the same step
                 arrange(group, step, {run: move_at_first(run, step) for run in group.runs})
