@@ -83,6 +83,7 @@ def reads_vectors(strategy: Strategy) -> bool:
 
 
 MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU
+AT_A_SYNC = {"AFL"}  # reads the losses of a round there, for the projection of the clients' shares
 # More nodes are more islands, each of which reduces by itself.
 OF_ISLANDS = {"copy_", "index", "mean", "_index_put_impl_", "index_put_", "upload"}
 OF_MEDIANS = {"cat", "ne", "sum", "eq", "abs", "mul", "_local_scalar_dense", "sort"}
@@ -102,7 +103,8 @@ def test_a_strategy_reads_losses_once_a_step_and_launches_do_not_grow_with_the_n
 
     few, many, more = of(4), of(16), MATRICES.get(row.name, 0)
     is_few = {*few.reads, *many.reads} == {1 + more}
-    assert is_few or (reads_vectors(row.make()) and min(few.reads) >= 1 and max(few.reads) <= 3), few.reads
+    reads_more = reads_vectors(row.make()) or row.name in AT_A_SYNC
+    assert is_few or (reads_more and min(few.reads) >= 1 and max(few.reads) <= 3), few.reads
     found = growth(few, many)
     assert found and found <= GROW[row.name] if row.name in GROW else not found, found
 

@@ -442,7 +442,8 @@ ALIKE = {  # why that is
     ("Amend again", "CheckDeclared"): "seen only where a run of one or two steps fails the check at its end",
     ("Amend again", "Ask"): "Ask ends nothing itself, but for a second Ctrl-C that was swallowed",
     ("CheckDeclared", "Ask"): "an error ends the run, whether a request was noted or not",
-    ("OnEnd", "Show"): "a complete run that Show does not see yet is seen by the next Show, or when training ends",
+    ("Conclude", "Show"): "what ended is shown by the next Show, or when training ends",
+    ("Conclude", "Stop"): "all runs are concluded once more when training ends",
     ("Show", "Stop"): "all runs are shown once more when training ends",
 }
 

@@ -328,7 +328,8 @@ def test_the_command_line_prints_and_writes_on_one_rank(tmp_path: Path) -> None:
     with ended(run):
         out, _ = run.communicate(timeout=SECONDS)
         assert run.returncode == 0 and out.count("diloco:H=2") == 1 and out.count("data:") == 1, out
-    subprocess.run([sys.executable, "-m", "vsim", "compare", *arguments, str(tmp_path / "here"), "--quiet"], check=True)
+    here_too = [sys.executable, "-m", "vsim", "compare", *arguments, str(tmp_path / "here"), "--quiet"]
+    subprocess.run(here_too, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # as many threads as in ranks
     ranks, here = (Comparison.from_json(tmp_path / name / "comparison.json") for name in ("ranks", "here"))
     for name in here:
         assert_same_record(ranks[name].history, here[name].history)

@@ -375,7 +375,8 @@ class Clock:
         """Show where nodes were late or absent in the segment that ends with this step."""
         if self.watch is None or self.present is None:
             return
-        end = self.now[:, self.present].max(1, keepdims=True)
+        now = np.broadcast_to(self.now, (len(self.now), self.num_nodes))  # one column stands for all nodes
+        end = now[:, self.present].max(1, keepdims=True)
         absent = np.setdiff1d(np.arange(self.num_nodes), [*self.present, *self.late])
         for what, nodes in (("late", self.late), ("absent", absent)):
             if len(nodes):

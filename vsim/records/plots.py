@@ -394,7 +394,7 @@ def bands(
     """
     from vsim.figures.paper import axes_of, fit, plain_ticks
 
-    logy = true_or_false("logy", logy) or y in ("divergence", "consensus_distance")
+    logy = true_or_false("logy", logy) or a_text("y", y) in ("divergence", "consensus_distance")
     from_step = whole_number("from_step", from_step, at_least=0)
     axis = x if isinstance(x, XAxis) else X_AXES[one_of("x", x, X_AXES)]
     lists = _lists(runs)
@@ -456,7 +456,6 @@ def bands(
 
 def _check_measured(y: str, histories: Sequence[History]) -> None:
     """Raise an error if no run has measured column `y`, although some run has begun."""
-    a_text("y", y)
     begun = [history for history in histories if history.last("step") > 0]
     having = [history for history in begun if y in history.columns]
     if not begun or any(not math.isnan(history.last(y)) for history in having):

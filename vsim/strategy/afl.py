@@ -51,7 +51,7 @@ class AgnosticAverage(RoundLosses):
         self.outer_weights.copy_(mean)
         if not losses.is_meta:
             shares = self.shares.clone()
-            shares[active] += self.gamma * losses.double().cpu()
+            shares[active] += self.gamma * losses.cpu().double()
             self.shares = on_simplex(shares)
 
 
