@@ -100,7 +100,7 @@ class Orders:
         """
         for act in acts:
             act(moment)
-            if self.interrupt.insisted:
+            if self.interrupt.insisted:  # `Interrupt.check`, without a call for every act of every step
                 raise KeyboardInterrupt
 
 
