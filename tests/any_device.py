@@ -67,11 +67,11 @@ OF_RUN: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8, "num_nodes": NODE
 
 
 def diloco() -> Strategy:
-    return DiLoCoStrategy(H=3, optim_spec=OPTIMIZER)
+    return DiLoCoStrategy(H=3, inner_optim=OPTIMIZER)
 
 
 def allreduce() -> Strategy:
-    return SimpleReduceStrategy(optim_spec=OPTIMIZER)
+    return SimpleReduceStrategy(inner_optim=OPTIMIZER)
 
 
 def run(
@@ -96,8 +96,8 @@ def assert_same_course(one: Trainer, other: Trainer, rtol: float = RTOL) -> None
 
 @pytest.mark.parametrize("row", TABLE[::8] if QUICK else TABLE, ids=lambda row: row.name)
 def test_strategies(row: Row) -> None:
-    has_own = "optim_spec" in row.arguments or row.refuses
-    more: dict[str, Any] = {} if has_own else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
+    has_own = "inner_optim" in row.arguments or row.refuses
+    more: dict[str, Any] = {} if has_own else {"inner_optim": OptimSpec("adamw", eps=1e-3)}
     rtol = 0.05 if row.name == "QSGD" else RTOL  # QSGD rounds by numbers that the device draws
     assert_same_course(run(row.make(**more), data=uneven), run(row.make(**more), "cpu", data=uneven), rtol)
 
@@ -194,7 +194,7 @@ def test_recurrent_models(make: Callable[[], Strategy], kind: str, monkeypatch: 
 
 def test_asynchronous() -> None:
     options = {"compute": Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3), "network": Network("1 Mbit/s", "20 ms")}
-    strategy = AsyncDiLoCoStrategy(H=4, optim_spec=OPTIMIZER)
+    strategy = AsyncDiLoCoStrategy(H=4, inner_optim=OPTIMIZER)
     assert_same_losses(*(run(strategy, device, **options) for device in (DEVICE, "cpu")))
 
 

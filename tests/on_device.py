@@ -76,7 +76,7 @@ def diloco(**options: Any) -> Strategy:
 
 def reads_vectors(strategy: Strategy) -> bool:
     """Whether an average of it looks which vectors are finite, as robust rules and clip("median") do."""
-    averages = [vars(part).get("average") for part in (strategy, *strategy.communication_modules)]
+    averages = [vars(part).get("average") for part in (strategy, *strategy.parts)]
     own = [average for average in averages if isinstance(average, Average)]
     by_rule = any(average.rule.needs_rows and not isinstance(average.rule, Edit) for average in own)
     return by_rule or any(average.limit is not None and average.limit.norm == "median" for average in own)

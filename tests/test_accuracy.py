@@ -136,7 +136,7 @@ def test_ignored_labels_count_in_neither(executor: str) -> None:
     share = float((own(X).argmax(1) == SOME)[SOME >= 0].float().mean())
     assert own.loss_and_accuracy((X, SOME))[1].item() == pytest.approx(share) and share > 0.1
     trainer = Trainer(own, TensorDataset(X, SOME), TensorDataset(X, SOME))
-    trainer.fit(strategy=SimpleReduceStrategy("sgd", lr=1e-30), **{**QUICK, "batch_size": 90})
+    trainer.fit(strategy=SimpleReduceStrategy(inner_optim="sgd", lr=1e-30), **{**QUICK, "batch_size": 90})
     assert trainer.history.last("global_accuracy") == pytest.approx(share, rel=1e-6)
 
 

@@ -87,7 +87,7 @@ def test_parameters_and_batches_begin_aligned_and_can_be_written_to(backend: str
     SEEN.clear()
     place = {"backend": "process"} if backend == "process" else {"executor": backend}
     ended = trainer.fit(
-        strategy=Strategy(optim_spec=OptimSpec("sgd", lr=0.0)),
+        strategy=Strategy(inner_optim=OptimSpec("sgd", lr=0.0)),
         num_nodes=3,
         max_steps=2,
         batch_size=3,

@@ -165,7 +165,7 @@ def test_delayed_nesterov_by_hand() -> None:
     #   2: m = 1,   (1 − 1 + ½) β m = ¼   φ = −1/2 − 3/4 = −5/4
     #   3: c β m = ¼                      φ = −2
     #   4: m = 3/2, ½ β m = 3/8           φ = −2 − 7/8 = −23/8
-    strategy = DelayedNesterovStrategy(H=1, c=0.5, momentum=0.5, outer_lr=1.0, optim_spec=PLAIN)
+    strategy = DelayedNesterovStrategy(H=1, c=0.5, momentum=0.5, outer_lr=1.0, inner_optim=PLAIN)
     trainer = run(strategy, 2, model=Constant(), data=directions([1.0], [1.0]), compute=1, network=None, max_steps=2)
     assert ran(trainer).outer_weights.item() == -23 / 8
 
@@ -186,7 +186,7 @@ def test_staleness_and_its_weights_in_a_schedule_by_hand() -> None:
     # Node 0 takes 3 s a step, node 1 one. Arrivals, and φ's version at each and as it was taken:
     #   t = 1, 2: node 1, taken at once before.  t = 3: node 0, taken at 0, is 2; node 1, taken at 2, is 3.
     #   t = 4, 5: node 1, fresh.                 t = 6: node 0, taken at 3 (its own step), is 6; node 1, taken at 6, 7.
-    strategy = Noting(H=1, optim_spec=PLAIN, outer_optim=PLAIN)
+    strategy = Noting(H=1, inner_optim=PLAIN, outer_optim=PLAIN)
     options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "network": None, "max_steps": 4}
     trainer = run(strategy, 2, compute=Compute([3, 1]), **options)
     noted = trainer.strategy.noted  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ def test_a_buffer_does_not_wait_and_patience_does() -> None:
     # Node 1 is three times as fast. With a buffer of 2 it continues; with patience it waits for node 0 each time.
     options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "network": None, "max_steps": 4}
     for own, steps, clock in (({"buffer": 2}, [2, 6], 6), ({"patience": 2}, [4, 4], 12)):
-        strategy = Noting(H=1, optim_spec=PLAIN, outer_optim=PLAIN, **own)  # type: ignore[arg-type]
+        strategy = Noting(H=1, inner_optim=PLAIN, outer_optim=PLAIN, **own)  # type: ignore[arg-type]
         trainer = run(strategy, 2, compute=Compute([3, 1]), **options)
         assert ran(trainer).clock.steps == steps
         assert trainer.history.last("clock_seconds") == clock
@@ -213,7 +213,7 @@ def test_a_buffer_does_not_wait_and_patience_does() -> None:
 def test_messages_queue_on_the_servers_line() -> None:
     # A message takes 1 s of its node's line and of the server's. Both workers compute 3 s: pushes arrive at 4 and 5,
     # the answers at 6 and 7, in step 1. Then steps end at 9 and 10, pushes arrive at 10 and 11, answers at 12 and 13.
-    strategy = AsyncDiLoCoStrategy(H=1, patience=2, optim_spec=PLAIN)
+    strategy = AsyncDiLoCoStrategy(H=1, patience=2, inner_optim=PLAIN)
     network, compute = Network(64.0), Compute(3)
     options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "max_steps": 2}
     trainer = run(strategy, 2, network=network, compute=compute, **options)
@@ -266,7 +266,7 @@ def test_a_quorum_merges_lengths_and_directions() -> None:
     options: dict[str, Any] = {"model": Constant(2), "data": directions([2.0, 0.0], [0.0, 2.0]), "max_steps": 1}
     for average, expected in ((rda("tokens"), -math.sqrt(2)), ("mean", -1.0)):
         strategy = DecoupledDiLoCoStrategy(
-            H=1, fragments=1, delay=0, quorum=2, average=average, outer_optim=PLAIN, optim_spec=PLAIN
+            H=1, fragments=1, delay=0, quorum=2, average=average, outer_optim=PLAIN, inner_optim=PLAIN
         )
         trainer = run(strategy, 2, compute=1, network=None, **options)
         assert ran(trainer).outer_weights.tolist() == pytest.approx([expected] * 2)
@@ -276,7 +276,7 @@ def test_a_quorum_merges_lengths_and_directions() -> None:
 def test_without_a_delay_a_learner_waits_for_the_syncer(H: int, expected: list[int]) -> None:
     # One learner with the gradient 1 and all rates 1: the outer weights after steps 1 … 6, as in the authors' code.
     options: dict[str, Any] = {"model": Constant(1), "data": directions([1.0]), "compute": 1, "network": None}
-    strategy = DecoupledDiLoCoStrategy(H=H, fragments=1, delay=0, grace=0.0, outer_optim=PLAIN, optim_spec=PLAIN)
+    strategy = DecoupledDiLoCoStrategy(H=H, fragments=1, delay=0, grace=0.0, outer_optim=PLAIN, inner_optim=PLAIN)
     found = [float(ran(run(strategy, 1, max_steps=steps, **options)).outer_weights) for steps in range(1, 7)]
     assert found == expected
 
@@ -287,7 +287,7 @@ def test_the_grace_of_a_syncer() -> None:
     # and the second at 5.625 s, each by itself: −8. Nine local steps are done at 5 s, the next is at 6 s.
     for grace, expected in ((0.25, -8), (0.75, -4)):
         strategy = DecoupledDiLoCoStrategy(
-            H=4, fragments=1, delay=2, grace=grace, average=mean("tokens"), outer_optim=PLAIN, optim_spec=PLAIN
+            H=4, fragments=1, delay=2, grace=grace, average=mean("tokens"), outer_optim=PLAIN, inner_optim=PLAIN
         )
         options: dict[str, Any] = {"model": Constant(), "data": directions(*[[1.0]] * 3), "max_steps": 3}
         trainer = run(strategy, 3, compute=Compute([1, 1.25, 100]), network=None, **options)
@@ -301,7 +301,7 @@ def test_the_grace_of_a_syncer() -> None:
 
 def test_a_grace_that_nobody_needs_takes_no_time() -> None:
     # Learners send at 2 s and 2.4 s; from the first on the syncer would wait until 2.75 s, but both have come.
-    strategy = DecoupledDiLoCoStrategy(H=2, fragments=1, delay=1, grace=0.75, optim_spec=PLAIN)
+    strategy = DecoupledDiLoCoStrategy(H=2, fragments=1, delay=1, grace=0.75, inner_optim=PLAIN)
     options: dict[str, Any] = {"model": Constant(), "data": directions([1.0], [1.0]), "max_steps": 2}
     trainer = run(strategy, 2, compute=Compute([1, 1.2]), network=None, **options)
     assert len(trainer.ledger) == 4 and trainer.history.last("clock_seconds") == 2.4
@@ -391,11 +391,11 @@ def test_the_table_knows_every_argument() -> None:
 
 @pytest.mark.parametrize(
     ("row", "argument"),
-    [*zip([*TABLE, "decoupled"], ["max_norm", "warmup_steps", "lr", "optim_spec"], strict=True)],
+    [*zip([*TABLE, "decoupled"], ["max_norm", "warmup_steps", "lr", "inner_optim"], strict=True)],
 )
 def test_common_arguments_have_an_effect(row: str, argument: str) -> None:
     changed = made(row, **{"lr": None, **COMMON[argument]})
-    sgd = {"optim_spec": COMMON["optim_spec"]["optim_spec"], "lr": None}
+    sgd = {"inner_optim": COMMON["inner_optim"]["inner_optim"], "lr": None}
     plain = outcome(run(made(row, **sgd))) if argument == "max_norm" else of_row(row)
     assert outcome(run(changed)) != plain
 
@@ -460,7 +460,7 @@ def test_the_record_has_its_seconds_and_no_others(tmp_path: Path) -> None:
 def test_members_of_a_comparison_are_their_own_runs(tmp_path: Path, leaves: bool) -> None:
     strategies = {"lockstep": FedAvgStrategy(H=3, lr=1e-2), **{row: made(row) for row in TABLE}}
     if leaves:  # and the others are regrouped
-        strategies["lockstep"] = FedAvgStrategy(H=3, optim_spec=OptimSpec("sgd", lr=1e30))
+        strategies["lockstep"] = FedAvgStrategy(H=3, inner_optim=OptimSpec("sgd", lr=1e30))
     options: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 8, "deterministic": True}
     with pytest.warns(UserWarning, match="non-finite") if leaves else nullcontext():
         comparison = vsim.compare(
@@ -509,7 +509,7 @@ class Broken(TensorDataset):
         (lambda: DecoupledDiLoCoStrategy(H=2), {}, ValueError, "delay … H"),
         (lambda: DecoupledDiLoCoStrategy(H=3, fragments=9), {}, ValueError, "fragments … from 1 to 3 … 9"),
         (lambda: AsynchronousStrategy(H=1), {}, NotImplementedError, "AsynchronousStrategy … receive"),
-        (lambda: AsyncDiLoCoStrategy(H=1, optim_spec="sgd", lr=1e30), {}, FloatingPointError, "non-finite loss"),
+        (lambda: AsyncDiLoCoStrategy(H=1, inner_optim="sgd", lr=1e30), {}, FloatingPointError, "non-finite loss"),
         (lambda: AsyncDiLoCoStrategy(), {"model": nn.Linear(3, 3)}, TypeError, "step 1 … given batch"),
         (lambda: AsyncDiLoCoStrategy(), {"data": Broken(torch.ones(8))}, OSError, "node 1 … step 1 … the disk is"),
         (lambda: AsyncDiLoCoStrategy(), {"compute": "fast"}, ValueError, "seconds_per_step"),

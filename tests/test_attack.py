@@ -52,7 +52,7 @@ KINDS = ("sign_flip", "gaussian", "alie", "inner_product", "min_max", "min_sum")
 def averaged(attack: Attack, gradients: Tensor, average: Any = "mean") -> Tensor:
     """Return what an AllReduce makes of stacked gradients (K, P)."""
     model = Parameters((gradients.shape[1],), dtype=gradients.dtype)
-    run = started(SimpleReduceStrategy(SGD, average=average, attack=attack), model, len(gradients))
+    run = started(SimpleReduceStrategy(inner_optim=SGD, average=average, attack=attack), model, len(gradients))
     before = run.cluster.weights[0].clone()
     return before - run.step(gradients)[0]
 
@@ -70,7 +70,7 @@ def test_weights_are_attacked_as_moves() -> None:
     # FedAvg of 4 nodes that all move by d after two steps: three send d and one −d, so that the mean moves by d / 2.
     g = torch.ones(2, 4, 3, dtype=DOUBLE)
     model = Parameters((3,), dtype=DOUBLE)
-    run = driven(FedAvgStrategy(SGD, H=2, attack=Attack("sign_flip", nodes=[2])), model, g)
+    run = driven(FedAvgStrategy(inner_optim=SGD, H=2, attack=Attack("sign_flip", nodes=[2])), model, g)
     torch.testing.assert_close(run.cluster.weights, (model.p0 - 2 / 2).expand(4, 3))
 
 
@@ -109,7 +109,7 @@ def test_an_inner_product_is_turned_round_by_hand() -> None:
 def test_gossip_is_attacked_by_moves(kind: str) -> None:
     """Two local steps between mixings on a ring of five, with two attackers, in NumPy."""
     attack, gradients = Attack(kind, nodes=[1, 2]), normal(6, 5, 4, dtype=DOUBLE)
-    model, strategy = Parameters((4,), dtype=DOUBLE), GossipStrategy(SGD, H=2, attack=attack)
+    model, strategy = Parameters((4,), dtype=DOUBLE), GossipStrategy(inner_optim=SGD, H=2, attack=attack)
     run, W = started(strategy, model, 5), strategy.mixing_matrix(5).numpy()
     theta = origin = run.cluster.weights.numpy().copy()
     for t, g in enumerate(gradients, start=1):
@@ -130,12 +130,15 @@ def test_gossip_is_attacked_by_moves(kind: str) -> None:
 def test_attackers_of_gossip_held_apart_and_what_they_cannot_attack() -> None:
     model, gradients, flip = Parameters((7, 3), (5,)), normal(4, 4, 26), Attack("sign_flip", nodes=[1])
     for kind in ("gaussian", "alie"):
-        attacked = same_apart(GossipStrategy("sgd", attack=Attack(kind, nodes=[2])), model, gradients)
-        honest = driven(GossipStrategy("sgd"), model, gradients, deterministic=True)
+        attacked = same_apart(GossipStrategy(inner_optim="sgd", attack=Attack(kind, nodes=[2])), model, gradients)
+        honest = driven(GossipStrategy(inner_optim="sgd"), model, gradients, deterministic=True)
         assert list(attacked.ledger) == list(honest.ledger)
         assert not torch.equal(attacked.cluster.weights, honest.cluster.weights)
     # In a warm-up, attackers act on the averaged gradients.
-    warm = [driven(GossipStrategy("sgd", H=PostLocal(4, 2), attack=own), model, gradients) for own in (None, flip)]
+    warm = [
+        driven(GossipStrategy(inner_optim="sgd", H=PostLocal(4, 2), attack=own), model, gradients)
+        for own in (None, flip)
+    ]
     assert not torch.equal(warm[0].cluster.weights, warm[1].cluster.weights)
     bad = Attack("sign_flip", nodes=[0])
     check_refusals(
@@ -226,7 +229,7 @@ def test_arguments_are_checked() -> None:
         (EDiTStrategy, {}, "EDiT"),
         (FedAvgStrategy, {"island_size": 2}, "groups"),
         (HierarchicalStrategy, {"levels": {2: 1, 4: 3}}, "groups"),
-        (AsyncDiLoCoStrategy, {}, "average"),
+        (AsyncDiLoCoStrategy, {}, "one by one"),
     )
     check_refusals(
         [
@@ -244,7 +247,7 @@ def test_arguments_are_checked() -> None:
 def test_a_strategys_own_modules_stay_as_they_are() -> None:
     plain = DiLoCoStrategy(H=2)
     DiLoCoStrategy(H=2, attack=Attack("alie", share=0.2))
-    assert plain.communication_modules[0].average.attack is None
+    assert plain.parts[0].average.attack is None
     own = DiLoCoStrategy(H=2, average=krum(1) | clip(1.0), attack=Attack("min_max", share=0.2, direction="sign"))
     text = "attack=Attack('min_max', share=0.2, direction='sign')"
     assert str(own) == f"DiLoCoStrategy(H=2, average=krum(faulty=1) | clip(norm=1.0), {text})"
@@ -265,10 +268,10 @@ def test_centered_clipping_by_hand() -> None:
     # v = 0, τ = 1, of .5, −.5, 10: (.5 − .5 + 1) / 3. Then from v = 1/3: (1/6 − 5/6 + 1) / 3 = 1/9 more.
     rows = torch.tensor([[0.5], [-0.5], [10.0]], dtype=DOUBLE)
     model = Parameters((1,), dtype=DOUBLE)
-    once = started(SimpleReduceStrategy(SGD, average=centered_clip(1.0)), model, 3)
+    once = started(SimpleReduceStrategy(inner_optim=SGD, average=centered_clip(1.0)), model, 3)
     moved = [model.p0.item(), *(float(once.step(rows)[0]) for _ in range(2))]
     assert np.diff(moved) == pytest.approx([-1 / 3, -4 / 9])
-    twice = started(SimpleReduceStrategy(SGD, average=centered_clip(1.0, rounds=2)), model, 3)
+    twice = started(SimpleReduceStrategy(inner_optim=SGD, average=centered_clip(1.0, rounds=2)), model, 3)
     assert model.p0.item() - float(twice.step(rows)[0]) == pytest.approx(4 / 9)
     with pytest.raises(ValueError, match="radius"):
         centered_clip(0)
@@ -307,9 +310,9 @@ def test_labels_are_flipped_where_attackers_learn() -> None:
         return TensorDataset(x, 2 - y if rank in (1, 3) else y)
 
     attack = Attack("label_flip", nodes=[1, 3], classes=3)
-    expected = trained(FedAvgStrategy("sgd", H=2, lr=0.1), data=flipped)
-    assert torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=attack)), expected)
-    assert torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1), attack=attack), expected)
+    expected = trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1), data=flipped)
+    assert torch.equal(trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, attack=attack)), expected)
+    assert torch.equal(trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1), attack=attack), expected)
     listed = FlippedLabels(lambda *given: [({"x": 1}, 0), ({"x": 2}, 2)], attack.attackers, 3)
     assert list(listed(1, 4, True)) == [({"x": 1}, 2), ({"x": 2}, 0)]
     assert listed(0, 4, True) == listed(1, 4, False) == [({"x": 1}, 0), ({"x": 2}, 2)]
@@ -322,24 +325,29 @@ def test_labels_are_flipped_where_attackers_learn() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_held_apart_have_the_same_bits_at_the_price_of_no_attack(kind: str) -> None:
     model, own = Parameters((7, 3), (5,)), {"H": 2, "average": centered_clip(0.5)}
-    together = same_apart(DiLoCoStrategy("sgd", attack=Attack(kind, nodes=[1, 2]), **own), model, normal(6, 4, 26))
-    assert list(together.ledger) == list(DiLoCoStrategy("sgd", **own).dry_run(model.to("meta"), 4, 6))
+    together = same_apart(
+        DiLoCoStrategy(inner_optim="sgd", attack=Attack(kind, nodes=[1, 2]), **own), model, normal(6, 4, 26)
+    )
+    assert list(together.ledger) == list(DiLoCoStrategy(inner_optim="sgd", **own).dry_run(model.to("meta"), 4, 6))
 
 
 def test_attackers_that_are_away_do_not_attack() -> None:
     attack, plan = Attack("sign_flip", nodes=[1]), vsim.Schedule({0: [0, 2, 3], 100: range(4)})
-    away = trained(FedAvgStrategy("sgd", H=2, lr=0.1, average=mean() | clip(1e6)), participation=plan)
-    assert torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=attack), participation=plan), away)
-    assert not torch.equal(trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=attack)), away)
+    away = trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, average=mean() | clip(1e6)), participation=plan)
+    assert torch.equal(trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, attack=attack), participation=plan), away)
+    assert not torch.equal(trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, attack=attack)), away)
     cohorts: Any = {"participation": vsim.Sample(4, of=9), "max_steps": 12}
     honest, attacked = (
-        trained(FedAvgStrategy("sgd", H=2, lr=0.1, attack=own), **cohorts) for own in (None, Attack("alie", share=0.3))
+        trained(FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, attack=own), **cohorts)
+        for own in (None, Attack("alie", share=0.3))
     )
     assert not torch.equal(honest, attacked)
 
 
 def test_a_run_resumes(tmp_path: Path) -> None:
-    strategy = FedAvgStrategy("sgd", H=2, lr=0.1, average=centered_clip(0.1), attack=Attack("gaussian", share=0.3))
+    strategy = FedAvgStrategy(
+        inner_optim="sgd", H=2, lr=0.1, average=centered_clip(0.1), attack=Attack("gaussian", share=0.3)
+    )
     expected = trained(strategy, max_steps=8)
     trained(strategy, max_steps=5, save_dir=tmp_path)
     assert torch.equal(trained(strategy, max_steps=8, save_dir=tmp_path, resume=True), expected)
@@ -349,7 +357,7 @@ def test_a_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", common.EACH, ids=lambda row: row.name)
 def test_every_strategy_is_attacked_or_says_why_not(row: common.Row) -> None:
     attack = Attack("sign_flip", nodes=[1], scale=3.0)
-    modules = row.make().communication_modules
+    modules = row.make().parts
     averages = [own for module in modules if isinstance(own := vars(module).get("average"), Average)]
     holders: list[Any] = [*averages, *(module for module in modules if hasattr(module, "attack"))]
     if not holders or any(holder.refuses_attack for holder in holders):
@@ -363,7 +371,7 @@ def test_every_strategy_is_attacked_or_says_why_not(row: common.Row) -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "label_flip"])
 def test_processes_have_the_same_bits(kind: str) -> None:
     attack = Attack(kind, nodes=[0, 2], classes=3 if kind == "label_flip" else None)
-    strategy = FedAvgStrategy("sgd", H=2, lr=0.1, average=geometric_median(3), attack=attack)
+    strategy = FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1, average=geometric_median(3), attack=attack)
     options: Any = {"num_nodes": 4, "num_processes": 2, "max_steps": 4, "progress": False, "batch_size": 4}
     report = vsim.verify(MLP(6, (5,), 3, seed=0), data, strategy, **options)
     assert report.identical, report

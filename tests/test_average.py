@@ -325,7 +325,7 @@ def stepped(strategy: Strategy, *gradients: float, steps: int = 1) -> Any:
     return driven(strategy, model, torch.tensor(gradients)[None, :, None].repeat(steps, 1, 1))
 
 
-PLAIN: dict[str, Any] = {"optim_spec": "sgd", "lr": 1.0}
+PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_nodes_apart_beside_faulty_ones(merger: Rule) -> None:
     model = Parameters(*SHAPES)
     gradients = normal(3, 8, size(model))
     gradients[:, 2], gradients[:, 5] = 3e38, math.nan
-    run = same_apart(SimpleReduceStrategy("sgd", lr=0.1, average=merger), model, gradients)
+    run = same_apart(SimpleReduceStrategy(inner_optim="sgd", lr=0.1, average=merger), model, gradients)
     assert run.cluster.weights.isfinite().all()
 
 
@@ -456,7 +456,7 @@ def test_nodes_apart_beside_faulty_ones(merger: Rule) -> None:
 
 def test_on_the_command_line() -> None:
     for text in ("krum(faulty=2)", "median() | clip(norm='median')"):
-        (module,) = parse_strategy(f"allreduce:average={text}", lr=1e-3).communication_modules
+        (module,) = parse_strategy(f"allreduce:average={text}", lr=1e-3).parts
         assert repr(vars(module)["average"]) == text
 
 
@@ -464,9 +464,9 @@ def test_on_the_command_line() -> None:
     ("make", "error", "said"),
     [
         (lambda: FedAvgStrategy(average="medain"), ValueError, "average … medain … did you mean 'median'"),
-        (lambda: FedAvgStrategy(average=3), TypeError, "FedAvg … average … function … 3"),  # type: ignore[arg-type]
-        (lambda: FedAvgStrategy(average="rda", island_size=2), ValueError, "FedAvg … average=rda"),
-        (lambda: FedAvgStrategy(average=clip(1.0), island_size=2), ValueError, "FedAvg … clip"),
+        (lambda: FedAvgStrategy(average=3), TypeError, "FedAvgStrategy … average … function … 3"),  # type: ignore[arg-type]
+        (lambda: FedAvgStrategy(average="rda", island_size=2), ValueError, "FedAvgStrategy … average=rda"),
+        (lambda: FedAvgStrategy(average=clip(1.0), island_size=2), ValueError, "FedAvgStrategy … clip"),
         (lambda: mean("example"), ValueError, "by … did you mean 'examples'"),
         (lambda: DiLoCoStrategy(average=mean("tokens")), ValueError, "'tokens'"),
         (lambda: median() | compress(TopK(0.1)), TypeError, "median() | compress … plain mean"),

@@ -303,7 +303,7 @@ def test_attributes_change_in_every_copy_of_the_model() -> None:
 
     def losses(model: nn.Module, change: Any, executor: str) -> Any:
         trainer = Trainer(model, vectors())
-        trainer.fit(strategy=Strategy(optim_spec="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
+        trainer.fit(strategy=Strategy(inner_optim="sgd", lr=0.1), **QUICK, executor=executor, callbacks=[change])
         return trainer.history.node_losses
 
     def halve(run: RunView) -> None:
@@ -403,7 +403,7 @@ def test_flags_of_the_model_that_was_given_have_no_effect_and_warn(trains: bool,
         model = Normed(trains)
         takers = {"callbacks": [lambda run: change(model)], "train_loss_hook": lambda step, loss: change(model)}
         own = {name: takers[name] for name in by}
-        return Trainer(model, vectors()).fit(strategy=Strategy(optim_spec="adamw", lr=0.1), **QUICK, **options, **own)
+        return Trainer(model, vectors()).fit(strategy=Strategy(inner_optim="adamw", lr=0.1), **QUICK, **options, **own)
 
     plain = trained(lambda model: None, callbacks=True)
     for taker in ("callbacks", "train_loss_hook"):
@@ -535,7 +535,7 @@ def test_processes_stop_together_and_give_back_the_state() -> None:
 
 
 STRATEGIES = {
-    "slow": Strategy(optim_spec="sgd", lr=1e-3),
+    "slow": Strategy(inner_optim="sgd", lr=1e-3),
     "fast": SimpleReduceStrategy(lr=0.02),
     "DiLoCo": DiLoCoStrategy(H=1, outer_lr=0.5, lr=0.02),
 }

@@ -40,11 +40,10 @@ from vsim.cluster import Cluster
 from vsim.data import epoch_indices
 from vsim.models import MLP
 from vsim.strategy import (
+    Algorithm,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DiLoCoStrategy,
     FedAvgStrategy,
-    GradientAverage,
     OptimSpec,
     SimpleReduceStrategy,
     Strategy,
@@ -104,18 +103,18 @@ CUT: dict[str, tuple[Callable[[], Strategy], Any, dict[str, Any]]] = {
     "SPARTA, delayed": (of("SPARTA, delayed, 4 bits"), trainer_of, {}),
     "islands": (of("sparse, islands, outer"), trainer_of, EXACT),
     "DeMo": (of("DeMo"), trainer_of, {}),
-    "one cycle": (diloco(optim_spec="adam", **ONE_CYCLE), trainer_of, {}),
-    "adafactor": (diloco(optim_spec=OptimSpec("adafactor", lr=0.01), warmup_steps=12), trainer_of, {}),
+    "one cycle": (diloco(inner_optim="adam", **ONE_CYCLE), trainer_of, {}),
+    "adafactor": (diloco(inner_optim=OptimSpec("adafactor", lr=0.01), warmup_steps=12), trainer_of, {}),
     "augmentation": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), Augmented), EXACT),
     "uneven data": (of("SPARTA, delayed, 4 bits"), lambda: trainer_of(lambda: small_mlp(0.2), uneven), EXACT),
-    "tied weights": (diloco(optim_spec=ADAMW), lambda: trainer_of(small_gpt, tokens), EPOCHS),
-    "AllReduce": (lambda: SimpleReduceStrategy(optim_spec=MUON), lambda: trainer_of(small_gpt, tokens), {}),
-    "of every kind": (lambda: Eccentric(optim_spec="sgd", lr=0.01), trainer_of, {}),
+    "tied weights": (diloco(inner_optim=ADAMW), lambda: trainer_of(small_gpt, tokens), EPOCHS),
+    "AllReduce": (lambda: SimpleReduceStrategy(inner_optim=MUON), lambda: trainer_of(small_gpt, tokens), {}),
+    "of every kind": (lambda: Eccentric(inner_optim="sgd", lr=0.01), trainer_of, {}),
 }
 SLOWLY_CUT = {
     "restarts": diloco(**RESTARTED),
-    "amsgrad": diloco(optim_spec=OptimSpec("adamw", amsgrad=True)),
-    **{name: diloco(optim_spec=OptimSpec(name, lr=0.01)) for name in ("nadam", "asgd")},
+    "amsgrad": diloco(inner_optim=OptimSpec("adamw", amsgrad=True)),
+    **{name: diloco(inner_optim=OptimSpec(name, lr=0.01)) for name in ("nadam", "asgd")},
 }
 
 
@@ -155,10 +154,10 @@ class Eccentric(Strategy):
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)
-        average = torch.zeros_like(cluster.weights)
-        self.keep_stacked(anchor=copy.deepcopy(self.model), average=average, alias=average[:, 3:7])
+        slow = torch.zeros_like(cluster.weights)
+        self.keep_stacked(anchor=copy.deepcopy(self.model), slow=slow, alias=slow[:, 3:7])
         self.keep_shared(count=0, best=float("nan"), label="", flags={"odd": False, 3: None}, seen=set())
-        self.keep_shared(window=deque(maxlen=3), arrays=[np.zeros(2), np.float32(1)], later=None, parts=[])
+        self.keep_shared(window=deque(maxlen=3), arrays=[np.zeros(2), np.float32(1)], later=None, halves=[])
         self.keep_shared(draws=(np.random.default_rng(3), random.Random(4), torch.Generator().manual_seed(5)))
         own = nn.Parameter(torch.ones(4))
         self.keep_shared(own=own, own_optim=torch.optim.Adam([own], lr=0.1))
@@ -176,23 +175,23 @@ class Eccentric(Strategy):
         self.best = self.function(self.window)
         self.label += str(self.count % 2)
         self.flags["odd"] = not self.flags["odd"]
-        self.average.lerp_(self.cluster.weights, 0.1)
+        self.slow.lerp_(self.cluster.weights, 0.1)
         self.alias.mul_(0.5)
         numpy, python, own = self.draws
         noise = float(numpy.normal()) + python.random() + float(torch.rand((), generator=own))
         self.arrays[0] += noise
         if self.later is None or self.count % 5 == 0:
             self.later = torch.full((self.count,), noise)
-            self.parts = list(torch.arange(6.0).add(noise).split(2))
+            self.halves = list(torch.arange(6.0).add(noise).split(2))
         self.later.mul_(1.01)
-        shift = noise + float(self.later[0]) + self.best + float(self.arrays[0][0]) + float(sum(self.parts).sum())
+        shift = noise + float(self.later[0]) + self.best + float(self.arrays[0][0]) + float(sum(self.halves).sum())
         for p, anchor in zip(self.model.parameters(), self.anchor.parameters(), strict=True):
             p.data.lerp_(anchor, 0.01).add_(shift * 1e-3 + len(self.seen) * 1e-4)
             anchor.data.lerp_(p, 0.1)
-        self.cluster.weights.add_(self.average, alpha=0.01).add_(float(self.own_optim.param_groups[0]["params"][0][0]))
+        self.cluster.weights.add_(self.slow, alpha=0.01).add_(float(self.own_optim.param_groups[0]["params"][0][0]))
 
 
-class Growing(CommunicationModule):
+class Growing(Algorithm):
     """Changes an attribute that it does not declare, from a step on; and nothing else depends on it."""
 
     def __init__(self, value: Any, step: int = 1) -> None:
@@ -222,7 +221,7 @@ def test_state_that_is_not_declared_is_an_error_after_the_first_step(
 
 @pytest.mark.filterwarnings("ignore:step .* could not be saved:UserWarning")
 def test_state_that_changes_later_is_a_warning_and_the_run_is_kept(tmp_path: Path) -> None:
-    strategy = CommunicateOptimizeStrategy([GradientAverage(), Growing(0, step=3)])
+    strategy = CommunicateOptimizeStrategy([SimpleReduceStrategy(), Growing(0, step=3)])
     trainer = trainer_of()
     with warned("step 14 could not be saved", "Growing.value"):
         kept = fit(strategy, trainer, save_dir=tmp_path, checkpoint_interval=2)
@@ -234,7 +233,7 @@ def test_state_that_changes_later_is_a_warning_and_the_run_is_kept(tmp_path: Pat
 
 @pytest.mark.parametrize("value", [iter([1]), object(), defaultdict(list)], ids=lambda x: type(x).__name__)
 def test_state_that_cannot_be_saved_is_said_before_training(value: Any, tmp_path: Path) -> None:
-    class Odd(CommunicationModule):
+    class Odd(Algorithm):
         def setup(self, cluster: Cluster) -> None:
             self.keep_shared(value=value)
 
@@ -249,7 +248,7 @@ def test_state_that_cannot_be_saved_is_said_before_training(value: Any, tmp_path
 
 
 def diloco3() -> Strategy:
-    return DiLoCoStrategy(H=3, optim_spec=ADAMW)
+    return DiLoCoStrategy(H=3, inner_optim=ADAMW)
 
 
 def test_the_newest_two_are_kept_and_resume_true_takes_the_newest(tmp_path: Path) -> None:
@@ -314,11 +313,11 @@ ANOTHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dataloader_kwargs": {"drop_last": True}}, ("drop_last was False and is True",)),
     ({"strategy": FedAvgStrategy(H=3)}, ("strategy was vsim.", "DiLoCoStrategy and is vsim.", "FedAvgStrategy")),
     (
-        {"strategy": DiLoCoStrategy(H=4, optim_spec=ADAMW)},
-        ("step 7", "communication_modules[0].H was 3 and is 4", "resume=load_checkpoint(", ".fork()"),
+        {"strategy": DiLoCoStrategy(H=4, inner_optim=ADAMW)},
+        ("step 7", "strategy.H was 3 and is 4", "resume=load_checkpoint(", ".fork()"),
     ),
     ({"strategy": DiLoCoStrategy(H=3, inner_optim="adamw", lr=0.02)}, ("optim_spec.lr was 0.01 and is 0.02",)),
-    ({"strategy": DiLoCoStrategy(H=3, optim_spec="sgd")}, ("optim_spec was", "AdamW and is", "SGD")),
+    ({"strategy": DiLoCoStrategy(H=3, inner_optim="sgd")}, ("optim_spec was", "AdamW and is", "SGD")),
     (
         {"trainer": trainer_of(data=lambda count=28, seed=0: images(count, seed))},
         ("train_dataset[0].examples was 29 and is 28",),
@@ -357,7 +356,7 @@ def test_a_schedule_that_would_change_is_an_error(tmp_path: Path) -> None:
 
 def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
     # Nothing communicates, so that a fork with the same settings is the same run.
-    strategy = Strategy(optim_spec=ADAMW, warmup_steps=9)
+    strategy = Strategy(inner_optim=ADAMW, warmup_steps=9)
     straight = fit(strategy)
     half = fit(strategy, trainer_of(), max_steps=8)
     forked = fit(strategy, resume=captured(half._last).fork())  # type: ignore[arg-type]
@@ -374,8 +373,8 @@ def test_a_fork_goes_on_with_the_nodes_and_their_optimizers() -> None:
 
 def test_a_fork_into_another_strategy_starts_it_from_the_mean(at_seven: Checkpoint) -> None:
     phis = []
-    keep = [lambda run: phis.append(run.strategy.communication_modules[0].outer_weights.clone())]
-    still = DiLoCoStrategy(H=50, optim_spec=OptimSpec("sgd", lr=0.0))
+    keep = [lambda run: phis.append(run.strategy.parts[0].outer_weights.clone())]
+    still = DiLoCoStrategy(H=50, inner_optim=OptimSpec("sgd", lr=0.0))
     trainer = fit(still, resume=at_seven.fork(), max_steps=9, callbacks=keep)
     torch.testing.assert_close(phis[0], at_seven.weights.mean(0))
     assert torch.equal(weights(trainer), at_seven.weights)  # its own rows, and a rate of 0
@@ -386,7 +385,7 @@ def test_a_fork_with_another_number_of_nodes_starts_from_the_mean(at_seven: Chec
     hooked: list[int] = []
     other: dict[str, Any] = {"num_nodes": 5, "max_steps": 8, "seed": 3, "batch_size": 2, "progress": True}
     hook = {"train_loss_hook": lambda step, loss: hooked.append(step)}
-    trainer = fit(Strategy(optim_spec=OptimSpec("sgd", lr=0.0)), resume=at_seven.fork(), **other, **hook)
+    trainer = fit(Strategy(inner_optim=OptimSpec("sgd", lr=0.0)), resume=at_seven.fork(), **other, **hook)
     assert hooked == [8]
     assert torch.equal(weights(trainer), at_seven.mean_weights().expand(5, -1))
     assert trainer.history.node_losses.shape == (1, 5)
@@ -416,13 +415,13 @@ def test_a_fork_goes_on_in_its_own_order_of_the_data(at_seven: Checkpoint) -> No
 
 @pytest.mark.parametrize(("name", "more"), [("adam", {"amsgrad": True}), ("sgd", {"momentum": 0.9})])
 def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(name: str, more: dict[str, Any]) -> None:
-    plain, half = Strategy(optim_spec=OptimSpec(name, lr=1e-3)), trainer_of()
+    plain, half = Strategy(inner_optim=OptimSpec(name, lr=1e-3)), trainer_of()
     fit(plain, half, max_steps=4)
 
     def forked(strategy: Strategy, **options: Any) -> Trainer:
         return fit(strategy, max_steps=6, resume=captured(half._last).fork(**options))  # type: ignore[arg-type]
 
-    assert len(forked(Strategy(optim_spec=OptimSpec(name, lr=1e-3, **more))).history) == 3
+    assert len(forked(Strategy(inner_optim=OptimSpec(name, lr=1e-3, **more))).history) == 3
     anew, kept = forked(plain, optimizer=False), forked(plain)
     assert torch.equal(weights(anew), weights(kept)) == (name == "sgd")  # which keeps nothing
 
@@ -431,7 +430,7 @@ def test_a_fork_whose_optimizer_keeps_more_starts_it_anew(name: str, more: dict[
 def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(name: str, tmp_path: Path) -> None:
     matrices = Trainer(nn.Linear(12, 5, bias=False), vectors(), loss_fn=nn.functional.cross_entropy)
     fit(
-        SimpleReduceStrategy(optim_spec=OptimSpec(name, lr=1e-2)),
+        SimpleReduceStrategy(inner_optim=OptimSpec(name, lr=1e-2)),
         matrices,
         max_steps=4,
         val_interval=None,
@@ -439,12 +438,12 @@ def test_a_fork_of_equal_nodes_has_an_optimizer_for_each_node(name: str, tmp_pat
     )
     forked = load_checkpoint(tmp_path).fork()
     options = {"max_steps": 8, "val_interval": None, "resume": forked}
-    fit(FedAvgStrategy(H=100, optim_spec=OptimSpec(name, lr=1e-2)), matrices, **options)
+    fit(FedAvgStrategy(H=100, inner_optim=OptimSpec(name, lr=1e-2)), matrices, **options)
     assert len(weights(matrices).unique(dim=0)) == 3
 
 
 def test_a_fork_can_be_saved_and_resumed(at_seven: Checkpoint, tmp_path: Path) -> None:
-    strategy = FedAvgStrategy(H=2, optim_spec="sgd", lr=0.1)
+    strategy = FedAvgStrategy(H=2, inner_optim="sgd", lr=0.1)
     straight = fit(strategy, resume=at_seven.fork(), num_nodes=2, save_dir=tmp_path, checkpoint_interval=11)
     assert_same_run(fit(strategy, resume=checkpoints_in(tmp_path)[0], num_nodes=2), straight)
 
@@ -484,7 +483,7 @@ def test_however_the_state_of_an_optimizer_is_held(spec: OptimSpec, hidden: int,
 
     def train(**options: Any) -> Trainer:
         trainer = trainer_of(lambda: MLP(12, (hidden,), 5, dropout=0.2, seed=1), vectors)
-        return fit(FedAvgStrategy(H=3, optim_spec=spec), trainer, **{"deterministic": True, "max_steps": 8, **options})
+        return fit(FedAvgStrategy(H=3, inner_optim=spec), trainer, **{"deterministic": True, "max_steps": 8, **options})
 
     assert_it_moves(train, tmp_path, ({}, {}))
 
@@ -492,7 +491,7 @@ def test_however_the_state_of_an_optimizer_is_held(spec: OptimSpec, hidden: int,
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes_stay")
 def test_a_fork_moves_between_processes_and_simulator_too(tmp_path: Path) -> None:
-    strategy = Strategy(optim_spec=ADAMW)  # nothing communicates, so that a fork is the same run
+    strategy = Strategy(inner_optim=ADAMW)  # nothing communicates, so that a fork is the same run
     straight = fit(strategy, deterministic=True)
     half = fit(strategy, max_steps=8, save_dir=tmp_path, **PROCESSES)
     for options in ({"deterministic": True}, PROCESSES):

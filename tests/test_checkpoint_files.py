@@ -35,7 +35,7 @@ NAME = "step-00000007.safetensors"
 
 
 def strategy() -> DiLoCoStrategy:
-    return DiLoCoStrategy(H=3, optim_spec=ADAMW)
+    return DiLoCoStrategy(H=3, inner_optim=ADAMW)
 
 
 @pytest.fixture(scope="module")

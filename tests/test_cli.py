@@ -20,7 +20,6 @@ from vsim.strategy import (
     COMPARED,
     PRESETS,
     STRATEGIES,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     EDiTStrategy,
     FedAvgStrategy,
@@ -271,8 +270,8 @@ def test_a_comparison_of_which_no_run_ends_is_an_error(tmp_path: Path, capsys: p
 
 def test_presets_are_the_papers() -> None:
     diloco = parse_strategy("diloco-paper", lr=1e-3)
-    (module,) = diloco.communication_modules
-    assert isinstance(module, DiLoCoCommunicator) and module.H == 500
+    (module,) = diloco.parts
+    assert isinstance(module, DiLoCoStrategy) and module.H == 500
     assert diloco.optim_spec.kwargs == {"weight_decay": 0.1, "lr": 4e-4}
     assert module.outer_optim_spec.kwargs == {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
@@ -280,7 +279,7 @@ def test_presets_are_the_papers() -> None:
 def test_compressors_and_optimizers_with_their_arguments() -> None:
     text = "diloco:H=2,average=compress(topk(0.1)),inner_optim=adamw(weight_decay=0.1,betas=(0.8,0.9)),outer_lr=0.5"
     strategy = parse_strategy(text, lr=1e-3)
-    assert repr(strategy.communication_modules[0].average).endswith(" | compress(TopK(fraction=0.1), error_feedback=1)")
+    assert repr(strategy.parts[0].average).endswith(" | compress(TopK(fraction=0.1), error_feedback=1)")
     assert strategy.optim_spec.kwargs == {"weight_decay": 0.1, "betas": (0.8, 0.9), "lr": 1e-3}
     made = parse_settings(["average=compress(powersgd(rank=1)),compress(topk(0.01)),mean()"])["average"]
     assert list(map(repr, made)) == [
@@ -365,7 +364,7 @@ def test_strategies_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_parse_strategy() -> None:
     fedavg = parse_strategy("fedavg:island_size=2,average=mean('examples'),lr=0.5", lr=1e-3)
     assert isinstance(fedavg, FedAvgStrategy) and fedavg.optim_spec.kwargs == {"lr": 0.5}
-    averaging = vars(fedavg.communication_modules[0])
+    averaging = vars(fedavg.parts[0])
     assert averaging["island_size"] == 2 and averaging["H"] == 10
     assert averaging["average"].rule == mean("examples")
     given = "lr_scheduler=cosine,lr_scheduler_kwargs={'T_max': 3, 'eta_min': 0.1},personal=['a, b', \"c's\"]"

@@ -61,7 +61,7 @@ def test_losses_and_accuracies_by_hand() -> None:
         assert num_nodes == 5
         return TensorDataset(signs[rank][:, None], torch.zeros(4, dtype=torch.long))
 
-    strategies = {"FedAvg": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30)}
+    strategies = {"FedAvg": FedAvgStrategy(H=2, inner_optim="sgd", lr=1e-30)}
     options = {"strategies": strategies, "client_val_dataset": own, "loss_fn": F.cross_entropy, **COHORT}
     comparison = vsim.compare(Constant(), own, **options)
     history, right = comparison["FedAvg"].history, np.log1p(np.exp(-2))
@@ -87,8 +87,8 @@ def test_attackers_and_honest_clients_apart(tmp_path: Path) -> None:
 
     attack = vsim.Attack("sign_flip", nodes=[3, 4])
     strategies = {
-        "attacked": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30, attack=attack),
-        "clean": FedAvgStrategy(H=2, optim_spec="sgd", lr=1e-30),
+        "attacked": FedAvgStrategy(H=2, inner_optim="sgd", lr=1e-30, attack=attack),
+        "clean": FedAvgStrategy(H=2, inner_optim="sgd", lr=1e-30),
     }
     options = {"strategies": strategies, "client_val_dataset": own, "loss_fn": F.cross_entropy, **COHORT}
     comparison = vsim.compare(Constant(), own, **options)
@@ -250,7 +250,7 @@ def test_steps_and_rounds_to_an_accuracy() -> None:
 
 @pytest.mark.parametrize("personal", [False, True])
 def test_local_steps_before_a_client_is_measured(personal: bool) -> None:
-    strategy = (FedPerStrategy if personal else FedAvgStrategy)("sgd", H=2, lr=0.1)
+    strategy = (FedPerStrategy if personal else FedAvgStrategy)(inner_optim="sgd", H=2, lr=0.1)
     options = {"strategy": strategy, "batch_size": 12}  # all examples of a client
     tuned, again = (fitted(client_val_steps=3, **options) for _ in range(2))
     np.testing.assert_array_equal(tuned.history.client_val_losses, again.history.client_val_losses)

@@ -31,8 +31,8 @@ from vsim.strategy import (
     QSGD,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
-    GradientAverage,
     OptimSpec,
+    SimpleReduceStrategy,
     Strategy,
     compress,
 )
@@ -61,7 +61,10 @@ def test_it_is_refused_where_bits_are_promised() -> None:
 @pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
 @pytest.mark.parametrize(
     "strategy",
-    [DeMoStrategy(lr=1e-3), CommunicateOptimizeStrategy([GradientAverage(compress(QSGD()))], optim_spec=SGD)],
+    [
+        DeMoStrategy(lr=1e-3),
+        CommunicateOptimizeStrategy([SimpleReduceStrategy(average=compress(QSGD()))], inner_optim=SGD),
+    ],
     ids=["DeMo", "QSGD"],
 )
 def test_compiled_kernels_train_alike(strategy: Strategy) -> None:

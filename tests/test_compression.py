@@ -19,14 +19,13 @@ from vsim.strategy import (
     CommunicateOptimizeStrategy,
     Compressor,
     DCTTopK,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
-    GradientAverage,
     OptimSpec,
     PowerSGD,
     RandomK,
     ScaledSign,
     SignVote,
+    SimpleReduceStrategy,
     StatisticalQuantizer,
     Strategy,
     StreamingDiLoCoStrategy,
@@ -67,7 +66,9 @@ CONTRACTIVE = [name for name, make in ALL.items() if make().contractive]
 
 def compressing(compressor: Compressor, error_feedback: bool | float | None = None) -> Strategy:
     """AllReduce with a compressor."""
-    return CommunicateOptimizeStrategy([GradientAverage(compress(compressor, error_feedback))], optim_spec=PLAIN)
+    return CommunicateOptimizeStrategy(
+        [SimpleReduceStrategy(average=compress(compressor, error_feedback))], inner_optim=PLAIN
+    )
 
 
 def parameters() -> Parameters:
@@ -76,7 +77,7 @@ def parameters() -> Parameters:
 
 
 def module_of(run: Driven) -> Any:
-    (module,) = run.strategy.communication_modules
+    module, _ = run.strategy.parts
     return module
 
 
@@ -361,7 +362,7 @@ def test_powersgd_sends_as_it_is_what_would_not_get_smaller() -> None:
     gradients = normal(3, 2, size(model))
     with pytest.warns(UserWarning, match=r"PowerSGD\(rank=8\) would make no tensor of this model smaller"):
         run = driven(compressing(PowerSGD(8)), model, gradients)
-    plain = driven(CommunicateOptimizeStrategy([GradientAverage()], optim_spec=PLAIN), model, gradients)
+    plain = driven(CommunicateOptimizeStrategy([SimpleReduceStrategy()], inner_optim=PLAIN), model, gradients)
     torch.testing.assert_close(run.cluster.weights, plain.cluster.weights)
     assert [(e.label, e.payload_bytes) for e in run.ledger] == 3 * [("gradients: P and vectors", 988)]
     alone = driven(compressing(PowerSGD(1)), Parameters((12, 20)), normal(1, 2, 240))  # without vectors
@@ -463,8 +464,8 @@ def test_nodes_that_are_held_apart_have_the_same_bits(name: str, use: str) -> No
 
 def test_two_modules_with_one_compressor_share_nothing() -> None:
     def trained(*of: Compressor) -> Driven:
-        modules = [GradientAverage(compress(of[0])), DiLoCoCommunicator(H=2, average=compress(of[1]))]
-        strategy = CommunicateOptimizeStrategy(modules, optim_spec=PLAIN)
+        modules = [SimpleReduceStrategy(average=compress(of[0])), DiLoCoStrategy(H=2, average=compress(of[1]))]
+        strategy = CommunicateOptimizeStrategy(modules, inner_optim=PLAIN)
         return driven(strategy, Parameters(*SHAPES), normal(4, 2, 727))
 
     one, two = trained(*[PowerSGD(1)] * 2), trained(PowerSGD(1), PowerSGD(1))

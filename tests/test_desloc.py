@@ -32,7 +32,7 @@ KEPT = {
 def test_every_moment_is_averaged_at_its_period_also_by_nodes_apart_and_without_values(
     spec: OptimSpec, names: list[str]
 ) -> None:
-    run = same_apart(DESLOCStrategy(spec, H=1), MATRICES, normal(6, 3, 31))
+    run = same_apart(DESLOCStrategy(inner_optim=spec, H=1), MATRICES, normal(6, 3, 31))
     labels = [(e.step, e.label) for e in run.ledger if e.label != "weights"]
     first = ("exp_avg", "momentum_buffer")
     expected = [(3, name) for name in names if name in first] + [(6, name) for name in names]
@@ -42,7 +42,7 @@ def test_every_moment_is_averaged_at_its_period_also_by_nodes_apart_and_without_
         for theirs in others:
             assert all(map(torch.equal, ours, theirs))
     options: dict[str, Any] = {"network": "1 Gbit/s", "compute": 1, "num_nodes": 3, "max_steps": 6}
-    assert [*price(DESLOCStrategy(spec, H=1), model=MATRICES, **options).ledger] == [*run.ledger]
+    assert [*price(DESLOCStrategy(inner_optim=spec, H=1), model=MATRICES, **options).ledger] == [*run.ledger]
 
 
 class Own(torch.optim.SGD):
@@ -61,10 +61,10 @@ class Own(torch.optim.SGD):
 )
 def test_moments_that_an_optimizer_does_not_keep(spec: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        DESLOCStrategy(spec, **arguments)
+        DESLOCStrategy(inner_optim=spec, **arguments)
 
 
 def test_state_that_is_not_there_is_named_at_the_sync() -> None:
-    strategy = CommunicateOptimizeStrategy([StateAverage("exp_avg", H=1)], optim_spec=SGD)
+    strategy = CommunicateOptimizeStrategy([StateAverage(name="exp_avg", H=1)], inner_optim=SGD)
     with pytest.raises(ValueError, match="SGD keeps no 'exp_avg' of a parameter, only momentum_buffer"):
         driven(strategy, MATRICES, normal(1, 2, 31))

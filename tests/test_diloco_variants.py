@@ -43,7 +43,6 @@ from vsim.strategy import (
     edit,
     mean,
 )
-from vsim.strategy.muloco import MuLoCoCommunicator
 
 SGD = OptimSpec("sgd", lr=0.1)
 UNIT = OptimSpec("sgd", lr=1.0)
@@ -57,7 +56,7 @@ UNIT = OptimSpec("sgd", lr=1.0)
 def test_every_round_of_eager_diloco_has_the_update_rule(H: int, num_nodes: int, eager: bool) -> None:
     model, gradients = Parameters((3,), dtype=torch.float64), normal(9, num_nodes, 3, dtype=torch.float64)
     outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
-    run = driven(EagerDiLoCoStrategy(SGD, outer_optim=outer, H=H, eager=eager), model, gradients)
+    run = driven(EagerDiLoCoStrategy(inner_optim=SGD, outer_optim=outer, H=H, eager=eager), model, gradients)
     formula = formulas.Eager(0.1, H, outer_lr=0.5, eager=eager)
     state = formula.start(np.tile(model.p0.detach().numpy(), (num_nodes, 1)))
     for t, given_ in enumerate(gradients.numpy(), start=1):
@@ -89,7 +88,7 @@ def partners(num_nodes: int, shared: torch.Generator) -> list[int]:
 )
 def test_every_round_of_noloco_has_the_update_rule(H: int, num_nodes: int, beta: float, gamma: float | None) -> None:
     model, gradients = Parameters((3,), dtype=torch.float64), normal(8, num_nodes, 3, dtype=torch.float64)
-    run = driven(NoLoCoStrategy(SGD, H=H, beta=beta, gamma=gamma), model, gradients)
+    run = driven(NoLoCoStrategy(inner_optim=SGD, H=H, beta=beta, gamma=gamma), model, gradients)
     shared = torch.Generator().manual_seed(5)  # that of a driven run
     theta = phi = np.tile(model.p0.detach().numpy(), (num_nodes, 1))
     m, pull = 0 * phi, beta if gamma is None else gamma
@@ -106,7 +105,7 @@ def test_every_round_of_noloco_has_the_update_rule(H: int, num_nodes: int, beta:
 @pytest.mark.parametrize("num_nodes", [1, 2, 5])
 def test_pairs_pay_for_both_messages_and_wait_for_one(num_nodes: int) -> None:
     # The distances of a round are waited for; outer weights are due at the next, where those meet who sent them.
-    run = driven(NoLoCoStrategy(SGD, H=2), Parameters((3, 2)), normal(4, num_nodes, 6))
+    run = driven(NoLoCoStrategy(inner_optim=SGD, H=2), Parameters((3, 2)), normal(4, num_nodes, 6))
     shared = torch.Generator().manual_seed(5)
     now, then, after = ({(k, j) for k, j in enumerate(partners(num_nodes, shared)) if k != j} for _ in range(3))
     sent = [(2, 2, now), (2, 4, then), (4, 4, then), (4, 6, after)] if num_nodes > 1 else []
@@ -201,8 +200,8 @@ def test_muloco_s_optimizers() -> None:
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     assert muon.param_groups[0]["lr"] == adamw.param_groups[0]["lr"] == 5e-3
     assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and adamw.param_groups[0]["betas"] == (0.9, 0.95)
-    (outer,) = MuLoCoStrategy(outer_lr=0.5).communication_modules
-    assert isinstance(outer, MuLoCoCommunicator)
+    (outer,) = MuLoCoStrategy(outer_lr=0.5).parts
+    assert isinstance(outer, MuLoCoStrategy)
     specs = [spec.kwargs for spec in (outer.outer_optim_spec, outer.spec_of_one_node)]
     assert specs == [{"lr": 0.5, "momentum": momentum, "nesterov": True} for momentum in (0.9, 0.6)]
 
@@ -214,7 +213,9 @@ def scalar(*gradients: tuple[float, ...], **options: Any) -> list[float]:
     """φ after each sync, of one weight from 0 whose nodes have these gradients, with all rates 1 and H = 1."""
     net = Parameters((1,))
     nn.init.zeros_(net.p0)
-    strategy = EDiTStrategy(UNIT, outer_optim=UNIT, H=1, **{"outer_max_norm": None, "gate_after": 4, **options})
+    strategy = EDiTStrategy(
+        inner_optim=UNIT, outer_optim=UNIT, H=1, **{"outer_max_norm": None, "gate_after": 4, **options}
+    )
     course = started(strategy, net, len(gradients[0]), deterministic=True, max_steps=len(gradients))
     return [float(course.step(torch.tensor(given)[:, None])[0]) for given in gradients]
 
@@ -251,7 +252,7 @@ def test_a_tensor_stays_where_all_are_anomalous_whatever_the_momentum() -> None:
     gradients[::2] += 0.1
     gradients[5, :, :3] = 50.0
     outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
-    course = driven(EDiTStrategy(UNIT, outer_optim=outer, H=1, gate_after=4), net, gradients[:5])
+    course = driven(EDiTStrategy(inner_optim=UNIT, outer_optim=outer, H=1, gate_after=4), net, gradients[:5])
     before = course.cluster.weights[0].clone()
     moved = before - course.step(gradients[5])[0]
     assert torch.equal(moved[:3], torch.zeros(3)) and bool((moved[3:] > 0.5).all())
@@ -262,9 +263,9 @@ def test_the_sum_is_limited_and_without_gate_and_limit_it_is_diloco_with_its_ave
     (free, limited, diloco) = (
         driven(strategy, net, gradients).cluster.weights[0]
         for strategy in (
-            EDiTStrategy(UNIT, outer_optim=UNIT, H=1, outer_max_norm=None),
-            EDiTStrategy(UNIT, outer_optim=UNIT, H=1, outer_max_norm=0.1),
-            DiLoCoStrategy(UNIT, UNIT, H=1, average=edit()),
+            EDiTStrategy(inner_optim=UNIT, outer_optim=UNIT, H=1, outer_max_norm=None),
+            EDiTStrategy(inner_optim=UNIT, outer_optim=UNIT, H=1, outer_max_norm=0.1),
+            DiLoCoStrategy(inner_optim=UNIT, outer_optim=UNIT, H=1, average=edit()),
         )
     )
     torch.testing.assert_close(free, diloco)
@@ -295,7 +296,7 @@ ADAMW = OptimSpec("adamw", lr=1e-2, weight_decay=0.1)
 
 
 def test_gpa_of_one_node_is_a_plain_loop() -> None:
-    strategy = GPAStrategy(ADAMW, mu_x=0.9, mu_y=0.7, max_norm=0.5)
+    strategy = GPAStrategy(inner_optim=ADAMW, mu_x=0.9, mu_y=0.7, max_norm=0.5)
     trainer = common.run(strategy, num_nodes=1, data=common.examples(), executor="auto", deterministic=True)
     z, x, y = (copy.deepcopy(common.model()) for _ in range(3))
     optimizer = torch.optim.AdamW(z.parameters(), lr=1e-2, weight_decay=0.1)
@@ -319,14 +320,20 @@ def test_gpa_of_one_node_is_a_plain_loop() -> None:
 def test_gpa_without_an_average_is_allreduce() -> None:
     gpa, allreduce = (
         driven(strategy, Parameters((3,), (4, 2)), normal(5, 3, 11)).cluster.weights
-        for strategy in (GPAStrategy(ADAMW, mu_x=0.0, mu_y=0.7), SimpleReduceStrategy(ADAMW))
+        for strategy in (GPAStrategy(inner_optim=ADAMW, mu_x=0.0, mu_y=0.7), SimpleReduceStrategy(inner_optim=ADAMW))
     )
     torch.testing.assert_close(gpa, allreduce)
 
 
 def test_what_gpa_evaluates_is_the_average() -> None:
     trainer = Trainer(common.model(), common.examples(), common.examples(16, seed=9))
-    trainer.fit(strategy=GPAStrategy(ADAMW, mu_x=0.9), num_nodes=2, max_steps=common.STEPS, val_size=16, progress=False)
+    trainer.fit(
+        strategy=GPAStrategy(inner_optim=ADAMW, mu_x=0.9),
+        num_nodes=2,
+        max_steps=common.STEPS,
+        val_size=16,
+        progress=False,
+    )
     assert trainer.strategy is not None
     model = common.model()
     nn.utils.vector_to_parameters(trainer.strategy.model_weights(), model.parameters())

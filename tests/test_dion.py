@@ -38,7 +38,9 @@ def test_it_is_uncompressed_dion_of_the_mean_gradient(dtype: torch.dtype, rtol: 
     model = Parameters((12, 5), (7,), (4, 9), (4, 3, 2, 2), (2, 2), dtype=dtype)
     gradients = normal(12, 4, 155, dtype=dtype) + 5 * normal(1, 4, 155, seed=1, dtype=dtype)
     adamw = OptimSpec("adamw", lr=0.03)
-    run = started(DionStrategy(adamw, rank_fraction=0.3, weight_decay=0.1, lr=0.1, only=["p0", "p[234]"]), model, 4)
+    run = started(
+        DionStrategy(inner_optim=adamw, rank_fraction=0.3, weight_decay=0.1, lr=0.1, only=["p0", "p[234]"]), model, 4
+    )
     matrix = {name: p.detach().clone().flatten(1) for name, p in model.named_parameters() if name != "p1"}
     momentum, q = {name: torch.zeros_like(x) for name, x in matrix.items()}, dict(vars(run.strategy)["basis"])
     assert [tuple(basis.shape) for basis in q.values()] == [(5, 2), (9, 2), (12, 2), (2, 1)]  # ⌈0.3 · min⌉
@@ -63,7 +65,7 @@ def test_it_is_uncompressed_dion_of_the_mean_gradient(dtype: torch.dtype, rtol: 
 
 def test_one_node_is_plain_torch() -> None:
     model, gradients = Parameters((8, 6), (5,), dtype=torch.float32), normal(6, 1, 53)
-    run = started(DionStrategy(SGD, weight_decay=0, lr=0.1), model, 1, deterministic=True)
+    run = started(DionStrategy(inner_optim=SGD, weight_decay=0, lr=0.1), model, 1, deterministic=True)
     x, vector = (p.detach().clone() for p in model.parameters())
     momentum, q = torch.zeros_like(x), vars(run.strategy)["basis"]["p0"].clone()
     for given in gradients:

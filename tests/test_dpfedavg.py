@@ -18,7 +18,7 @@ from separate import small_mlp, vectors
 from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
-from vsim.strategy import CommunicateOptimizeStrategy, CommunicationModule, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
+from vsim.strategy import Algorithm, CommunicateOptimizeStrategy, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
 from vsim.strategy.dpfedavg import epsilon
 from vsim.training.saving import captured
 from vsim.training.view import RunView
@@ -28,8 +28,8 @@ SGD = OptimSpec("sgd", lr=0.5)
 
 def test_without_a_clip_and_noise_it_is_fedavg() -> None:
     model, gradients = Parameters((5, 3)), normal(8, 3, 15)
-    ours = driven(DPFedAvgStrategy("adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
-    plain = driven(FedAvgStrategy("adamw", H=2), model, gradients)
+    ours = driven(DPFedAvgStrategy(inner_optim="adamw", H=2, clip=math.inf, noise_multiplier=0), model, gradients)
+    plain = driven(FedAvgStrategy(inner_optim="adamw", H=2), model, gradients)
     torch.testing.assert_close(ours.cluster.weights, plain.cluster.weights)
     assert ours.strategy.columns() == {}
 
@@ -38,7 +38,9 @@ def test_the_noise_of_a_round_is_as_large_as_it_should_be() -> None:
     # No gradients: after two rounds all that has moved φ is noise, of variance 2 · (z·C / n)², on all nodes the same.
     # Of 40000 draws the standard deviation is known to 1 / √80000 = 0.35 %, and the mean to a 200th of it.
     model = Parameters((200, 200))
-    run = driven(DPFedAvgStrategy(SGD, H=2, clip=0.3, noise_multiplier=1.5), model, torch.zeros(4, 5, 40_000))
+    run = driven(
+        DPFedAvgStrategy(inner_optim=SGD, H=2, clip=0.3, noise_multiplier=1.5), model, torch.zeros(4, 5, 40_000)
+    )
     noise = run.cluster.weights - model.p0.detach().flatten()
     std = math.sqrt(2) * 1.5 * 0.3 / 5
     assert torch.equal(noise, noise[:1].expand(5, -1))
@@ -77,7 +79,7 @@ def test_the_history_has_what_is_spent() -> None:
             if run.row["epsilon"] > 4:
                 run.stop()
 
-    strategy = DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0)
+    strategy = DPFedAvgStrategy(inner_optim=SGD, H=3, noise_multiplier=2.0)
     trainer = fit(strategy, trainer_of(small_mlp, vectors), max_steps=40, callbacks=[Budget()])
     spent = trainer.history["epsilon"]
     assert spent[:4].tolist() == [0, 0, 0, epsilon({(1.0, 2.0): 1}, 1e-5)] and (np.diff(spent[::3]) > 0).all()
@@ -85,8 +87,10 @@ def test_the_history_has_what_is_spent() -> None:
 
 
 def test_a_fork_has_spent_what_its_beginning_has() -> None:
-    trainer = fit(DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0), trainer_of(small_mlp, vectors), max_steps=6)
-    other = DPFedAvgStrategy(SGD, H=3, noise_multiplier=4.0)
+    trainer = fit(
+        DPFedAvgStrategy(inner_optim=SGD, H=3, noise_multiplier=2.0), trainer_of(small_mlp, vectors), max_steps=6
+    )
+    other = DPFedAvgStrategy(inner_optim=SGD, H=3, noise_multiplier=4.0)
     forked = fit(other, trainer_of(small_mlp, vectors), max_steps=9, resume=captured(trainer._last).fork())  # type: ignore[arg-type]
     spent = forked.history["epsilon"]
     assert spent[0] == trainer.history["epsilon"][-1] > 0
@@ -94,7 +98,7 @@ def test_a_fork_has_spent_what_its_beginning_has() -> None:
 
 
 def test_chance_is_counted_where_clients_are_drawn() -> None:
-    strategy = DPFedAvgStrategy(SGD, H=3, noise_multiplier=2.0, delta=1e-3)
+    strategy = DPFedAvgStrategy(inner_optim=SGD, H=3, noise_multiplier=2.0, delta=1e-3)
 
     def spent(num_nodes: int, participation: Participation, **more: Any) -> float:
         options = {"num_nodes": num_nodes, "participation": participation, "max_steps": 9, **more}
@@ -109,7 +113,7 @@ def test_chance_is_counted_where_clients_are_drawn() -> None:
 
 
 def test_what_a_module_measures_is_a_column() -> None:
-    class Length(CommunicationModule):
+    class Length(Algorithm):
         def __init__(self, name: str = "length") -> None:
             self.name = name
 
@@ -117,7 +121,7 @@ def test_what_a_module_measures_is_a_column() -> None:
             return {self.name: float(cluster.weights[0].norm())}
 
     def run(name: str) -> list[float]:
-        strategy = CommunicateOptimizeStrategy([Length(name)], optim_spec=SGD)
+        strategy = CommunicateOptimizeStrategy([Length(name)], inner_optim=SGD)
         patience = EarlyStopping(name, mode="max", patience=10)
         trainer = fit(strategy, trainer_of(small_mlp, vectors), max_steps=3, callbacks=[patience])
         return trainer.history[name].tolist()

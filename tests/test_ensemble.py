@@ -40,9 +40,8 @@ from vsim.engine import Executor, VmapExecutor
 from vsim.engine.proof import Proof
 from vsim.models import MLP
 from vsim.strategy import (
-    AveragingCommunicator,
+    Algorithm,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -197,11 +196,11 @@ class Resets(FedAvgStrategy):
                 state["step"].zero_()
 
 
-class Breaks(AveragingCommunicator):
+class Breaks(FedAvgStrategy):
     """Makes the weights infinite after a step, on one node."""
 
     def __init__(self, at: int) -> None:
-        super().__init__(every=2)
+        super().__init__(H=2)
         self.at = at
 
     def communicate(self, cluster: Any) -> None:
@@ -214,7 +213,7 @@ def broken(at: int, lr: float = 1e-2) -> Strategy:
     return CommunicateOptimizeStrategy([Breaks(at)], lr=lr)
 
 
-class Fails(CommunicationModule):
+class Fails(Algorithm):
     """Cannot be measured at step 4: its global weights are no such, or its numbers cannot be read."""
 
     def __init__(self, weights: Callable[[Tensor], Any] | None) -> None:
@@ -286,7 +285,9 @@ BESIDE = {
         {name: FedAvgStrategy(H=2, inner_optim=spec) for name, spec in MUON.items()}, {}, tokens, small_gpt
     ),
     "a model with state": Beside(PLAIN, {}, vectors, Average, LOOP),
-    "second gradients": Beside({"one": Sam(lr=0.1, optim_spec="sgd"), "two": Sam(lr=1e-2, optim_spec="sgd"), **PLAIN}),
+    "second gradients": Beside(
+        {"one": Sam(lr=0.1, inner_optim="sgd"), "two": Sam(lr=1e-2, inner_optim="sgd"), **PLAIN}
+    ),
 }
 
 

@@ -20,9 +20,7 @@ from vsim import Event, Ledger, Trainer
 from vsim.cluster.stacked import StackedCollectives
 from vsim.cluster.traffic import traffic
 from vsim.strategy import (
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
     SimpleReduceStrategy,
@@ -66,7 +64,7 @@ def test_the_events_of_a_strategy(strategy: Strategy, label: str, steps: list[in
 
 
 def test_modules_communicate_in_their_order() -> None:
-    strategy = CommunicateOptimizeStrategy([AveragingCommunicator(every=2), DiLoCoCommunicator(3)])
+    strategy = CommunicateOptimizeStrategy([FedAvgStrategy(H=2), DiLoCoStrategy(H=3)])
     found = [(e.step, e.label) for e in trained(strategy, 2).ledger]
     assert found == [(2, "weights"), (3, "outer gradient"), (4, "weights"), (6, "weights"), (6, "outer gradient")]
 

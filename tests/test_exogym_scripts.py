@@ -1,25 +1,21 @@
-"""Scripts as users of EXO Gym write them run when `exogym` in their imports becomes `vsim`."""
+"""Scripts of EXO Gym run when `exogym` in their imports becomes `vsim.compat.exogym`."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 
+import vsim.compat.exogym.strategy
 from vsim import Trainer
-
-# EXO Gym's scripts give both, and end with the smaller.
-pytestmark = pytest.mark.filterwarnings("ignore:num_epochs=.* has no effect with max_steps=:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +24,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: str, **scope: Any) -> dict[str, Any]:
-    """Run a script whose imports of exogym are made imports of vsim, and nothing else; return what it defines."""
+    """Run a script in which only the imports of exogym are changed, to vsim.compat.exogym; return what it defines."""
     assert "exogym" in script and "vsim" not in script
     scope = {"__name__": "__main__", **scope}
-    exec(compile(textwrap.dedent(script.replace("exogym", "vsim")), "script.py", "exec"), scope)
+    exec(compile(textwrap.dedent(script.replace("exogym", "vsim.compat.exogym")), "script.py", "exec"), scope)
     return scope
 
 
@@ -262,7 +258,7 @@ PLAYGROUND = """
     }.items():
         trainers[name] = Trainer(net, data, data)
         trainers[name].fit(
-            num_epochs=1, max_steps=30, strategy=strategy, num_nodes=4, device="cpu", batch_size=8, minibatch_size=4,
+            num_epochs=15, max_steps=30, strategy=strategy, num_nodes=4, device="cpu", batch_size=8, minibatch_size=4,
             shuffle=False, val_size=64, val_interval=10,
         )
 """
@@ -378,48 +374,47 @@ BY_POSITION = """
 def test_arguments_by_position_have_their_old_order() -> None:
     scope = run(BY_POSITION)
     assert all(strategy.optim_spec is scope["inner"] for strategy in scope["strategies"])
-    _, (islands,), (diloco,), (sparta,), (both, also) = (s.communication_modules for s in scope["strategies"])
+    _, islands, diloco, sparta, both = scope["strategies"]
     assert (islands.island_size, islands.H) == (2, 7)
-    assert diloco.outer_optim_spec is also.outer_optim_spec is scope["outer"] and diloco.H == also.H == 7
-    assert sparta.index_selector.p == both.index_selector.p == 0.125 and both.H == 3
+    assert diloco.outer_optim_spec is both.parts[1].outer_optim_spec is scope["outer"] and diloco.H == both.H == 7
+    assert sparta.selector.p == both.parts[0].selector.p == 0.125 and both.parts[0].H == 3
     assert scope["demo"].momentum.error_feedback == 0.875
-    for cls in {type(strategy) for strategy in scope["strategies"]}:
-        with pytest.raises(TypeError, match="inner_optim and optim_spec are two spellings"):
+    for name in {type(strategy).__name__ for strategy in scope["strategies"]}:
+        cls = getattr(vsim.compat.exogym.strategy, name)
+        with pytest.raises(TypeError, match="inner_optim and optim_spec is given twice"):
             cls(scope["inner"], optim_spec="adam")
         with pytest.raises(TypeError, match=r"an optimizer must be a torch.optim class or the name of one, got 10"):
             cls(10)
 
 
-def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
-    import vsim.logger
-    import vsim.strategy
-    from vsim.strategy import communicate_optimize_strategy, demo, diloco, federated_averaging, optim, sparta
-    from vsim.strategy import sparta_diloco as both
-    from vsim.strategy import strategy as base
-
-    for module in (communicate_optimize_strategy, federated_averaging, both, base, sparta):
-        assert all(getattr(module, name) is getattr(vsim.strategy, name) for name in module.__all__)
-    assert all(getattr(vsim.logger, name) is getattr(vsim.records.loggers, name) for name in vsim.logger.__all__)
-    for module, name in ((optim, "OptimSpec"), (diloco, "DiLoCoStrategy"), (demo, "DeMoStrategy")):
-        assert getattr(module, name) is getattr(vsim.strategy, name)
+def test_the_modules_have_the_names_that_exo_gyms_have() -> None:
+    for name in (
+        *("communicate", "communicate_optimize_strategy", "demo", "diloco", "federated_averaging", "optim", "sparta"),
+        *("sparta_diloco", "strategy"),
+    ):
+        module = importlib.import_module(f"vsim.compat.exogym.strategy.{name}")
+        same = [own for own in vars(module) if getattr(vsim.compat.exogym.strategy, own, None) is getattr(module, own)]
+        assert same or name == "communicate"
     with pytest.raises(ValueError, match="optimizer must be one of"):
-        optim.ensure_optim_spec("adamww")
-    spec = optim.ensure_optim_spec(None, default=optim.OptimSpec(torch.optim.SGD, lr=0.1))
+        vsim.compat.exogym.strategy.ensure_optim_spec("adamww")
+    sgd = vsim.compat.exogym.strategy.OptimSpec(torch.optim.SGD, lr=0.1)
+    spec = vsim.compat.exogym.strategy.ensure_optim_spec(None, default=sgd)
     assert spec.cls is torch.optim.SGD and spec.kwargs == {"lr": 0.1}
 
 
-def test_the_names_of_the_earlier_modules_are_imported_first_and_travel() -> None:
-    from vsim.strategy import optim, sparta_diloco
+@pytest.mark.parametrize(
+    ("epochs", "steps", "taken"), [(1, 2, 2), (1, 100, 4), (2, 100, 8), (None, 3, 3), (1, None, 4)]
+)
+def test_of_epochs_and_steps_the_first_ends_the_run(epochs: int | None, steps: int | None, taken: int) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(32, 6), torch.randint(3, (32,)))
+    trainer = vsim.compat.exogym.Trainer(torch.nn.Linear(6, 3), data, loss_fn=torch.nn.functional.cross_entropy)
+    strategy = vsim.compat.exogym.strategy.FedAvgStrategy()
+    trainer.fit(strategy=strategy, num_nodes=2, num_epochs=epochs, max_steps=steps, batch_size=4, progress=False)
+    assert trainer.history["step"][-1] == taken
 
-    things = (optim, optim.ensure_optim_spec, sparta_diloco, sparta_diloco.SPARTADiLoCoStrategy)
-    shipped = cloudpickle.dumps((*things, lambda: optim.ensure_optim_spec))
-    code = f"""
-import vsim.strategy.optim, importlib.util, pickle, sys
-from vsim.strategy.optim import ensure_optim_spec
-from vsim.strategy.sparta_diloco import SPARTADiLoCoStrategy
-optim, ensure, both, strategy, ask = pickle.loads({shipped!r})
-assert optim is vsim.strategy.optim is sys.modules["vsim.strategy.optim"] and both is vsim.strategy.sparta_diloco
-assert ensure is ensure_optim_spec is ask() and strategy is SPARTADiLoCoStrategy
-assert importlib.util.find_spec("vsim.strategy.optim").name == "vsim.strategy.optim"
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+def test_an_earlier_name_elsewhere_names_the_present_one_and_the_package() -> None:
+    with pytest.raises(TypeError, match=r"optim_spec is EXO Gym's name of inner_optim.* vsim\.compat\.exogym"):
+        vsim.strategy.DiLoCoStrategy(optim_spec="sgd")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"takes arguments by name, DiLoCoStrategy\(outer_optim=…, H=…"):
+        vsim.strategy.DiLoCoStrategy("sgd")  # type: ignore[misc]

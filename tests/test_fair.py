@@ -42,7 +42,7 @@ def rounds(strategy: Algorithm) -> tuple[np.ndarray, list[np.ndarray]]:
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 3.0])
 def test_q_fedavg_by_its_formula(q: float) -> None:
-    phi, (first, one, second, two) = rounds(QFedAvgStrategy("sgd", lr=LR, H=3, q=q))
+    phi, (first, one, second, two) = rounds(QFedAvgStrategy(inner_optim="sgd", lr=LR, H=3, q=q))
     for theta, after, factor in ((first, one, 1), (second, two, 2)):
         F, L = factor * np.array(LOSSES), 1 / LR
         moves = L * (phi - theta)
@@ -52,14 +52,17 @@ def test_q_fedavg_by_its_formula(q: float) -> None:
 
 
 def test_without_fairness_both_are_fedavg() -> None:
-    _, expected = rounds(FedAvgStrategy("sgd", lr=LR, H=3))
-    for strategy in (QFedAvgStrategy("sgd", lr=LR, H=3, q=0), AFLStrategy("sgd", lr=LR, H=3, gamma=0)):
+    _, expected = rounds(FedAvgStrategy(inner_optim="sgd", lr=LR, H=3))
+    for strategy in (
+        QFedAvgStrategy(inner_optim="sgd", lr=LR, H=3, q=0),
+        AFLStrategy(inner_optim="sgd", lr=LR, H=3, gamma=0),
+    ):
         _, found = rounds(strategy)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_afl_by_its_formula() -> None:
-    _, (first, one, second, two) = rounds(AFLStrategy("sgd", lr=LR, H=3, gamma=0.2))
+    _, (first, one, second, two) = rounds(AFLStrategy(inner_optim="sgd", lr=LR, H=3, gamma=0.2))
     np.testing.assert_allclose(one[0], first.mean(0), rtol=1e-12)
     # λ + γ F = .25 + (.1, .4, .2, .02) = (.35, .65, .45, .27), which sum to 1.72: each loses .18.
     share = np.array([0.17, 0.47, 0.27, 0.09])
@@ -86,7 +89,8 @@ def hard_and_easy(rank: int, num_nodes: int, train: bool) -> TensorDataset:
 
 
 @pytest.mark.parametrize(
-    "strategy", [QFedAvgStrategy("sgd", lr=0.2, H=2, q=4.0), AFLStrategy("sgd", lr=0.2, H=2, gamma=0.1)]
+    "strategy",
+    [QFedAvgStrategy(inner_optim="sgd", lr=0.2, H=2, q=4.0), AFLStrategy(inner_optim="sgd", lr=0.2, H=2, gamma=0.1)],
 )
 def test_the_worst_client_does_better_than_by_fedavg(strategy: Algorithm) -> None:
     def losses(own: Algorithm, **options: Any) -> np.ndarray:
@@ -95,7 +99,7 @@ def test_the_worst_client_does_better_than_by_fedavg(strategy: Algorithm) -> Non
         trainer.fit(strategy=own, client_val_dataset=hard_and_easy, **given, **options)
         return trainer.history.client_val_losses
 
-    fair, plain = losses(strategy), losses(FedAvgStrategy("sgd", lr=0.2, H=2))
+    fair, plain = losses(strategy), losses(FedAvgStrategy(inner_optim="sgd", lr=0.2, H=2))
     assert fair.max() < 0.8 * plain.max() and fair.std() < plain.std()
 
 

@@ -61,7 +61,7 @@ def after(strategy: Strategy, num_nodes: int = 3) -> Tensor:
 def test_slowmo_divides_by_the_rate_of_the_round(schedule: dict[str, Any], expected: float) -> None:
     model = Parameters((1,))
     nn.init.zeros_(model.p0)
-    strategy = SlowMoStrategy(SGD, H=1, alpha=0.5, beta=0.5, **schedule)
+    strategy = SlowMoStrategy(inner_optim=SGD, H=1, alpha=0.5, beta=0.5, **schedule)
     run = driven(strategy, model, torch.tensor([[1.0], [3.0]]).expand(2, 2, 1))
     assert run.cluster.weights.tolist() == [[expected]] * 2 and run.strategy.model_weights().item() == expected
 
@@ -71,7 +71,7 @@ def test_scaffold_on_quadratics_is_the_paper_s(decay: float) -> None:
     """g_k = a_k θ − b_k, learning rates that halve every three steps, and a server rate of 0.7."""
     spec = OptimSpec("sgd", lr=0.4, weight_decay=decay)
     halves = {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3, "gamma": 0.5}}
-    run = started(ScaffoldStrategy(spec, H=2, outer_lr=0.7, **halves), Parameters((5,), dtype=DOUBLE), 3)
+    run = started(ScaffoldStrategy(inner_optim=spec, H=2, outer_lr=0.7, **halves), Parameters((5,), dtype=DOUBLE), 3)
     a, b = normal(3, 5, seed=1, dtype=DOUBLE).abs(), normal(3, 5, seed=2, dtype=DOUBLE)
     x = run.cluster.weights[0].numpy().copy()
     c, c_k = np.zeros(5), np.zeros((3, 5))
@@ -88,24 +88,30 @@ def test_scaffold_on_quadratics_is_the_paper_s(decay: float) -> None:
 
 def test_at_a_learning_rate_of_zero_scaffolds_control_variates_stay() -> None:
     # A warm-up over 2 steps: lr 0, then 0.25.
-    run = driven(ScaffoldStrategy(SGD, H=1, warmup_steps=2), Parameters((2,)), torch.ones(2, 2, 2))
-    (module,) = run.strategy.communication_modules
+    run = driven(ScaffoldStrategy(inner_optim=SGD, H=1, warmup_steps=2), Parameters((2,)), torch.ones(2, 2, 2))
+    (module,) = run.strategy.parts
     assert torch.equal(module.variates, torch.ones(2, 2)) and run.cluster.weights.isfinite().all()  # type: ignore[attr-defined]
 
 
 def test_scaffold_refuses_other_optimizers() -> None:
     for spec in (OptimSpec("sgd", maximize=True), OptimSpec("muon", rest="sgd")):
         with pytest.raises(TypeError, match="the inner optimizer must be plain SGD, got OptimSpec"):
-            ScaffoldStrategy(spec)
+            ScaffoldStrategy(inner_optim=spec)
 
 
 # As FedAvg ------------------------------------------------------------------------------------------------------------
 
 ADAMW = OptimSpec("adamw", lr=0.1)
 FEDAVG: list[tuple[Strategy, dict[str, Any]]] = [
-    *((FedProxStrategy(ADAMW, H=2, mu=0.0, average=one), {"average": one}) for one in ("median", clip(0.5), krum(0))),
-    (FedOptStrategy(SGD, H=2, outer_optim="sgd"), {"inner_optim": SGD}),
-    *((FedNovaStrategy(ADAMW, H=H), {"H": H, "average": mean("examples")}) for H in (2, PostLocal(3, then=2))),
+    *(
+        (FedProxStrategy(inner_optim=ADAMW, H=2, mu=0.0, average=one), {"average": one})
+        for one in ("median", clip(0.5), krum(0))
+    ),
+    (FedOptStrategy(inner_optim=SGD, H=2, outer_optim="sgd"), {"inner_optim": SGD}),
+    *(
+        (FedNovaStrategy(inner_optim=ADAMW, H=H), {"H": H, "average": mean("examples")})
+        for H in (2, PostLocal(3, then=2))
+    ),
 ]
 
 
@@ -119,15 +125,18 @@ def test_the_inner_optimizer_of_fedopt_begins_every_round_afresh() -> None:
     # The server is plain SGD, which keeps nothing either.
     model, gradients = Parameters((5, 3)), normal(6, 3, 15)
     for spec in (OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("adafactor", lr=0.1)):
-        ours = FedOptStrategy(spec, H=3, outer_optim="sgd")
+        ours = FedOptStrategy(inner_optim=spec, H=3, outer_optim="sgd")
         whole, first = driven(ours, model, gradients).cluster, driven(ours, model, gradients[:3]).cluster
         between = Parameters((5, 3))
         nn.utils.vector_to_parameters(first.weights[0], between.parameters())
         torch.testing.assert_close(whole.weights, driven(ours, between, gradients[3:]).cluster.weights)
-        diloco = driven(DiLoCoStrategy(spec, OptimSpec("sgd", lr=1.0), 3), model, gradients).cluster
+        diloco = driven(
+            DiLoCoStrategy(inner_optim=spec, outer_optim=OptimSpec("sgd", lr=1.0), H=3), model, gradients
+        ).cluster
         assert not torch.allclose(whole.weights, diloco.weights)
     momentum, spelled = (
-        after(FedOptStrategy(SGD, H=2, outer_optim=o)) for o in ("momentum", OptimSpec("sgd", lr=1.0, momentum=0.9))
+        after(FedOptStrategy(inner_optim=SGD, H=2, outer_optim=o))
+        for o in ("momentum", OptimSpec("sgd", lr=1.0, momentum=0.9))
     )
     torch.testing.assert_close(momentum, spelled)  # FedAvgM
 
@@ -152,9 +161,9 @@ def test_a_round_of_fednova_by_hand() -> None:
 
     plain, participation = OptimSpec("sgd", lr=1.0), Sample(2, of=2, epochs=1, rounds=4)
     for strategy, expected in (
-        (FedNovaStrategy(plain, H=4, average="mean"), 1.5),
-        (FedNovaStrategy(plain, H=4), 10 / 3),
-        (FedAvgStrategy(plain, H=4), 3.0),
+        (FedNovaStrategy(inner_optim=plain, H=4, average="mean"), 1.5),
+        (FedNovaStrategy(inner_optim=plain, H=4), 10 / 3),
+        (FedAvgStrategy(inner_optim=plain, H=4), 3.0),
     ):
         trainer, options = Trainer(Constant(), own), {"num_nodes": 2, "batch_size": 4, "max_steps": 4}
         trainer.fit(strategy=strategy, participation=participation, progress=False, **options)
@@ -194,7 +203,7 @@ def test_scaffolds_control_variates_of_a_population_are_the_paper_s() -> None:
     pulls = [(2 * r + 1, "pull" + name) for r in range(12) for name in ("", " of control variates")[: 1 + (r > 0)]]
     assert sorted((event.step, event.label) for event in trainer.ledger) == sorted([*rounds, *pulls])
     assert {event.payload_bytes for event in trainer.ledger} == {8 * 4}
-    module: Any = trainer.strategy.communication_modules[0]
+    module: Any = trainer.strategy.parts[0]
     np.testing.assert_allclose(module.variate.numpy(), c, rtol=1e-9)
     np.testing.assert_allclose(module.variates.numpy(), c_k[list(cohort)], rtol=1e-9)
 
@@ -218,12 +227,12 @@ ODD = Schedule({33: [0, 1], 42: [0, 3], 58: [0, 1, 2, 3]})  # in the midst of ro
 @pytest.mark.parametrize(
     ("strategy", "plan", "steps"),
     [
-        (scaffold := ScaffoldStrategy(OptimSpec("sgd", lr=0.3), H=5), ODD, 250),
+        (scaffold := ScaffoldStrategy(inner_optim=OptimSpec("sgd", lr=0.3), H=5), ODD, 250),
         (scaffold, Schedule({50: [0], 60: [1, 2], 70: [0, 1, 2, 3]}), 250),
         (scaffold, Dropout(0.3), 100),
-        (feddyn := FedDynStrategy(OptimSpec("sgd", lr=0.3), H=10, alpha=0.5), ODD, 300),
+        (feddyn := FedDynStrategy(inner_optim=OptimSpec("sgd", lr=0.3), H=10, alpha=0.5), ODD, 300),
         (feddyn, Sample(2, of=4), 200),
-        (FedDynStrategy(OptimSpec("sgd", lr=0.1), H=5), Dropout(0.3), 40),
+        (FedDynStrategy(inner_optim=OptimSpec("sgd", lr=0.1), H=5), Dropout(0.3), 40),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -237,7 +246,7 @@ def test_it_comes_to_the_minimum_of_all_clients_for_its_shared_state_is_their_me
     def check(run: Any) -> None:
         nodes = run.cluster.collectives.ledger.attendance[-1].nodes if isinstance(plan, Sample) else run.cluster.active
         if run.done % 10 == 0 and (isinstance(plan, Sample) or len(nodes) == 4):  # after a round
-            own, shared = (getattr(run.strategy.communication_modules[0], name) for name in names)
+            own, shared = (getattr(run.strategy.parts[0], name) for name in names)
             kept[list(nodes)] = own[:, :3]
             torch.testing.assert_close(kept.mean(0), shared[:3], rtol=1e-4, atol=1e-5)
             checked.append(run.done)
@@ -261,7 +270,7 @@ def test_it_comes_to_the_minimum_of_all_clients_for_its_shared_state_is_their_me
 def test_norms_stay_and_all_else_is_averaged() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.LayerNorm(2))
     gradients = normal(4, 3, size(model))
-    ours, plain = (driven(cls(SGD, H=2), model, gradients) for cls in (FedBNStrategy, FedAvgStrategy))
+    ours, plain = (driven(cls(inner_optim=SGD, H=2), model, gradients) for cls in (FedBNStrategy, FedAvgStrategy))
     views, averaged = (run.cluster.replicas.views(run.cluster.weights) for run in (ours, plain))
     given = ours.cluster.replicas.views(gradients.sum(0))
     for name, rows in views.items():
@@ -271,7 +280,7 @@ def test_norms_stay_and_all_else_is_averaged() -> None:
     assert [(e.step, e.payload_bytes) for e in ours.ledger] == [(2, 104), (4, 104)]
     model = MLP(hidden=(4,), seed=0)
     with pytest.raises(ValueError, match="no normalization layer"):
-        driven(FedBNStrategy(SGD), model, normal(1, 2, size(model)))
+        driven(FedBNStrategy(inner_optim=SGD), model, normal(1, 2, size(model)))
 
 
 def test_a_warm_up_leaves_norms_and_statistics_with_their_clients() -> None:
@@ -287,7 +296,7 @@ def test_a_warm_up_leaves_norms_and_statistics_with_their_clients() -> None:
             loss_fn=nn.functional.cross_entropy,
         )
         options: Any = {"num_nodes": 2, "participation": Sample(2, of=5), "max_steps": 9, "batch_size": 6}
-        trainer.fit(strategy=FedBNStrategy(OptimSpec("sgd", lr=0.1), H=H), progress=False, **options)
+        trainer.fit(strategy=FedBNStrategy(inner_optim=OptimSpec("sgd", lr=0.1), H=H), progress=False, **options)
         assert trainer.strategy is not None
         clusters.append(trainer.strategy.cluster)
         labels = {event.label for event in trainer.ledger if event.step <= 6}

@@ -245,7 +245,7 @@ def test_graphs_are_checked() -> None:
 def test_every_step_has_the_update_rule(topology: Any) -> None:
     n, gradients = 6, normal(6, 6, 4, dtype=DOUBLE)
     model = Parameters((4,), dtype=DOUBLE)
-    run = driven(GossipStrategy(SGD, topology=topology, H=2), model, gradients)
+    run = driven(GossipStrategy(inner_optim=SGD, topology=topology, H=2), model, gradients)
     theta = np.tile(model.p0.detach().numpy(), (n, 1))  # type: ignore[union-attr]
     for t, g in enumerate(gradients.numpy(), start=1):
         theta = theta - 0.5 * g
@@ -257,7 +257,7 @@ def test_every_step_has_the_update_rule(topology: Any) -> None:
 @pytest.mark.parametrize("tracking", [False, True])
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, [(0, 1), (1, 2)]], ids=str)
 def test_nodes_held_apart_and_without_values_send_the_same(topology: Any, tracking: bool) -> None:
-    model, strategy = Parameters((7, 3), (5,)), GossipStrategy(SGD, topology=topology, tracking=tracking)
+    model, strategy = Parameters((7, 3), (5,)), GossipStrategy(inner_optim=SGD, topology=topology, tracking=tracking)
     together = same_apart(strategy, model, normal(6, 3, 26))
     assert list(strategy.dry_run(model.to("meta"), 3, 6)) == list(together.ledger)
 
@@ -267,7 +267,7 @@ def test_nodes_held_apart_and_without_values_send_the_same(topology: Any, tracki
 
 def test_bytes_by_edge() -> None:
     # A path 0 – 1 – 2: node 1 sends to both, in two rounds; the others once.
-    run = driven(GossipStrategy(SGD, topology=[(0, 1), (1, 2)], H=2), Parameters((3, 2)), normal(4, 3, 6))
+    run = driven(GossipStrategy(inner_optim=SGD, topology=[(0, 1), (1, 2)], H=2), Parameters((3, 2)), normal(4, 3, 6))
     edges: Counter[tuple[int, ...]] = Counter()
     for event in run.ledger:
         assert (event.collective, event.label, event.payload_bytes, event.due) == ("send", "weights", 24, event.step)
@@ -288,7 +288,7 @@ def test_a_run_in_which_nodes_leave_and_return(options: dict[str, Any]) -> None:
     trainer = vsim.Trainer(MLP(6, (8,), 3, seed=0), data)
     given_: Any = {"num_nodes": 4, "max_steps": 9, "val_interval": None, "progress": False}
     plan = vsim.Schedule({3: [0, 2, 3], 6: [0, 1, 2, 3]})
-    trainer.fit(strategy=GossipStrategy("sgd", lr=0.1, **options), participation=plan, **given_)
+    trainer.fit(strategy=GossipStrategy(inner_optim="sgd", lr=0.1, **options), participation=plan, **given_)
     sent = [e.groups for e in trainer.ledger if "weights" in e.label]
     if "topology" in options:  # begins again with a hop of 1 when nodes change
         first = [next(dst for src, dst in pairs if src == 0) for pairs in sent]

@@ -31,7 +31,7 @@ from vsim.strategy import (
     RandomGraph,
     RelaySumStrategy,
 )
-from vsim.strategy.configured import shown
+from vsim.strategy.fields import shown
 from vsim.strategy.graphs import num_parts
 
 DOUBLE = torch.float64
@@ -44,7 +44,7 @@ Make = Callable[..., Algorithm]
 def distances(make: Make, steps: int, **options: Any) -> float:
     """The largest distance of a node from the optimum, after steps of SGD on |a_k (x − b_k)|² / 2."""
     a, b = 0.5 + normal(5, 3, seed=1, dtype=DOUBLE).sigmoid(), normal(5, 3, seed=2, dtype=DOUBLE)
-    run = started(make("sgd", lr=LR, **options), Parameters((3,), dtype=DOUBLE), 5, max_steps=steps)
+    run = started(make(inner_optim="sgd", lr=LR, **options), Parameters((3,), dtype=DOUBLE), 5, max_steps=steps)
     for _ in range(steps):
         run.step(a * (run.cluster.weights - b))
     best = (a * b).sum(0) / a.sum(0)
@@ -89,29 +89,32 @@ def test_on_a_complete_graph_all_are_allreduce_or_gossip() -> None:
         run = started(strategy, model, 4)
         return torch.stack([run.step(own) for own in gradients])
 
-    expected = weights(vsim.strategy.SimpleReduceStrategy("sgd", lr=LR))
+    expected = weights(vsim.strategy.SimpleReduceStrategy(inner_optim="sgd", lr=LR))
     for make in (D2Strategy, GradientTrackingStrategy, PushSumStrategy, GossipStrategy):
-        torch.testing.assert_close(weights(make("sgd", lr=LR, topology="complete")), expected)
+        torch.testing.assert_close(weights(make(inner_optim="sgd", lr=LR, topology="complete")), expected)
     torch.testing.assert_close(
-        weights(QuasiGlobalMomentumStrategy("sgd", lr=LR, momentum=0)), weights(GossipStrategy("sgd", lr=LR))
+        weights(QuasiGlobalMomentumStrategy(inner_optim="sgd", lr=LR, momentum=0)),
+        weights(GossipStrategy(inner_optim="sgd", lr=LR)),
     )
     # Two nodes of a tree hear of each other at once.
     for form in ("model", "gradient"):
-        run = started(RelaySumStrategy("sgd", lr=LR, form=form), model, 2)
-        other = started(vsim.strategy.SimpleReduceStrategy("sgd", lr=LR), model, 2)
+        run = started(RelaySumStrategy(inner_optim="sgd", lr=LR, form=form), model, 2)
+        other = started(vsim.strategy.SimpleReduceStrategy(inner_optim="sgd", lr=LR), model, 2)
         for own in gradients[:, :2]:
             torch.testing.assert_close(run.step(own), other.step(own))
 
 
 def test_push_sum_reaches_the_mean_where_shares_alone_do_not() -> None:
-    run = started(PushSumStrategy("sgd", lr=1.0, topology=ARROWS), Parameters((4,), dtype=DOUBLE), 5, max_steps=60)
+    run = started(
+        PushSumStrategy(inner_optim="sgd", lr=1.0, topology=ARROWS), Parameters((4,), dtype=DOUBLE), 5, max_steps=60
+    )
     first = normal(5, 4, seed=3, dtype=DOUBLE)
     run.step(first)
     for _ in range(59):
         run.step(torch.zeros(5, 4, dtype=DOUBLE))
-    start = started(PushSumStrategy("sgd"), Parameters((4,), dtype=DOUBLE), 5).cluster.weights
+    start = started(PushSumStrategy(inner_optim="sgd"), Parameters((4,), dtype=DOUBLE), 5).cluster.weights
     torch.testing.assert_close(run.cluster.weights, (start - first).mean(0).expand(5, 4))
-    (module,) = run.strategy.communication_modules
+    (module,) = run.strategy.parts
     assert float(module.mass.std()) > 0.1  # the arrows in and out are not as many
     P = PushSumStrategy(topology=ARROWS).mixing_matrix(5)
     torch.testing.assert_close(P.sum(0), torch.ones(5, dtype=DOUBLE))
@@ -147,7 +150,7 @@ VARYING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", VARYING)
 def test_the_t_th_mixing_is_on_the_t_th_graph(name: str) -> None:
-    strategy = GossipStrategy("sgd", lr=LR, topology=VARYING[name])
+    strategy = GossipStrategy(inner_optim="sgd", lr=LR, topology=VARYING[name])
     model, gradients = Parameters((5,), dtype=DOUBLE), normal(7, 4, 5, dtype=DOUBLE)
     run = started(strategy, model, 4)
     theta = run.cluster.weights.numpy().copy()
@@ -156,18 +159,18 @@ def test_the_t_th_mixing_is_on_the_t_th_graph(name: str) -> None:
         np.testing.assert_allclose(run.step(g).numpy(), theta, rtol=1e-12, atol=1e-12)
     matrices = [strategy.mixing_matrix(4, t) for t in range(6)]
     assert any(not torch.equal(one, other) for one, other in itertools.pairwise(matrices))
-    together = same_apart(GossipStrategy("sgd", topology=VARYING[name]), Parameters((5,)), normal(6, 4, 5))
+    together = same_apart(GossipStrategy(inner_optim="sgd", topology=VARYING[name]), Parameters((5,)), normal(6, 4, 5))
     assert list(strategy.dry_run(Parameters((5,)).to("meta"), 4, 6)) == list(together.ledger)
 
 
 def test_the_gap_of_graphs_that_take_turns_is_that_of_their_product() -> None:
     halves = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]  # neither connects, together they average exactly
-    run = started(GossipStrategy("sgd", topology=halves), Parameters((2,)), 4)
+    run = started(GossipStrategy(inner_optim="sgd", topology=halves), Parameters((2,)), 4)
     assert dict(run.strategy.columns()) == {"spectral_gap": pytest.approx(1)}
     pair = [[(0, 1)], [(1, 2)]]
     product = GossipStrategy(topology=pair).mixing_matrix(3, 1) @ GossipStrategy(topology=pair).mixing_matrix(3, 0)
     expected = 1 - float(np.linalg.svd(product.numpy() - 1 / 3, compute_uv=False)[0]) ** 0.5
-    assert started(GossipStrategy("sgd", topology=pair), Parameters((2,)), 3).strategy.columns() == {
+    assert started(GossipStrategy(inner_optim="sgd", topology=pair), Parameters((2,)), 3).strategy.columns() == {
         "spectral_gap": pytest.approx(expected)
     }
 
@@ -192,11 +195,11 @@ def adam(make: Make, lr: float) -> OptimSpec:
 
 @pytest.mark.parametrize(("make", "options"), MADE, ids=shown)
 def test_nodes_held_apart_and_without_values_send_the_same(make: Make, options: dict[str, Any]) -> None:
-    model, strategy = Parameters((7, 3), (5,)), make(adam(make, 0.1), **options)
+    model, strategy = Parameters((7, 3), (5,)), make(inner_optim=adam(make, 0.1), **options)
     together = same_apart(strategy, model, normal(6, 5, 26))
     assert list(strategy.dry_run(Parameters((7, 3), (5,)).to("meta"), 5, 6)) == list(together.ledger)
     assert together.ledger[0].collective == "send"
-    alone = make("sgd", **{**options, "topology": "chain" if make is RelaySumStrategy else "ring"})
+    alone = make(inner_optim="sgd", **{**options, "topology": "chain" if make is RelaySumStrategy else "ring"})
     run = started(alone, model, 1)
     assert torch.isfinite(run.step(normal(1, 26))).all() and not len(run.ledger)
 
@@ -217,22 +220,22 @@ def test_a_graph_that_falls_apart_warns_once() -> None:
     chain = [(0, 1), (1, 2), (2, 3), (3, 4)]
     plan = vsim.Schedule({2: [0, 1, 3, 4], 4: range(5), 5: [0, 2, 3, 4]})
     with pytest.warns(UserWarning, match="step 3 on, the graph of the 4 participating nodes has 2") as caught:
-        trained(GossipStrategy("sgd", topology=chain), participation=plan)
+        trained(GossipStrategy(inner_optim="sgd", topology=chain), participation=plan)
     assert len([one for one in caught if "parts" in str(one.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(GossipStrategy("sgd", topology=chain), participation=leaving(4))
-        trained(GossipStrategy("sgd"), participation=plan)
+        trained(GossipStrategy(inner_optim="sgd", topology=chain), participation=leaving(4))
+        trained(GossipStrategy(inner_optim="sgd"), participation=plan)
     with pytest.warns(UserWarning, match="has 4 parts"):  # no arrow leads back to node 0
-        trained(PushSumStrategy("sgd", topology=ARROWS), participation=leaving(4))
+        trained(PushSumStrategy(inner_optim="sgd", topology=ARROWS), participation=leaving(4))
     with refused(ValueError, "step 3", "[0, 1, 3, 4]", "do not connect", "chain"):
-        trained(RelaySumStrategy("sgd", topology=chain), participation=plan)
+        trained(RelaySumStrategy(inner_optim="sgd", topology=chain), participation=plan)
     assert num_parts([(0, 1), (1, 0), (1, 2)], 4, directed=True) == 3
 
 
 def test_graphs_that_do_not_suit_are_refused() -> None:
     def begun(make: Make, nodes: int, **options: Any) -> None:
-        started(make("sgd", **options), Parameters((2,)), nodes)
+        started(make(inner_optim="sgd", **options), Parameters((2,)), nodes)
 
     check_refusals(
         [
@@ -243,7 +246,7 @@ def test_graphs_that_do_not_suit_are_refused() -> None:
             (lambda: RelaySumStrategy(topology=[(0, 1, 0.5)]), ValueError, ["weights of edges"]),
             (lambda: begun(RelaySumStrategy, 3, topology=[(0, 1), (1, 2), (2, 0)]), ValueError, ["3 nodes", "3 edges"]),
             (lambda: RelaySumStrategy(form="both"), ValueError, ["form", "model", "gradient"]),
-            (lambda: QuasiGlobalMomentumStrategy("adam"), TypeError, ["plain SGD", "Adam"]),
+            (lambda: QuasiGlobalMomentumStrategy(inner_optim="adam"), TypeError, ["plain SGD", "Adam"]),
             (lambda: QuasiGlobalMomentumStrategy(momentum=1), ValueError, ["momentum", "< 1"]),
             (lambda: begun(PushSumStrategy, 3, topology=[(0, 1), (1, 2)]), ValueError, ["arrows", "connect all 3"]),
             (lambda: begun(GossipStrategy, 4, topology=[[(0, 1)], [(2, 3)]]), ValueError, ["connect all 4"]),
@@ -268,7 +271,7 @@ def test_graphs_that_do_not_suit_are_refused() -> None:
     ids=shown,
 )
 def test_a_resumed_run_is_the_whole_run(make: Make, options: dict[str, Any], tmp_path: Path) -> None:
-    strategy = make(adam(make, 1e-2), **options)
+    strategy = make(inner_optim=adam(make, 1e-2), **options)
     # A leaf of the tree leaves and returns. Of the arrows, none leads back to node 0 without node 4.
     plan = None if options.get("topology") == ARROWS else leaving(4)
     whole = trained(strategy, participation=plan)
@@ -296,12 +299,15 @@ def test_the_consensus_distance_at_every_validation() -> None:
     examples = TensorDataset(normal(64, 6), torch.arange(64) % 3)
     options: Any = {"num_nodes": 4, "max_steps": 6, "val_interval": 2, "progress": False}
     trainer = vsim.Trainer(MLP(6, (8,), 3, seed=0), examples, examples)
-    trainer.fit(strategy=GossipStrategy("sgd", lr=0.1), callbacks=[note], **options)
+    trainer.fit(strategy=GossipStrategy(inner_optim="sgd", lr=0.1), callbacks=[note], **options)
     found = trainer.history["consensus_distance"]
     assert found[::2].tolist() == pytest.approx([0.0, *seen[1::2]], rel=1e-5) and np.isnan(found[1::2]).all()
     assert seen[-1] > 1e-4 and all(event.collective == "send" for event in trainer.ledger)
 
-    names = {"ring": GossipStrategy("sgd", lr=0.1), "DDP": vsim.strategy.SimpleReduceStrategy("sgd", lr=0.1)}
+    names = {
+        "ring": GossipStrategy(inner_optim="sgd", lr=0.1),
+        "DDP": vsim.strategy.SimpleReduceStrategy(inner_optim="sgd", lr=0.1),
+    }
     compared = vsim.compare(MLP(6, (8,), 3, seed=0), examples, strategies=names, val_dataset=examples, **options)
     assert [row["consensus distance"] for row in compared.rows()] == pytest.approx([seen[-1], np.nan], nan_ok=True)
     assert "consensus distance" in compared.table(columns=["consensus distance"])

@@ -26,7 +26,7 @@ from vsim.training.view import RunView
 
 
 def strategy() -> Strategy:
-    return SPARTAStrategy(p_sparta=0.2, async_delay=2, optim_spec=ADAMW, lr_scheduler="cosine")
+    return SPARTAStrategy(p_sparta=0.2, async_delay=2, inner_optim=ADAMW, lr_scheduler="cosine")
 
 
 class Press:
@@ -58,7 +58,7 @@ def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
 
 
 def test_several_interrupts_and_a_longer_run() -> None:
-    trainer, own = trainer_of(), DiLoCoStrategy(H=4, optim_spec=ADAMW)
+    trainer, own = trainer_of(), DiLoCoStrategy(H=4, inner_optim=ADAMW)
     for step in (3, 4, 9):
         with pytest.raises(KeyboardInterrupt):
             fit(own, trainer, resume=len(trainer.history) > 0, callbacks=[Press(step)])
@@ -79,7 +79,7 @@ class PressTwice(Strategy):
 
 
 @pytest.mark.parametrize(
-    ("own", "error"), [(PressTwice(), KeyboardInterrupt), (Strategy(optim_spec="sgd", lr=1e30), FloatingPointError)]
+    ("own", "error"), [(PressTwice(), KeyboardInterrupt), (Strategy(inner_optim="sgd", lr=1e30), FloatingPointError)]
 )
 def test_a_torn_state_is_not_resumed(own: Strategy, error: type[BaseException]) -> None:
     """Of a second press, which raises at once, or of a run that failed."""

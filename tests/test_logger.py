@@ -147,7 +147,7 @@ def test_a_strategys_own_columns_are_in_the_files_from_their_first_step_on(since
 
 
 def test_the_configuration() -> None:
-    strategy = DiLoCoStrategy(H=2, optim_spec=OptimSpec("sgd", lr=0.05, momentum=0.5), warmup_steps=2, max_norm=1.5)
+    strategy = DiLoCoStrategy(H=2, inner_optim=OptimSpec("sgd", lr=0.05, momentum=0.5), warmup_steps=2, max_norm=1.5)
     fit(run_name="c", strategy=strategy, val_size=5, train_loss_hook=print_nothing, max_steps=None, num_epochs=2)
     config = json.loads(Path("logs/c/config.json").read_text())
     plain = {"num_nodes": 3, "val_size": 5, "seed": 42, "max_steps": None, "total_steps": 6}
@@ -155,8 +155,7 @@ def test_the_configuration() -> None:
     described = config["strategy"]
     assert described["class"] == "DiLoCoStrategy" and described["max_norm"] == 1.5
     assert described["optim_spec"] == {"class": "SGD", "lr": 0.05, "momentum": 0.5}
-    (outer,) = described["communication_modules"]
-    assert outer["H"] == 2 and outer["outer_optim_spec"]["lr"] == 0.7
+    assert described["H"] == 2 and described["outer_optim_spec"]["lr"] == 0.7 and "lr" not in described
     shapes = {name: list(p.shape) for name, p in small_mlp().named_parameters()}
     about = {"class": "MLP", "parameters": 293, "trainable_parameters": 293, "parameter_bytes": 4 * 293}
     assert config["model"] == {**about, "shapes": shapes, "digest": config["model"]["digest"]}

@@ -32,7 +32,7 @@ import vsim.scaling
 import vsim.strategy
 from vsim.logger import CSVLogger
 from vsim.strategy import DiLoCoStrategy, RandomIndexSelector, SimpleReduceStrategy, Strategy, TopK
-from vsim.strategy.base import StrategyOptions
+from vsim.strategy.fields import OPTIONS
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -114,7 +114,7 @@ ACCEPTED = [
     (
         "left out",
         "None",
-        r"None|diloco_2503_09799\.form|Optim|Personal|Fragments|AnyNetwork|AnyCompute|StrategyOptions",
+        r"None|diloco_2503_09799\.form|Optim|Personal|Fragments|AnyNetwork|AnyCompute",
     ),
     (
         "left out",
@@ -122,7 +122,7 @@ ACCEPTED = [
         r"\.(callbacks|max_steps|num_workers|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
     ),
     ("a flag", "True", r": .*bool|error_feedback"),
-    ("a number", "0.5", r": .*(float|StrategyOptions)|compute|network|inside|between|(given|grid):"),
+    ("a number", "0.5", r": .*float|compute|network|inside|between|(given|grid):"),
     ("a loss may have any sign", "-1", r"\.loss:"),
     ("no limit", "inf", r"\.(network|bandwidth|given|inside|between|server|patience):"),
     ("one number for each node or point", "array tensor", r"compute|seconds_per_step|speeds|given|grid|bandwidths|lat"),
@@ -298,7 +298,7 @@ def calls(folder: Path) -> list[Call]:
         "select": {"comparisons": {"compared": compared}, "only": ["a"]},
         "Attack": {"kind": "min_max", "share": 0.2},
         "Availability": {"p": [0.5, 1.0]},
-        "AveragingCommunicator": {"island_size": 2},
+        "FedAvgStrategy": {"island_size": 2},
         "ByLabel": {"counts": [[1, 2], [3, 0]]},
         "Checkpoint.model": {"like": model},
         "CommunicateOptimizeStrategy": {"communication_modules": []},
@@ -334,13 +334,13 @@ def calls(folder: Path) -> list[Call]:
         "Partition.indices": {"rank": 0},
         "Partition.split": {"test": 0.5, "seed": 1},
         "PostLocal": {"warmup_steps": 1},
-        "PrivateAverage": {"every": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "DPFedAvgStrategy": {"every": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
         "QSR": {"alpha": 1.0},
         "RandomGraph": {"degree": 2},
         "Sample": {"n": 2, "of": 4},
         "Schedule": {"changes": {0: [0, 1]}},
         "Seconds": {"seconds": 1.0},
-        "SparseCommunicator": {"index_selector": RandomIndexSelector(0.5)},
+        "SPARTAStrategy": {"index_selector": RandomIndexSelector(0.5)},
         "StateAverage": {"name": "exp_avg", "every": 2},
         "Sweep.heatmap": {"x": "H", "y": "lr"},
         "Trace": {"file": [(1, 0, "leave")]},
@@ -368,7 +368,7 @@ def calls(folder: Path) -> list[Call]:
         place, _, method = name.partition(",")[0].partition(".")
         one = getattr(places.get(place, own.get(place)), method) if method else own[place]
         found.append(Call(name, one, needed.get(name, {"p": 0.5} if name.endswith("IndexSelector") else {})))
-    for name in StrategyOptions.__annotations__:
+    for name in OPTIONS[1:]:
         schedule = {"lr_scheduler": "cosine"} if name in ("warmup_steps", "cosine_anneal", "max_steps") else {}
         found.append(Call("Strategy", with_parameters(Strategy, {name: "StrategyOptions, bool"}), schedule))
     return found

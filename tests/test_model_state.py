@@ -26,7 +26,7 @@ from vsim.private_torch import register_recorders
 from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
 
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "batch_size": 5, "val_interval": 2, "progress": False}
-SGD = Strategy(optim_spec="sgd", lr=0.5)
+SGD = Strategy(inner_optim="sgd", lr=0.5)
 
 
 def trained(model: nn.Module, loss_fn: Any = None, **options: Any) -> Trainer:
@@ -85,7 +85,7 @@ def test_a_validation_reads_each_nodes_own() -> None:
 
 
 def test_asynchronous_workers_have_their_own() -> None:
-    strategy = AsyncDiLoCoStrategy(H=2, optim_spec="sgd", lr=0.1)
+    strategy = AsyncDiLoCoStrategy(H=2, inner_optim="sgd", lr=0.1)
     clock = {"network": vsim.Network(1e9, 1e-3), "compute": vsim.Compute([1.0, 2.0, 3.0])}
     ours, expected = (losses(kind(), strategy=strategy, max_steps=9, **clock) for kind in (Counter, InBuffer))
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
@@ -615,7 +615,7 @@ def test_a_plain_attribute_moves_with_its_node() -> None:
 @pytest.mark.parametrize("make", [Positive, Late])
 def test_a_run_that_was_behind_gets_its_own(make: Any, tmp_path: Path) -> None:
     """One run is at step 2, and the other at step 4, so that their flags and counts differ."""
-    strategies = {"a": SGD, "b": Strategy(optim_spec="sgd", lr=0.25)}
+    strategies = {"a": SGD, "b": Strategy(inner_optim="sgd", lr=0.25)}
 
     def compared(**options: Any) -> Any:
         return vsim.compare(make(), vectors(), vectors(7), strategies=strategies, **{**OPTIONS, **options})
@@ -633,7 +633,7 @@ def test_a_run_that_was_behind_gets_its_own(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:executor='auto' continues with 'loop'")
 def test_attributes_move_when_the_rows_of_ended_runs_go() -> None:
-    strategies = {"a": SGD, "b": Strategy(optim_spec="sgd", lr=0.25)}
+    strategies = {"a": SGD, "b": Strategy(inner_optim="sgd", lr=0.25)}
     options = {**OPTIONS, "max_steps": {"a": 2, "b": 6}}
     ours = vsim.compare(Positive(), vectors(), vectors(7), strategies=strategies, **options)
     np.testing.assert_array_equal(ours["b"].history.node_losses, losses(Positive(), strategy=strategies["b"]))
@@ -702,7 +702,7 @@ class Bounded(Scaled):
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
-@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(optim_spec="sgd", lr=0.5)], ids=["alone", "AllReduce"])
+@pytest.mark.parametrize("strategy", [SGD, SimpleReduceStrategy(inner_optim="sgd", lr=0.5)], ids=["alone", "AllReduce"])
 def test_weights_that_evaluation_writes_to_are_restored(executor: str, strategy: Strategy) -> None:
     options = {"executor": executor, "strategy": strategy, "metrics": {"m": lambda model, b: model(b)}}
     validated, plain = (trained(Bounded(), val_interval=interval, **options) for interval in (1, None))

@@ -116,7 +116,7 @@ def test_a_node_is_that_of_plain_pytorch() -> None:
         F.cross_entropy(own(DATA.tensors[0]), DATA.tensors[1]).backward()
         optim.step()
     options = {"num_nodes": 1, "max_steps": 3, "batch_size": 48, "shuffle": False, "deterministic": True}
-    model = fit(given, SimpleReduceStrategy("sgd", lr=0.1), **options)
+    model = fit(given, SimpleReduceStrategy(inner_optim="sgd", lr=0.1), **options)
     for (name, expected), found in zip(own.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)
 

@@ -214,7 +214,7 @@ CASES = [
 def test_every_strategy_resumes_bitwise(row: Row, spec: OptimSpec, tmp_path: Path) -> None:
     def run(**options: Any) -> Trainer:
         given = {"num_nodes": 4, "max_steps": 6, "batch_size": 8, "val_interval": 2, "minibatch_size": None, **options}
-        strategy = row.cls(**{**row.arguments, "optim_spec": spec})
+        strategy = row.cls(**{**row.arguments, "inner_optim": spec})
         return fit(strategy, Trainer(model(), examples(), examples(8, seed=1)), **given)
 
     straight = run(save_dir=tmp_path, checkpoint_interval=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,19 +39,14 @@ def trained(val: Any = None, model: Any = None, data: Any = None, **options: Any
 # Ignored in silence ---------------------------------------------------------------------------------------------------
 
 
-def test_of_two_lengths_the_one_that_ends_the_run_is_named() -> None:
+def test_two_lengths_are_refused() -> None:
     assert trained().ledger.steps == trained(num_epochs=1).ledger.steps == 2  # 16 examples, 2 nodes, batches of 4
-    with pytest.warns(UserWarning, match="num_epochs=5 has no effect with max_steps=3, which ends the run"):
-        assert trained(num_epochs=5, max_steps=3).ledger.steps == 3
-    strategies = {"a": SimpleReduceStrategy(lr=0.1)}
-    given: dict[str, Any] = {"strategies": strategies, **RUN, "num_epochs": 2}
-    with pytest.warns(UserWarning, match="num_epochs=2 has no effect with budget=, which ends the run"):
-        within = vsim.compare(small_mlp(), vectors(16), budget={"examples": 24}, **given)
-    assert within["a"].ledger.steps == 3
-    known = vsim.compare(small_mlp(), vectors(16), strategies=strategies, **RUN, max_steps=2)
-    with pytest.warns(UserWarning, match="num_epochs=2 has no effect with max_steps=, which"):
-        more = vsim.compare(small_mlp(), vectors(16), **given, max_steps=2, seeds=[1])
-    assert [run.seed for run in (known | more).runs("a")] == [42, 1]  # the epochs are no difference between them
+    with pytest.raises(TypeError, match="num_epochs=5 and max_steps=3 both end the run; give one of them"):
+        trained(num_epochs=5, max_steps=3)
+    given: dict[str, Any] = {"strategies": {"a": SimpleReduceStrategy(lr=0.1)}, **RUN, "num_epochs": 2}
+    for more in ({"budget": {"examples": 24}}, {"max_steps": 2}, {"max_steps": {"a": 2}}):
+        with pytest.raises(TypeError, match=f"num_epochs=2 and {re.escape(next(iter(more)))}=.* both end the run"):
+            vsim.compare(small_mlp(), vectors(16), **given, **more)
 
 
 @pytest.mark.parametrize(

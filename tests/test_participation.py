@@ -50,7 +50,6 @@ from vsim.strategy import (
     AloneStrategy,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     DittoStrategy,
     DPFedAvgStrategy,
@@ -63,7 +62,6 @@ from vsim.strategy import (
     FedPerStrategy,
     FedProxStrategy,
     FedRepStrategy,
-    GradientAverage,
     NoLoCoStrategy,
     OptimSpec,
     QFedAvgStrategy,
@@ -265,7 +263,7 @@ class KeepsARow(SimpleReduceStrategy):
         (lambda: trained(FEDAVG, participation=Dropout(0.5), compute=1.0), TypeError, "compute"),
         (lambda: trained(FEDAVG, participation=OverCommit(), compute=1.0), TypeError, "OverCommit … Sample"),
         (lambda: resting(SimpleReduceStrategy()), TypeError, "gradients … step 2 … epochs="),
-        (lambda: resting(Strategy([GradientAverage()])), TypeError, "gradients … step 2 … epochs="),
+        (lambda: resting(Strategy([SimpleReduceStrategy()])), TypeError, "gradients … step 2 … epochs="),
         (lambda: trained(DeMoStrategy(), participation=Sample(2, of=4)), TypeError, "Compress.residual"),
         (lambda: trained(KeepsARow(), participation=Schedule({0: [0]})), vsim.CheckpointError, "KeepsARow.first"),
     ],
@@ -346,7 +344,7 @@ def test_who_joins_copies_the_first_that_stays() -> None:
     """Gradients are 1, 0 and 3. Node 1 comes as node 0 goes, after two steps: it begins at 2's −6, and stays there."""
     options: dict[str, Any] = {"num_nodes": 3, "max_steps": 3, "participation": Schedule({0: [0, 2], 2: [1, 2]})}
     options["data"] = lambda rank, num_nodes, train: TensorDataset(torch.full((8,), [1.0, 0.0, 3.0][rank]))
-    _, trainer = trained(Strategy(optim_spec="sgd", lr=1.0), Linear(), **options)
+    _, trainer = trained(Strategy(inner_optim="sgd", lr=1.0), Linear(), **options)
     assert trainer.strategy is not None and trainer.strategy.cluster.weights.flatten().tolist() == [-6, -9]
 
 
@@ -454,13 +452,13 @@ def test_as_many_other_nodes_as_the_model_has_tensors() -> None:
 
 # Cohorts --------------------------------------------------------------------------------------------------------------
 
-SGD: dict[str, Any] = {"H": 3, "lr": 0.1, "optim_spec": "sgd"}
+SGD: dict[str, Any] = {"H": 3, "lr": 0.1, "inner_optim": "sgd"}
 FEDERATED = {
     type(strategy).__name__: strategy
     for strategy in (
         FedAvgStrategy(**SGD),
         DiLoCoStrategy(**SGD),
-        FedOptStrategy(H=3, lr=0.1, optim_spec=OptimSpec("sgd", momentum=0.9)),
+        FedOptStrategy(H=3, lr=0.1, inner_optim=OptimSpec("sgd", momentum=0.9)),
         FedProxStrategy(**SGD, mu=0.5),
         FedPerStrategy(**SGD),
         FedRepStrategy(**SGD),
@@ -542,7 +540,7 @@ def fedavg_by_hand(model: nn.Module, data: Any, rounds: list[tuple[Any, Any]], d
 
 def by_vsim(H: int, model: nn.Module, **options: Any) -> tuple[Tensor, vsim.Trainer]:
     spec = OptimSpec("sgd", lr=0.1, momentum=0.5, weight_decay=0.1)
-    found, trainer = trained(FedAvgStrategy(H=H, optim_spec=spec), model, **{"num_nodes": 3, **options})
+    found, trainer = trained(FedAvgStrategy(H=H, inner_optim=spec), model, **{"num_nodes": 3, **options})
     return found[["num_batches" not in name for name, t in model.state_dict().items() for _ in t.flatten()]], trainer
 
 
@@ -587,7 +585,7 @@ class Counting(CommunicateOptimizeStrategy):
     """Every client counts its own steps."""
 
     def __init__(self) -> None:
-        super().__init__([DiLoCoCommunicator(H=2)], lr=1e-2)
+        super().__init__([DiLoCoStrategy(H=2)], lr=1e-2)
 
     def begin(self, cluster: Any) -> None:
         super().begin(cluster)
@@ -699,8 +697,8 @@ def test_the_record_of_a_fork(plan: Participation, forked_at: int, tmp_path: Pat
 
 def test_clients_who_were_never_drawn_are_those_of_the_fork(tmp_path: Path) -> None:
     """Their personal layers are the fork's, also when it resumes or its cohorts change in size."""
-    trained(FedAvgStrategy(H=3, optim_spec="sgd", lr=1.0), max_steps=6, save_dir=tmp_path / "start")
-    personal, rule = FedPerStrategy(H=2, optim_spec="sgd", lr=0.1), Sample(2, of=7)
+    trained(FedAvgStrategy(H=3, inner_optim="sgd", lr=1.0), max_steps=6, save_dir=tmp_path / "start")
+    personal, rule = FedPerStrategy(H=2, inner_optim="sgd", lr=0.1), Sample(2, of=7)
 
     def forked(**options: Any) -> Tensor:
         start = vsim.load_checkpoint(tmp_path / "start").fork()
@@ -713,7 +711,7 @@ def test_clients_who_were_never_drawn_are_those_of_the_fork(tmp_path: Path) -> N
 def test_buffers_are_of_the_whole_cohort_before() -> None:
     """BatchNorm's statistics of a cohort are averaged before the next one, of another size, takes its rows."""
     compute, rule = Compute([1.0, 1.0, 1.0, 9.0, 9.0, 1.0]), Sample(3, of=6, stragglers=Deadline(3.0))
-    still, options = FedAvgStrategy(optim_spec="sgd", lr=1e-30), {"participation": rule, "compute": compute}
+    still, options = FedAvgStrategy(inner_optim="sgd", lr=1e-30), {"participation": rule, "compute": compute}
     found, trainer = trained(still, num_nodes=3, batch_size=16, **options)
     assert len({len(segment.nodes) for segment in trainer.ledger.attendance}) > 1
     first, expected = Noisy().layers[0], torch.zeros(8)

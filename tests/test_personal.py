@@ -79,9 +79,9 @@ def test_what_fedper_shares_is_averaged_and_what_it_does_not_is_alone(
     fedper, fedavg, alone = (
         driven(strategy, Parameters(*SHAPES), normal(8, 3, 25))
         for strategy in (
-            FedPerStrategy("adamw", H=H, personal=personal, **options),
-            FedAvgStrategy("adamw", H=H, **options),
-            AloneStrategy("adamw"),
+            FedPerStrategy(inner_optim="adamw", H=H, personal=personal, **options),
+            FedAvgStrategy(inner_optim="adamw", H=H, **options),
+            AloneStrategy(inner_optim="adamw"),
         )
     )
     assert list(fedper.ledger) == [event._replace(payload_bytes=4 * (25 - own)) for event in fedavg.ledger]
@@ -94,8 +94,12 @@ def test_what_fedper_shares_is_averaged_and_what_it_does_not_is_alone(
 @pytest.mark.parametrize("H", [2, PostLocal(3, 2)], ids=str)
 def test_an_average_sees_what_is_shared_alone(average: Any, H: Any) -> None:
     gradients = normal(8, 3, 25)
-    ours = driven(FedPerStrategy("adamw", H=H, personal="p2", average=average), Parameters(*SHAPES), gradients)
-    shared = driven(FedAvgStrategy("adamw", H=H, average=average), Parameters(*SHAPES[:2]), gradients[:, :, :19])
+    ours = driven(
+        FedPerStrategy(inner_optim="adamw", H=H, personal="p2", average=average), Parameters(*SHAPES), gradients
+    )
+    shared = driven(
+        FedAvgStrategy(inner_optim="adamw", H=H, average=average), Parameters(*SHAPES[:2]), gradients[:, :, :19]
+    )
     torch.testing.assert_close(ours.cluster.weights[:, :19], shared.cluster.weights)
     assert list(ours.ledger) == list(shared.ledger)
 
@@ -103,7 +107,7 @@ def test_an_average_sees_what_is_shared_alone(average: Any, H: Any) -> None:
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_heads_of_fedper_are_their_clients_own(warmup: int) -> None:
     """In a warm-up every step is a round: the mean of the gradients moves weights as the mean of the weights does."""
-    strategy = FedPerStrategy("sgd", H=PostLocal(warmup, 2) if warmup else 2, personal="bias", lr=0.1)
+    strategy = FedPerStrategy(inner_optim="sgd", H=PostLocal(warmup, 2) if warmup else 2, personal="bias", lr=0.1)
     trainer, model = trained(strategy, max_steps=24 + warmup), linear()
     w, bias = model.weight.detach().numpy()[0].copy(), np.full(7, model.bias.item())
     for segment in trainer.ledger.attendance:
@@ -123,7 +127,7 @@ def test_the_heads_of_fedper_are_their_clients_own(warmup: int) -> None:
 @pytest.mark.parametrize("head_steps", [None, 1, 3])
 def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> None:
     """Rounds of four steps, the last of which is cut off; the bias is the head."""
-    trainer = trained(FedRepStrategy("sgd", H=4, head_steps=head_steps, personal="bias", lr=0.1))
+    trainer = trained(FedRepStrategy(inner_optim="sgd", H=4, head_steps=head_steps, personal="bias", lr=0.1))
     model = linear()
     w, bias = model.weight.detach().numpy()[0].copy(), np.full(7, model.bias.item())
     for segment in trainer.ledger.attendance:
@@ -145,7 +149,7 @@ def test_fedrep_trains_heads_then_the_representation(head_steps: int | None) -> 
 @pytest.mark.parametrize("options", [{}, {"personal_lr": 0.05}])
 @pytest.mark.parametrize("lam", [0.0, 0.7])
 def test_ditto_ties_each_clients_model_to_the_global_one(lam: float, options: dict[str, float]) -> None:
-    trainer = trained(DittoStrategy("sgd", H=4, lam=lam, lr=0.1, **options))
+    trainer = trained(DittoStrategy(inner_optim="sgd", H=4, lam=lam, lr=0.1, **options))
     start = np.array([*linear().weight.detach().numpy()[0], linear().bias.item()])  # type: ignore[operator, union-attr]
     phi, v, eta = start.copy(), np.tile(start, (7, 1)), options.get("personal_lr", 0.1)
     for segment in trainer.ledger.attendance:
@@ -171,7 +175,7 @@ def test_dittos_global_model_is_fedavgs() -> None:
 
 def test_what_fedrep_does_not_train_stays_to_the_bit() -> None:
     model, gradients = Parameters(*SHAPES), normal(10, 3, 25)
-    run = started(FedRepStrategy("adamw", H=PostLocal(2, 4), head_steps=3, personal="p2"), model, 3)
+    run = started(FedRepStrategy(inner_optim="adamw", H=PostLocal(2, 4), head_steps=3, personal="p2"), model, 3)
     seen = [run.cluster.weights.clone(), *map(run.step, gradients)]
     changed = [
         torch.stack([a[:, own] != b[:, own] for own in (slice(0, 1), slice(19, 20))])
@@ -214,10 +218,10 @@ def classes(rank: int, num_nodes: int, train: bool) -> TensorDataset:
 
 
 PERSONAL = [
-    FedPerStrategy("sgd", H=2, lr=0.1),
-    FedBNStrategy("sgd", H=2, lr=0.1),
-    FedRepStrategy("sgd", H=2, lr=0.1),
-    DittoStrategy("sgd", H=2, lr=0.1, lam=0.5),
+    FedPerStrategy(inner_optim="sgd", H=2, lr=0.1),
+    FedBNStrategy(inner_optim="sgd", H=2, lr=0.1),
+    FedRepStrategy(inner_optim="sgd", H=2, lr=0.1),
+    DittoStrategy(inner_optim="sgd", H=2, lr=0.1, lam=0.5),
 ]
 
 
@@ -247,7 +251,7 @@ def test_every_client_is_measured_with_its_own_model(strategy: Any, options: dic
 
 
 def compared(**options: Any) -> vsim.Comparison:
-    strategies = {**{type(s).__name__: s for s in PERSONAL}, "FedAvg": FedAvgStrategy("sgd", H=2, lr=0.1)}
+    strategies = {**{type(s).__name__: s for s in PERSONAL}, "FedAvg": FedAvgStrategy(inner_optim="sgd", H=2, lr=0.1)}
     given = {**COHORT, "max_steps": 7, "client_val_dataset": classes, **options}
     return vsim.compare(Normed(), classes, strategies=strategies, **given)
 

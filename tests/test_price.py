@@ -19,8 +19,8 @@ from vsim.cluster import Cluster
 from vsim.shapes import gpt_of
 from vsim.strategy import (
     STRATEGIES,
+    Algorithm,
     AloneStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
@@ -198,7 +198,7 @@ def test_three_steps_by_hand(strategy: Strategy, num_nodes: int, compute: float,
     assert line.utilization == pytest.approx(3 * compute / expected[-1])
 
 
-class SentAhead(CommunicationModule):
+class SentAhead(Algorithm):
     """Sends all weights after every second step, and takes the mean two steps later."""
 
     def communicate(self, cluster: Cluster) -> None:

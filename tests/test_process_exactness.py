@@ -24,7 +24,7 @@ from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.engine.objective import LossFunction
 from vsim.strategy import (
-    CommunicationModule,
+    Algorithm,
     FedAvgStrategy,
     OptimSpec,
     PartitionedIndexSelector,
@@ -75,7 +75,7 @@ class PerNode(Strategy):
                 broadcast(p.data, source)
 
 
-class PointToPoint(CommunicationModule):
+class PointToPoint(Algorithm):
     """A cohort's mean gradient; gossip that arrives two steps later; a server that some nodes push to and pull from."""
 
     def setup(self, cluster: Cluster) -> None:
@@ -134,7 +134,7 @@ ROWS = [
     Row("SPARTA, partitions", SPARTAStrategy, {"index_selector": PartitionedIndexSelector(0.1)}, []),
     Row("per-node code", PerNode, {}, []),
     Row("point to point", PointToPointStrategy, {}, []),
-    Row("an optimizer of one's own", FedAvgStrategy, {"H": 4, "optim_spec": OptimSpec(Orthogonal)}, []),
+    Row("an optimizer of one's own", FedAvgStrategy, {"H": 4, "inner_optim": OptimSpec(Orthogonal)}, []),
 ]
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -161,7 +161,7 @@ class Variant:
         if row.refuses or row.name == "an optimizer of one's own":
             return row.make(**more)
         spec = OptimSpec("adamw") if self.adamw else OptimSpec("sgd", momentum=0.9, weight_decay=0.01)
-        return row.make(optim_spec=spec, **more)
+        return row.make(inner_optim=spec, **more)
 
     def data(self, task: Task) -> TensorDataset | Callable[[int, int, bool], TensorDataset]:
         return partial(own_dataset, task.data) if self.uneven else task.data()
@@ -360,7 +360,7 @@ def test_without_the_flag_the_difference_is_rounding(
 ) -> None:
     """The bound in the documentation of vsim.process: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
     for i, spec in enumerate([OptimSpec("sgd", momentum=0.9), OptimSpec("adamw", eps=1e-3), OptimSpec("adamw")]):
-        strategy = BY_NAME[name].make(optim_spec=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
+        strategy = BY_NAME[name].make(inner_optim=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
         run = partial(fit, model=task.model(), data=task.data(), strategy=strategy, num_nodes=num_nodes, max_steps=30)
         simulated, processes = run(tmp_path / f"here {i}"), run(tmp_path / f"there {i}", **in_processes(number))
         ours, theirs = simulated.trainer.history, processes.trainer.history

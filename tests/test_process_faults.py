@@ -667,7 +667,7 @@ SCRIPT = """
     import vsim
     from torch import nn
     from torch.utils.data import TensorDataset
-    from vsim.strategy import Strategy, AveragingCommunicator
+    from vsim.strategy import Strategy, FedAvgStrategy
 
     print("started", flush=True)
 
@@ -693,7 +693,7 @@ SCRIPT = """
     trainer = vsim.Trainer(Model(), TensorDataset(torch.randn(20, 3)))
     try:
         trainer.fit(
-            strategy=Own([AveragingCommunicator(every=2)]), max_steps=10_000, batch_size=2, progress=False,
+            strategy=Own([FedAvgStrategy(H=2)]), max_steps=10_000, batch_size=2, progress=False,
             backend="process", callbacks=[slowly], dataloader_kwargs={"num_workers": 1},
             train_loss_hook=lambda step, loss: print("step", step, flush=True), NODES
         )

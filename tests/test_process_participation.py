@@ -22,7 +22,7 @@ from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.process import NodeFailure
 from vsim.strategy import (
-    CommunicationModule,
+    Algorithm,
     D2Strategy,
     DeMoStrategy,
     DiLoCoStrategy,
@@ -85,7 +85,7 @@ def test_batches_are_those_of_loaders_over_three_epochs(data: Any, plan: Partici
 # Random schedules -----------------------------------------------------------------------------------------------------
 
 
-class Server(CommunicationModule):
+class Server(Algorithm):
     """Its state moves on processes that hold no node at the time, too."""
 
     def setup(self, cluster: Cluster) -> None:

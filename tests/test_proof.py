@@ -30,7 +30,7 @@ from vsim.engine.proof import Proof
 from vsim.strategy import AsyncDiLoCoStrategy, SimpleReduceStrategy, Strategy
 
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": 4, "batch_size": 4, "progress": False}
-ALONE, ALLREDUCE = Strategy(optim_spec="sgd", lr=0.1), SimpleReduceStrategy(optim_spec="sgd", lr=0.1)
+ALONE, ALLREDUCE = Strategy(inner_optim="sgd", lr=0.1), SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
 
 
 def trained(model: nn.Module, strategy: Strategy = ALONE, **options: Any) -> Trainer:
@@ -167,7 +167,7 @@ class Right(Scaled):
         return F.dropout(self.norm(x.erf().cumsum(1)), 0.4) * (1 + 0.1 * torch.rand(()))
 
 
-ASYNCHRONOUS = AsyncDiLoCoStrategy(H=2, optim_spec="sgd", lr=0.1)
+ASYNCHRONOUS = AsyncDiLoCoStrategy(H=2, inner_optim="sgd", lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_each_shape_of_batch_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> 
     trained(Right(), max_steps=8)  # 10 examples a node: 4, 4 and 2
     assert sizes == [4, 2]
     sizes.clear()
-    strategies = {"AllReduce": ALLREDUCE, "alone": ALONE, "alone, too": Strategy(optim_spec="sgd", lr=0.2)}
+    strategies = {"AllReduce": ALLREDUCE, "alone": ALONE, "alone, too": Strategy(inner_optim="sgd", lr=0.2)}
     vsim.compare(Right(), vectors(), strategies=strategies, **{**OPTIONS, "max_steps": 8})
     assert sizes == [4, 2]  # of all runs together
 

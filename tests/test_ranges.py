@@ -44,7 +44,10 @@ K = 6
 @pytest.mark.usefixtures("processes_stay")
 @pytest.mark.parametrize(
     ("strategy", "rtol"),
-    [(SPARTAStrategy(p_sparta=0.2, async_delay=2, lr=1e-3), 0.0), (DiLoCoStrategy("sgd", H=3, lr=1e-2), 1e-3)],
+    [
+        (SPARTAStrategy(p_sparta=0.2, async_delay=2, lr=1e-3), 0.0),
+        (DiLoCoStrategy(inner_optim="sgd", H=3, lr=1e-2), 1e-3),
+    ],
     ids=["exact", "close"],
 )
 def test_a_run_resumes_in_another_number_of_processes(strategy: Strategy, rtol: float, tmp_path: Path) -> None:

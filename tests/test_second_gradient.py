@@ -63,7 +63,7 @@ def test_sam_is_a_loop_in_pytorch(executor: str, minibatch_size: int | None) -> 
     labels = torch.randint(3, (3, 8))
     found = weights_of(
         model,
-        Sam(optim_spec="sgd", lr=0.1),
+        Sam(inner_optim="sgd", lr=0.1),
         lambda rank, *_: TensorDataset(inputs[rank], labels[rank]),
         **{"batch_size": 8, "executor": executor, "minibatch_size": minibatch_size},
     )
@@ -97,7 +97,7 @@ def test_sam_is_a_loop_in_pytorch(executor: str, minibatch_size: int | None) -> 
 )
 def test_a_run_does_not_notice_further_gradients(size: int, options: dict[str, Any]) -> None:
     plain, looking = (
-        weights_of(Noisy(), cls(H=2, lr=0.1, optim_spec="sgd"), data(size), max_steps=9, **options)
+        weights_of(Noisy(), cls(H=2, lr=0.1, inner_optim="sgd"), data(size), max_steps=9, **options)
         for cls in (FedAvgStrategy, Looks)
     )
     assert torch.equal(plain, looking)
@@ -111,7 +111,7 @@ def test_second_passes_draw_the_masks_of_the_first(options: dict[str, Any]) -> N
     inputs, labels = torch.randn(3, 8, 6, dtype=torch.float64), torch.randint(3, (3, 8))
     found = weights_of(
         model,
-        Sam(optim_spec="sgd", lr=0.1),
+        Sam(inner_optim="sgd", lr=0.1),
         lambda rank, *_: TensorDataset(inputs[rank], labels[rank]),
         **{"batch_size": 8, "shuffle": False, "seed": 7, **options},
     )
@@ -222,6 +222,6 @@ def test_what_has_no_second_gradient() -> None:
 
 @pytest.mark.slow
 def test_processes_compute_the_same_bits() -> None:
-    strategy = Sam(optim_spec=OptimSpec("sgd", momentum=0.9), lr=0.1)
+    strategy = Sam(inner_optim=OptimSpec("sgd", momentum=0.9), lr=0.1)
     report = vsim.verify(Noisy(), data(), strategy, num_nodes=2, max_steps=4, batch_size=4)
     assert report.identical, report

@@ -98,7 +98,7 @@ def test_the_bits_are_those_of_separate_modules(
     )
     for how in ({"deterministic": True}, {"executor": "vmap"}):
         trainer = Trainer(own.model(), own.data())
-        algorithm = ours(optim_spec=spec, **strategy_options)
+        algorithm = ours(inner_optim=spec, **strategy_options)
         trainer.fit(strategy=algorithm, progress=False, **options, **fit_options, **how)
         assert trainer.strategy is not None
         cluster, exact = trainer.strategy.cluster, how != {"executor": "vmap"}
@@ -382,13 +382,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"deterministic": True},
     "chunks": {"chunk_size": 2},
     "vmap": {"executor": "vmap"},
-    "AllReduce": {"strategy": SimpleReduceStrategy(optim_spec=SGD)},
+    "AllReduce": {"strategy": SimpleReduceStrategy(inner_optim=SGD)},
 }
 
 
 def trained(model: nn.Module, **options: Any) -> Trainer:
     trainer = Trainer(model, vectors())
-    trainer.fit(**{"strategy": FedAvgStrategy(H=H, optim_spec=SGD), **OPTIONS, **options})
+    trainer.fit(**{"strategy": FedAvgStrategy(H=H, inner_optim=SGD), **OPTIONS, **options})
     return trainer
 
 
@@ -409,7 +409,7 @@ def expected(name: str, allreduce: bool) -> Any:
 def test_rows_are_separate_modules(name: str, way: str) -> None:
     kind, options = KINDS[name], {"batch_size": KINDS[name].batch_size, "minibatch_size": KINDS[name].minibatch_size}
     algorithm = type(WAYS[way].get("strategy", FedAvgStrategy()))
-    strategy = algorithm(optim_spec=kind.optimizer, **({} if algorithm is SimpleReduceStrategy else {"H": H}))
+    strategy = algorithm(inner_optim=kind.optimizer, **({} if algorithm is SimpleReduceStrategy else {"H": H}))
     fit = functools.partial(trained, kind.make(), **{**options, **WAYS[way], "strategy": strategy})
     cannot = kind.named is not None
     by_loop = cannot or way in ("loop", "exact")
@@ -569,7 +569,7 @@ def test_validation_is_always_on_the_same_examples(executor: str) -> None:
 @pytest.mark.parametrize("name", ["checkpointed", "checkpointed reentrantly", "a count", "a mean"])
 def test_processes_have_the_same_bits(name: str) -> None:
     options = {key: value for key, value in OPTIONS.items() if key not in ("num_nodes", "max_steps")}
-    report = vsim.verify(KINDS[name].make(), vectors(), FedAvgStrategy(H=2, optim_spec=SGD), 2, 5, **options)
+    report = vsim.verify(KINDS[name].make(), vectors(), FedAvgStrategy(H=2, inner_optim=SGD), 2, 5, **options)
     assert report.identical, report
 
 
@@ -678,7 +678,7 @@ LOSSES: dict[str, Callable[[Weighted], Callable[[Tensor, Tensor], Tensor]]] = {
 def trained_with(loss_fn: Any, **options: Any) -> Tensor:
     torch.manual_seed(0)
     trainer = Trainer(nn.Linear(12, 5), vectors(), loss_fn=loss_fn)
-    trainer.fit(strategy=FedAvgStrategy(H=H, optim_spec=SGD), **{**OPTIONS, **options})
+    trainer.fit(strategy=FedAvgStrategy(H=H, inner_optim=SGD), **{**OPTIONS, **options})
     assert trainer.strategy is not None
     return trainer.strategy.cluster.weights
 

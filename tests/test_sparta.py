@@ -27,7 +27,6 @@ from vsim.strategy import (
     PartitionedIndexSelector,
     RandomIndexSelector,
     ShuffledSequentialIndexSelector,
-    SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
@@ -63,7 +62,7 @@ def chosen(selector: IndexSelector, cluster: Cluster, rounds: int) -> list[Tenso
     return [selector.select(cluster, r) for r in range(rounds)]
 
 
-def play(module: SparseCommunicator, cluster: Cluster, moves: list[Any]) -> Iterator[Tensor]:
+def play(module: SPARTAStrategy, cluster: Cluster, moves: list[Any]) -> Iterator[Tensor]:
     """Yield the weights (K, P) after each step, in which the nodes' weights change by one of `moves`."""
     module.setup(cluster)
     for move in moves:
@@ -197,7 +196,7 @@ def test_rounding_of_a_rate_makes_no_extra_chunk() -> None:
 def test_nodes_nominate_the_entries_that_moved_furthest() -> None:
     # Tensors of 4 and 2 entries, p = 1/4: each node nominates ⌈1⌉ and ⌈1/2⌉, one of each.
     cluster = cluster_of(Tensors((4,), (2,)))
-    module = SparseCommunicator(sparsification_rate=0.25, compression_method="topk")
+    module = SPARTAStrategy(p_sparta=0.25, compression_method="topk")
     moves = [[[4.0, 1, 0, 0, 0, -1], [0.0, 0, -2, 1, 2, 3]], [[0.5, 0, 0, 0, 0, 0.25], [0.0, 0, 0, 0, 0, 0]]]
     steps = play(module, cluster, moves)
     # Node 0 nominates 0 and 5, node 1 (2 of |−2| and 5 of 3): entries 0, 2, 5 become 2, −1 and 1.
@@ -218,7 +217,7 @@ def test_an_entry_whose_mean_is_on_its_way_has_been_shared() -> None:
     # One of three entries a round, d = 1. Entry 0 is shared in round 0 as (3, 1); what counts in round 1 is what has
     # moved since, so that entry 1 is next, while entry 0 becomes 2. In round 2 it is entry 2.
     cluster = cluster_of(Tensors((3,)))
-    module = SparseCommunicator(sparsification_rate=1 / 3, compression_method="topk", async_delay=1)
+    module = SPARTAStrategy(p_sparta=1 / 3, compression_method="topk", async_delay=1)
     moves = [[[3.0, 0, 0], [1.0, 0, 0]], [[0.0, 1, 0], [0.0, 2, 0]], [[0.0, 0, 0.5], [0.0, 0, 0.5]]]
     weights = [w.tolist() for w in play(module, cluster, moves)]
     assert weights[0] == [[3, 0, 0], [1, 0, 0]]
@@ -238,7 +237,7 @@ class Fixed(IndexSelector):
 def test_values_are_rounded_by_node_and_tensor(bits: int) -> None:
     cluster = cluster_of(Tensors((5,), (2,), (3,)), num_nodes=3)
     before = torch.randn(3, 10, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [10.0], [0.1]])
-    (after,) = play(SparseCommunicator(Fixed(0.5), quantization_bits=bits), cluster, [before.tolist()])
+    (after,) = play(SPARTAStrategy(index_selector=Fixed(0.5), quantization_bits=bits), cluster, [before.tolist()])
     columns = [[1, 2, 4], [7, 9]]
     for own in columns:
         sent = torch.stack([uniform_quantize_reference(row[own], bits) for row in before])
@@ -338,7 +337,10 @@ def test_the_bits_are_those_of_separate_modules(task: Task, num_nodes: int, inte
     )
     trainer = Trainer(task.model(), task.data())
     strategy = SPARTAStrategy(
-        OptimSpec("adamw", lr=1e-2), sparta_interval=interval, index_selector=EveryThird(1 / 3), async_delay=delay
+        inner_optim=OptimSpec("adamw", lr=1e-2),
+        sparta_interval=interval,
+        index_selector=EveryThird(1 / 3),
+        async_delay=delay,
     )
     trainer.fit(strategy=strategy, num_nodes=num_nodes, max_steps=7, batch_size=5, progress=False, deterministic=True)
     assert trainer.strategy is not None

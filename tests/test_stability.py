@@ -20,7 +20,7 @@ import vsim
 from vsim.cluster import Cluster
 from vsim.logger import Logger
 from vsim.network import Compute, Network
-from vsim.strategy import Algorithm, CommunicationModule, Compressor, Strategy
+from vsim.strategy import Algorithm, Compressor, Strategy
 
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).parent / "public.json"
@@ -31,7 +31,7 @@ WHOLE = ("vsim.saved", "vsim.scaling", "vsim.strategy.communicate", "vsim.strate
 OPEN = (
     *(vsim.Callback, vsim.Checkpoint, vsim.ComparedRun, vsim.Comparison, vsim.History, vsim.Ladder, vsim.Ledger),
     *(vsim.Search, vsim.Sweep, vsim.Timeline, vsim.Trainer, vsim.data.Partition, vsim.scaling.Law, Logger),
-    *(Algorithm, Cluster, CommunicationModule, Compressor, Compute, Network, Strategy),
+    *(Algorithm, Cluster, Algorithm, Compressor, Compute, Network, Strategy),
 )
 # Name → its call without annotations, such as "(a, *, b=1)"; "" for what is not called.
 Surface: TypeAlias = Mapping[str, str]
@@ -151,7 +151,7 @@ def test_a_break_needs_an_entry(new: dict[str, str | None], expected: list[str])
 
 def test_the_surface_has_what_users_call() -> None:
     now = surface()
-    assert now["vsim.strategy.DiLoCoStrategy"].startswith("(inner_optim=None, outer_optim=None, H=100, *, outer_lr=")
+    assert now["vsim.strategy.DiLoCoStrategy"].startswith("(*, inner_optim=None, lr=None, max_norm=")
     assert now["Comparison.table"].startswith("(comparison, ") and now["vsim.strategy.communicate.all_reduce"]
     assert now["Callback.on_step"] == "(self, run)" and not now["Cluster.weights"]
 

@@ -31,13 +31,11 @@ from vsim.strategy import (
     STRATEGIES,
     AFLStrategy,
     AloneStrategy,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
     D2Strategy,
     DelayedNesterovStrategy,
     DeMoStrategy,
     DESLOCStrategy,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     DionStrategy,
     DittoStrategy,
@@ -55,7 +53,6 @@ from vsim.strategy import (
     FedRepStrategy,
     GossipStrategy,
     GPAStrategy,
-    GradientAverage,
     GradientTrackingStrategy,
     GroupAverage,
     HierarchicalStrategy,
@@ -63,7 +60,6 @@ from vsim.strategy import (
     NoLoCoStrategy,
     OptimSpec,
     PartitionedIndexSelector,
-    PersonalAverage,
     PowerSGD,
     PushSumStrategy,
     QFedAvgStrategy,
@@ -77,7 +73,6 @@ from vsim.strategy import (
     SignVote,
     SimpleReduceStrategy,
     SlowMoStrategy,
-    SparseCommunicator,
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
@@ -93,7 +88,7 @@ from vsim.strategy import (
     mean,
     rda,
 )
-from vsim.strategy.base import StrategyOptions
+from vsim.strategy.fields import OPTIONS, parameters_of
 from vsim.training.view import RunView
 
 # The model of the byte counts: MLP 64-16-10, whose tensors are 16×64, 16, 10×16, 10: P = 1024 + 16 + 160 + 10 = 1210.
@@ -149,7 +144,7 @@ class Row:
         """Return whether it can run on `num_nodes` nodes."""
         if "levels" in self.arguments:
             return bool(max(self.arguments["levels"]) == num_nodes)
-        sizes = [getattr(module, "island_size", None) or 1 for module in self.make().communication_modules]
+        sizes = [getattr(module, "island_size", None) or 1 for module in self.make().parts]
         return max(sizes, default=1) <= num_nodes
 
 
@@ -174,7 +169,7 @@ def on_ring(name: str, cls: Callable[..., Strategy], label: str, payload: float,
 
 def compressing(name: str, compressor: Any, *sent: tuple[str, str, float], **more: Any) -> Row:
     """A row of AllReduce that sends these messages in every step."""
-    modules = {"communication_modules": [GradientAverage(compress(compressor))]}
+    modules = {"communication_modules": [SimpleReduceStrategy(average=compress(compressor))]}
     arguments = {**modules, **more.pop("arguments", {})}
     events = in_order(*(every(1, *one) for one in sent))
     return Row(name, CommunicateOptimizeStrategy, arguments, events, equal_after=ALWAYS, **more)
@@ -425,7 +420,7 @@ TABLE = [
     ),
     # A chain of four: its inner nodes have two neighbours.
     Row(
-        "RelaySum",
+        "RelaySumStrategy",
         RelaySumStrategy,
         {},
         in_order(*[every(1, "send", "weights and counts", 4 * (P + 1))] * 2),
@@ -433,7 +428,7 @@ TABLE = [
         nodes_differ=True,
     ),
     Row(
-        "RelaySum of gradients",
+        "RelaySumStrategy of gradients",
         RelaySumStrategy,
         {"form": "gradient"},
         in_order(*[every(1, "send", "gradients", 4 * P)] * 2),
@@ -530,9 +525,9 @@ TABLE = [
     Row(
         "modules in order",
         CommunicateOptimizeStrategy,
-        {"communication_modules": [GradientAverage(), AveragingCommunicator(island_size=2, every=4)]},
+        {"communication_modules": [SimpleReduceStrategy(), FedAvgStrategy(island_size=2, H=4)]},
         in_order(every(1, "all_reduce", "gradients", 4 * P), every(4, "all_reduce", "weights", 4 * P)),
-        {"communication_modules": [GradientAverage()]},
+        {"communication_modules": [SimpleReduceStrategy()]},
         equal_after=ALWAYS,
     ),
     Row(
@@ -540,9 +535,9 @@ TABLE = [
         CommunicateOptimizeStrategy,
         {
             "communication_modules": [
-                SparseCommunicator(ShuffledSequentialIndexSelector(0.25)),
-                AveragingCommunicator(island_size=2, every=2),
-                DiLoCoCommunicator(H=3),
+                SPARTAStrategy(index_selector=ShuffledSequentialIndexSelector(0.25)),
+                FedAvgStrategy(island_size=2, H=2),
+                DiLoCoStrategy(H=3),
             ]
         },
         in_order(SPARSE, every(2, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "outer gradient", 4 * P)),
@@ -551,7 +546,7 @@ TABLE = [
     compressing("top-k", TopK(0.1), ("all_gather", "gradients", 121 * 12)),
     compressing("random-k", RandomK(0.1), ("all_reduce", "gradients", 121 * 4)),
     # A bit an entry: 1210 / 8 = 151.25.
-    compressing("majority vote", SignVote(), ("all_gather", "gradients", 152), arguments={"optim_spec": "sgd"}),
+    compressing("majority vote", SignVote(), ("all_gather", "gradients", 152), arguments={"inner_optim": "sgd"}),
     # The same, and a scale for each of ceil(1210 / 512) = 3 blocks.
     compressing("scaled sign", ScaledSign(), ("all_gather", "gradients", 152 + 3 * 4)),
     # Codes −7 … 7 are 15 values: 4 bits.
@@ -670,7 +665,7 @@ def test_both_executors_agree(row: Row) -> None:
     # An eps above rounding, so that no step is the sign of a rounding error; those whose step is by sign keep lr·sign,
     # and are compared by their losses.
     more: dict[str, Any] = (
-        {} if "optim_spec" in row.arguments or row.refuses else {"optim_spec": OptimSpec("adamw", eps=1e-3)}
+        {} if "inner_optim" in row.arguments or row.refuses else {"inner_optim": OptimSpec("adamw", eps=1e-3)}
     )
     vmap, loop = (run(row.make(**more), executor=executor) for executor in ("vmap", "loop"))
     np.testing.assert_allclose(vmap.history.node_losses, loop.history.node_losses, rtol=1e-4, atol=1e-4)
@@ -694,7 +689,7 @@ def test_equal_nodes_stay_equal(row: Row) -> None:
 @pytest.mark.parametrize("row", [row for row in TABLE if row.alone], ids=lambda row: row.name)
 @pytest.mark.parametrize("optimizer", [SGD, OptimSpec("adamw")], ids=repr)
 def test_one_node_is_plain_torch(row: Row, optimizer: OptimSpec) -> None:
-    trainer = run(row.make(optim_spec=optimizer), num_nodes=1, data=examples(), deterministic=True, executor="auto")
+    trainer = run(row.make(inner_optim=optimizer), num_nodes=1, data=examples(), deterministic=True, executor="auto")
     plain = model()
     optim = optimizer.cls(plain.parameters(), **{**optimizer.kwargs, "lr": row.lr})
     sampler = DistributedSampler(examples(), num_replicas=1, rank=0, seed=42)
@@ -720,7 +715,7 @@ def test_the_table_knows_every_argument_of_every_strategy() -> None:
     for cls, _ in STRATEGIES.values():
         if cls.is_asynchronous:  # these are in tests/test_asynchronous.py
             continue
-        arguments = set(inspect.signature(cls).parameters) - {"attack", *COMMON}  # which test_attack.py tries
+        arguments = set(parameters_of(cls)) - {"attack", *COMMON}  # which test_attack.py tries
         assert arguments == known.get(cls, set()), cls
 
 
@@ -728,13 +723,11 @@ SELECTOR = RandomIndexSelector(0.1)
 # Arguments out of their range, each by itself: the error names argument and value. Types are in test_malformed_inputs.
 OUT_OF_RANGE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (FedAvgStrategy, {"H": 0, "island_size": 0, "average": "men"}),
-    (DiLoCoStrategy, {"H": 0, "outer_optim": "adan", "outer_lr": 0, "outer_optim_spec": "adan", "inner_lr": -1}),
+    (DiLoCoStrategy, {"H": 0, "outer_optim": "adan", "outer_lr": 0, "lr": -1}),
     (SPARTAStrategy, {"p_sparta": 1.1, "sparta_interval": 0, "async_delay": -1, "quantization_bits": 32}),
     (SPARTAStrategy, {"compression_method": "top_k", "mask": "sed"}),
     (SPARTADiLoCoStrategy, {"p_sparta": 0, "sparta_interval": 0, "quantization_bits": 0, "H": 0}),
-    (SparseCommunicator, {"sparsification_rate": 2, "every": 0}),
-    (AveragingCommunicator, {"every": 0, "island_size": 0}),
-    (functools.partial(GroupAverage, 2), {"H": 0}),
+    (functools.partial(GroupAverage, size=2), {"H": 0}),
     (functools.partial(GroupAverage, H=2), {"size": 1}),
     (EDiTStrategy, {"threshold": 0, "gate_after": 0, "outer_max_norm": 0}),
     (DeMoStrategy, {"compression_decay": 1.1, "compression_topk": 0, "weight_decay": -1, "index_bytes": "int32"}),
@@ -759,10 +752,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[Any]]] = [
     (SPARTAStrategy, {"mask": "broadcast", "compression_method": "topk"}, ["mask", "compression_method"]),
     (SPARTAStrategy, {"index_selector": RandomIndexSelector}, ["index_selector … IndexSelector"]),
     (SPARTAStrategy, {"p_spart": 0.1}, ["p_spart … p_sparta"]),
-    (DiLoCoStrategy, {"lr": 0.1, "inner_lr": 0.1}, ["lr … inner_lr"]),
+    (DiLoCoStrategy, {"inner_lr": 0.1}, ["inner_lr … lr … vsim.compat.exogym"]),
     (DiLoCoStrategy, {"max_steps": 5}, ["max_steps … lr_scheduler"]),
     (DiLoCoStrategy, {"every": 5}, ["DiLoCoStrategy … every … H"]),
-    (PersonalAverage, {"every": 5}, ["PersonalAverage … every … H"]),
+    (FedPerStrategy, {"every": 5}, ["FedPerStrategy … every … H"]),
     (FedOptStrategy, {"server_optim": "adam"}, ["server_optim … outer_optim"]),
     (ScaffoldStrategy, {"server_lr": 0.1}, ["server_lr … outer_lr"]),
     (EDiTStrategy, {"clip_norm": 0.1}, ["clip_norm … outer_max_norm"]),
@@ -786,15 +779,16 @@ def test_contradictions_and_old_names_are_refused(
         make(**arguments)
 
 
-def test_what_is_not_exo_gyms_is_given_by_name() -> None:
-    with refused(TypeError, "ScaffoldStrategy … H … outer_lr"):
-        ScaffoldStrategy("sgd", 2)
-    assert repr(DiLoCoStrategy("sgd", "adam", 5)) == "DiLoCoStrategy(inner_optim='sgd', outer_optim='adam', H=5)"
+def test_arguments_are_given_by_name() -> None:
+    with refused(TypeError, "ScaffoldStrategy … by name, ScaffoldStrategy(H=…, outer_lr=… … 'sgd', 2 by position"):
+        ScaffoldStrategy("sgd", 2)  # type: ignore[misc]
+    shown = repr(DiLoCoStrategy(inner_optim="sgd", outer_optim="adam", H=5))
+    assert shown == "DiLoCoStrategy(inner_optim='sgd', outer_optim='adam', H=5)"
 
 
 def test_a_strategy_has_the_arguments_and_the_text_of_its_modules() -> None:
-    parameters = inspect.signature(FedAvgStrategy).parameters
-    assert [*parameters][:4] == ["inner_optim", "island_size", "H", "average"] and parameters["H"].default == 1
+    parameters = parameters_of(FedAvgStrategy)
+    assert [*parameters][:4] == ["inner_optim", "H", "average", "island_size"] and parameters["H"].default == 1
     text = inspect.getdoc(SPARTADiLoCoStrategy) or ""
     assert all(f"\n    {name}:" in text for name in ("p_sparta", "sparta_interval", "H", "mask", "outer_optim"))
     assert "\n    every:" not in text and text.count("Payload:") == text.count("Args:") == 1
@@ -809,10 +803,8 @@ def test_nodes_held_apart_have_equal_bits(row: Row) -> None:
 
 COMMON: dict[str, dict[str, Any]] = {
     "inner_optim": {"inner_optim": "rmsprop"},
-    "optim_spec": {"optim_spec": SGD},
     "lr": {"lr": 3e-3},
-    "inner_lr": {"inner_lr": 3e-3},
-    "max_norm": {"max_norm": 0.1, "optim_spec": SGD},
+    "max_norm": {"max_norm": 0.1, "inner_optim": SGD},
     "lr_scheduler": {"lr_scheduler": "cosine"},
     "lr_scheduler_kwargs": {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 2}},
     "warmup_steps": {"warmup_steps": 3},
@@ -820,14 +812,14 @@ COMMON: dict[str, dict[str, Any]] = {
     "max_steps": {"cosine_anneal": True, "max_steps": 3},
 }
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "max_norm": {"optim_spec": SGD},
+    "max_norm": {"inner_optim": SGD},
     "max_steps": {"cosine_anneal": True},
     "lr_scheduler_kwargs": {"lr_scheduler": StepLR, "lr_scheduler_kwargs": {"step_size": 3}},
 }
 
 
 def test_the_common_arguments_are_all_here() -> None:
-    assert {*COMMON, "attack"} == {"inner_optim", *StrategyOptions.__annotations__}
+    assert {*COMMON, "attack"} == {*OPTIONS}
 
 
 # The common arguments are the base's; these take them in different ways.
@@ -840,12 +832,12 @@ QUICKLY = ("AllReduce", "DiLoCo", "DeMo")
 def test_every_common_argument_has_an_effect(row: Row) -> None:
     plain = outcome(row.cls(**row.arguments))
     for argument, kwargs in COMMON.items():
-        if row.refuses and argument in ("optim_spec", "inner_optim"):
+        if row.refuses and argument == "inner_optim":
             with pytest.raises(TypeError, match=row.refuses):
                 row.cls(**kwargs)
             continue
         with_it, without = (
-            {name: value for name, value in given.items() if not (row.refuses and name == "optim_spec")}
+            {name: value for name, value in given.items() if not (row.refuses and name == "inner_optim")}
             for given in (kwargs, OTHERWISE.get(argument, {}))
         )
         other = outcome(row.cls(**row.arguments, **without)) if without else plain

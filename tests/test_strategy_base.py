@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +24,12 @@ from vsim.strategy import (
     Algorithm,
     AloneStrategy,
     AsyncDiLoCoStrategy,
-    AveragingCommunicator,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    DiLoCoCommunicator,
+    DeMoStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     FedAvgStrategy,
-    GradientAverage,
+    HierarchicalStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
@@ -220,7 +219,7 @@ def test_a_master_copy_as_the_predecessors_strategies_keep_it() -> None:
     torch.testing.assert_close(by_hand.strategy.cluster.weights, ours.strategy.cluster.weights)
     assert by_hand.ledger.payload_bytes == ours.ledger.payload_bytes
     assert [e.step for e in by_hand.ledger] == [2] * 4 + [4] * 4  # one call for each of four parameters
-    assert by_hand.strategy.local_step == by_hand.strategy.cluster.max_steps == 5 and by_hand.strategy.lr == 0.1
+    assert by_hand.strategy.local_step == by_hand.strategy.cluster.max_steps == 5 and by_hand.strategy.cluster.lr == 0.1
     assert by_hand.strategy.cluster.shard_sizes.tolist() == [10, 10, 10]  # 29 examples, padded
 
 
@@ -245,17 +244,44 @@ def test_code_for_one_node_has_no_place_in_vsims_own_strategies(base: type[Algor
         type("Own", (base,), {method: lambda self: None})()
 
 
-@pytest.mark.parametrize("base", [DiLoCoStrategy, AsyncDiLoCoStrategy, Strategy])
-@pytest.mark.parametrize(("hook", "instead"), [("sync", "advance"), ("setup", "begin"), ("measured", "columns")])
-def test_a_modules_hook_in_a_strategy_is_refused(base: type[Algorithm], hook: str, instead: str) -> None:
-    with pytest.raises(TypeError, match=rf"^Own defines {hook}\(\), .* extend {instead}\(\)"):
-        type("Own", (base,), {hook: lambda self, cluster: None})()
+@pytest.mark.parametrize("base", [DiLoCoStrategy, Strategy])
+def test_what_a_strategy_communicates_itself_is_communicated(base: type[Algorithm]) -> None:
+    seen: list[int] = []
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def sync(self, cluster: Cluster) -> None:
+            super().sync(cluster)
+            seen.append(cluster.step)
+
+        def measured(self, cluster: Cluster) -> dict[str, float]:
+            return {"own": float(len(seen))}
+
+    own = fit(Own(inner_optim=SPEC, **({"H": 2} if base is DiLoCoStrategy else {})))
+    every = 2 if base is DiLoCoStrategy else 1
+    assert seen == [step for step in range(1, 6) if step % every == 0] and own.history["own"][-1] == len(seen)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([DeMoStrategy()], "DeMoStrategy() … extends … gradients"),
+        ([HierarchicalStrategy({3: 2})], "extends … parts"),
+        ([AsyncDiLoCoStrategy()], "AsyncDiLoCoStrategy() … begin"),
+        ([FedAvgStrategy(lr=0.1)], "FedAvgStrategy(lr=0.1) … takes no lr"),
+        ([FedAvgStrategy(inner_optim="sgd")], "takes no inner_optim"),
+        ([SimpleReduceStrategy(), SimpleReduceStrategy(average="median")], "the same SimpleReduceStrategy twice"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_part_is_refused(parts: list[Algorithm], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=".*".join(map(re.escape, words.split(" … ")))):
+        CommunicateOptimizeStrategy(parts)
 
 
 # Modules
 
 
-class Recorder(CommunicationModule):
+class Recorder(Algorithm):
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
@@ -276,9 +302,9 @@ def test_modules_have_two_moments_in_their_order() -> None:
     log: list[Any] = []
 
     class Watched(CommunicateOptimizeStrategy):
-        def clip(self) -> None:
+        def clip_gradients(self) -> None:
             log.append("clip")
-            super().clip()
+            super().clip_gradients()
 
     fit(Watched([Recorder("a", log), Recorder("b", log)]), max_steps=2)
     moments = [[(name, when, t) for name in "ab"] for t in (1, 2) for when in ("before", "after")]
@@ -288,17 +314,17 @@ def test_modules_have_two_moments_in_their_order() -> None:
 
 def test_a_strategy_is_its_module_whose_global_model_is_that_of_the_first_that_has_one() -> None:
     for module, strategy in (
-        (AveragingCommunicator(island_size=2, every=2), FedAvgStrategy(H=2, island_size=2, inner_optim=SPEC)),
-        (DiLoCoCommunicator(2, outer_lr=0.5), DiLoCoStrategy(H=2, outer_lr=0.5, inner_optim=SPEC)),
+        (FedAvgStrategy(island_size=2, H=2), FedAvgStrategy(H=2, island_size=2, inner_optim=SPEC)),
+        (DiLoCoStrategy(H=2, outer_lr=0.5), DiLoCoStrategy(H=2, outer_lr=0.5, inner_optim=SPEC)),
     ):
         ours = fit(CommunicateOptimizeStrategy([module], inner_optim=SPEC), deterministic=True).strategy
         assert ours is not None
         assert torch.equal(ours.cluster.weights, trained(strategy, deterministic=True))
-        outer = getattr(ours.communication_modules[0], "outer_weights", ours.cluster.weights.mean(0))
+        outer = getattr(ours.parts[0], "outer_weights", ours.cluster.weights.mean(0))
         assert torch.equal(ours.model_weights(), outer)
-    both = fit(CommunicateOptimizeStrategy([GradientAverage(), DiLoCoCommunicator(3)], inner_optim=SPEC)).strategy
+    both = fit(CommunicateOptimizeStrategy([SimpleReduceStrategy(), DiLoCoStrategy(H=3)], inner_optim=SPEC)).strategy
     assert both is not None
-    assert torch.equal(both.model_weights(), vars(both.communication_modules[1])["outer_weights"])
+    assert torch.equal(both.model_weights(), vars(both.parts[1])["outer_weights"])
 
 
 # What mixes nodes
@@ -402,7 +428,7 @@ def test_the_error_names_the_operation_and_the_way_out(method: str) -> None:
         (StreamingDiLoCoStrategy(H=6, fragments=None), 3),  # two layers, the first of which is sent after 3 steps
         (SPARTAStrategy(p_sparta=0.5, sparta_interval=2, async_delay=1), 4),
         (EagerDiLoCoStrategy(H=2, eager=False), 4),
-        (CommunicateOptimizeStrategy([AveragingCommunicator(every=3), DiLoCoCommunicator(4)]), 4),
+        (CommunicateOptimizeStrategy([FedAvgStrategy(H=3), DiLoCoStrategy(H=4)]), 4),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -420,7 +446,7 @@ def test_communication_that_never_acts_in_a_run_is_warned_of(strategy: Strategy,
 
 @pytest.mark.parametrize(("way", "row"), [("stacked", 0), ("shared", slice(None))])
 def test_stacked_state_has_a_row_for_each_node_and_shared_state_has_not(way: str, row: Any) -> None:
-    class Momentum(CommunicationModule):
+    class Momentum(Algorithm):
         def setup(self, cluster: Cluster) -> None:
             getattr(self, f"keep_{way}")(momentum=torch.zeros_like(cluster.weights[row]))
 

@@ -65,7 +65,9 @@ def test_every_fragment_has_the_update_rule(
     outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
     options: dict[str, Any] = {"H": H, "fragments": number, "delay": delay, "mixing": mixing}
     outer_step = reading if delay else "due"
-    strategy = StreamingDiLoCoStrategy(SGD, outer_optim=outer, pattern=pattern, outer_step=outer_step, **options)
+    strategy = StreamingDiLoCoStrategy(
+        inner_optim=SGD, outer_optim=outer, pattern=pattern, outer_step=outer_step, **options
+    )
     run = driven(strategy, Layered(), gradients)
     start = nn.utils.parameters_to_vector(Layered().parameters()).detach().numpy()
     sent = []
@@ -103,7 +105,7 @@ def test_a_muon_steps_the_outer_weights_in_their_shapes() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
     spec = OptimSpec("muon", lr=0.1)
     run = driven(
-        StreamingDiLoCoStrategy(OptimSpec("sgd", lr=0.1), outer_optim=spec, H=2, fragments=1),
+        StreamingDiLoCoStrategy(inner_optim=OptimSpec("sgd", lr=0.1), outer_optim=spec, H=2, fragments=1),
         model,
         gradients := normal(2, 3, 18, dtype=torch.float64),
     )

@@ -302,7 +302,7 @@ def test_mistakes_are_named_and_nothing_trains(swept: Sweep) -> None:
         [
             (lambda: grid(DiLoCoStrategy, H=[5, 0], lr=[1, 2]), ValueError, ["DiLoCo H=0, lr=1", "H must be", ">= 1"]),
             (lambda: grid(DiLoCoStrategy, h=[5]), TypeError, ["'h'", "did you mean 'H'", "outer_lr"]),
-            (lambda: grid(DiLoCoStrategy, inner_lr=[0.1, 0.2], lr=0.1), TypeError, ["inner_lr=0.1", "two spellings"]),
+            (lambda: grid(DiLoCoStrategy, inner_lr=[0.1, 0.2]), TypeError, ["inner_lr", "lr"]),
             (lambda: grid(DiLoCoStrategy, H=[5, 10, 5]), ValueError, ["H has 5 twice"]),
             (lambda: grid(DiLoCoStrategy(), H=[5]), TypeError, ["strategy must be a class", "DiLoCoStrategy"]),
             (lambda: alone.heatmap("lr", "H"), ValueError, ["two settings", "lr"]),

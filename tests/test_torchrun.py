@@ -141,7 +141,7 @@ def compare(**options: Any) -> Comparison:
 
 def fit_images(max_steps: int, **options: Any) -> tuple[Outcome, Trainer]:
     trainer = Trainer(small_cnn(), images(), images(7))
-    strategy = DiLoCoStrategy(H=2, optim_spec=OptimSpec("adamw", lr=1e-2))
+    strategy = DiLoCoStrategy(H=2, inner_optim=OptimSpec("adamw", lr=1e-2))
     options = {"num_nodes": 2, "batch_size": 4, "val_interval": 3, "deterministic": True, **options}
     model = trainer.fit(strategy=strategy, max_steps=max_steps, **options)
     return (trainer.history, model.state_dict()), trainer

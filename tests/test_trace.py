@@ -27,8 +27,8 @@ FILE = Path(__file__).parent / "traces.json"
 Traces = dict[str, list[str]]
 FEDAVG = FedAvgStrategy(H=2, lr=1e-2)
 TWO = {"fedavg": FEDAVG, "diloco": DiLoCoStrategy(H=3, lr=1e-2)}
-DIVERGES = FedAvgStrategy(H=3, optim_spec=SGD, lr=1e30)
-FAILS = Failing(every=2, lr=1e-2)
+DIVERGES = FedAvgStrategy(H=3, inner_optim=SGD, lr=1e30)
+FAILS = Failing(H=2, lr=1e-2)
 JOINS = vsim.Schedule({0: [0], 2: [0, 1], 4: [1]})
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 5, "batch_size": 4, "val_interval": 2, "progress": False}
 SAVED: dict[str, Any] = {"checkpoint_interval": 2}

@@ -269,7 +269,7 @@ def test_batches_of_different_lengths_train_as_separate_models(kind: type[Bag], 
         kind(), texts(8), AverageWeights(2), lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options
     )
     trainer = Trainer(kind(), texts())
-    strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
+    strategy = FedAvgStrategy(inner_optim="sgd", H=2, lr=0.5)
     fit(trainer, strategy, executor=executor, dataloader_kwargs={"collate_fn": padded}, **options)
     torch.testing.assert_close(trainer.strategy.cluster.weights, expected.weights)
     torch.testing.assert_close(torch.as_tensor(trainer.history.node_losses).float(), torch.tensor(expected.losses))

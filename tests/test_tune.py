@@ -17,7 +17,7 @@ import vsim
 from vsim.grid import points
 from vsim.records.swept import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy
-from vsim.strategy.configured import arguments_of
+from vsim.strategy.fields import arguments_of
 from vsim_cli import main
 
 LRS = [0.05, 0.2, 0.5, 5.0]  # of SGD on a quadratic with curvature 1: the third is the best, the last diverges

@@ -168,7 +168,7 @@ def norm_of_gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_models_that_differentiate_are_validated_as_plain_pytorch_does(kind: Any, executor: str) -> None:
     val, clients = vectors(12, seed=1), [vectors(10, seed=2), vectors(10, seed=3)]  # each in one batch
     metrics = {"norm": norm_of_gradient, "weights": lambda model, batch: model.head.weight.sum()}
-    options: dict[str, Any] = {"executor": executor, "strategy": FedAvgStrategy("sgd", H=4, lr=0.05)}
+    options: dict[str, Any] = {"executor": executor, "strategy": FedAvgStrategy(inner_optim="sgd", H=4, lr=0.05)}
     measured = fitted(
         val, kind(), metrics=metrics, client_val_dataset=lambda rank, *_: clients[rank], val_interval=1, **options
     )

@@ -25,13 +25,12 @@ from vsim.models import MLP
 from vsim.process import NodeFailure
 from vsim.process.bitwise import KINDS, ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
+    Algorithm,
     CommunicateOptimizeStrategy,
-    CommunicationModule,
-    DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
-    GradientAverage,
     OptimSpec,
+    SimpleReduceStrategy,
     Strategy,
 )
 from vsim.strategy.communicate import all_reduce
@@ -116,7 +115,7 @@ def test_a_custom_strategy_is_bit_identical(tmp_path: Path, monkeypatch: pytest.
 # Faults planted in the simulator only --------------------------------------------------------------------------------
 
 
-class AscendingDiLoCo(DiLoCoCommunicator):
+class AscendingDiLoCo(DiLoCoStrategy):
     """The outer gradient has the wrong sign."""
 
     def communicate(self, cluster: Cluster) -> None:
@@ -125,12 +124,12 @@ class AscendingDiLoCo(DiLoCoCommunicator):
             self.outer_gradient.copy_(self.outer_weights - mean)
             if in_simulator(cluster):
                 self.outer_gradient.neg_()
-            self.outer_optim.step()
+            self.outer.step()
             cluster.weights.copy_(self.outer_weights)
 
 
 def test_the_wrong_sign_of_the_outer_gradient_is_found() -> None:
-    report = verified(CommunicateOptimizeStrategy([AscendingDiLoCo(H=3)], optim_spec=SGD))
+    report = verified(CommunicateOptimizeStrategy([AscendingDiLoCo(H=3)], inner_optim=SGD))
 
     first = report.first_difference
     assert first is not None and not report.identical
@@ -141,7 +140,7 @@ def test_the_wrong_sign_of_the_outer_gradient_is_found() -> None:
     kinds = {d.what: {e.name for e in report.differences if e.what == d.what} for d in report.differences}
     assert kinds == {
         "weights": set(PARAMETERS),
-        "optimizer state": {f"communication_modules[0].outer_optim momentum_buffer of {name}" for name in PARAMETERS},
+        "optimizer state": {f"parts[0].outer momentum_buffer of {name}" for name in PARAMETERS},
         "global weights": set(PARAMETERS),
     }
     assert {d.node for d in report.differences} == {0, 1}
@@ -150,7 +149,7 @@ def test_the_wrong_sign_of_the_outer_gradient_is_found() -> None:
     assert "\nall that differs then:\n  weights: nodes [0, 1], layers.0.weight, layers.0.bias, " in str(report)
 
 
-class HastyDiLoCo(DiLoCoCommunicator):
+class HastyDiLoCo(DiLoCoStrategy):
     """The sync comes one step too early."""
 
     def communicate(self, cluster: Cluster) -> None:
@@ -161,7 +160,7 @@ class HastyDiLoCo(DiLoCoCommunicator):
         self.H = H
 
 
-class BufferAverage(CommunicationModule):
+class BufferAverage(Algorithm):
     """BatchNorm's statistics are averaged every third step: in the simulator after every second."""
 
     def communicate(self, cluster: Cluster) -> None:
@@ -171,7 +170,7 @@ class BufferAverage(CommunicationModule):
                     buffer.copy_(cluster.collectives.all_reduce(buffer, "mean", label="statistics"))
 
 
-class AnotherOrder(GradientAverage):
+class AnotherOrder(SimpleReduceStrategy):
     """The same mean, summed from the last node to the first."""
 
     def communicate_gradients(self, cluster: Cluster) -> None:
@@ -196,7 +195,7 @@ def of_node_0(seed: int, *key: int, **options: Any) -> torch.Generator:
 
 
 def composed(*modules: Any, spec: OptimSpec = SGD) -> Strategy:
-    return CommunicateOptimizeStrategy([*modules], optim_spec=spec)
+    return CommunicateOptimizeStrategy([*modules], inner_optim=spec)
 
 
 def check_early_sync(report: VerifyReport) -> None:
@@ -226,9 +225,12 @@ SUMMED = composed(AnotherOrder(), spec=OptimSpec("sgd", lr=0.1))
 # Strategy, nodes; step, node, what and (where one is first) name of the first difference; a check of all of them.
 PLANTED: dict[str, tuple[Strategy, int, tuple[Any, ...], Any]] = {
     "early sync": (composed(HastyDiLoCo(H=3)), 2, (2, 0, "weights", "layers.0.weight"), check_early_sync),
-    "shared dropout": (FedAvgStrategy(H=3, optim_spec=SGD), 2, (1, 1, "losses", ""), check_dropout),
+    "shared dropout": (FedAvgStrategy(H=3, inner_optim=SGD), 2, (1, 1, "losses", ""), check_dropout),
     "early statistics": (
-        composed(GradientAverage(), BufferAverage()), 2, (2, 0, "buffers", "layers.1.running_mean"), check_statistics,
+        composed(SimpleReduceStrategy(), BufferAverage()),
+        2,
+        (2, 0, "buffers", "layers.1.running_mean"),
+        check_statistics,
     ),
     "another order": (SUMMED, 3, (1, 0, "weights", None), check_rounding),
 }  # fmt: skip
@@ -260,9 +262,9 @@ def test_a_fault_that_is_planted_is_found(fault: str, monkeypatch: pytest.Monkey
 def test_a_state_that_one_node_loses_is_found(spec: OptimSpec, hidden: int) -> None:
     """However the state of an optimizer is held: without a fault it is equal."""
     options: dict[str, Any] = {"num_nodes": 3, "loss_fn": F.cross_entropy}
-    report = verified(DiLoCoStrategy(H=2, optim_spec=spec), model=MLP(6, (hidden,), 3, seed=0), max_steps=2, **options)
+    report = verified(DiLoCoStrategy(H=2, inner_optim=spec), model=MLP(6, (hidden,), 3, seed=0), max_steps=2, **options)
     assert report.identical and "optimizer state" in report.compared, report
-    report = verified(Forgetful(optim_spec=spec), model=MLP(6, (hidden,), 3, seed=0), max_steps=1, **options)
+    report = verified(Forgetful(inner_optim=spec), model=MLP(6, (hidden,), 3, seed=0), max_steps=1, **options)
     first = report.first_difference
     assert first is not None
     assert (first.step, first.node, first.what, first.name) == (1, 2, "optimizer state", "exp_avg of layers.3.bias")
@@ -281,11 +283,11 @@ class FailsAlone(Strategy):
 @pytest.mark.slow
 def test_a_failure_in_the_processes_only_is_raised() -> None:
     with pytest.raises(KeyError, match="row 1") as caught:
-        verified(FailsAlone(optim_spec=SGD))
+        verified(FailsAlone(inner_optim=SGD))
     assert isinstance(caught.value.__cause__, NodeFailure)
 
 
-class Explodes(CommunicationModule):
+class Explodes(Algorithm):
     """A difference at step 2, because of which the processes fail at step 3."""
 
     def communicate(self, cluster: Cluster) -> None:
@@ -295,7 +297,7 @@ class Explodes(CommunicationModule):
 
 @pytest.mark.slow
 def test_a_difference_is_told_before_the_failure_that_follows_from_it() -> None:
-    report = verified(CommunicateOptimizeStrategy([Explodes()], optim_spec=SGD))
+    report = verified(CommunicateOptimizeStrategy([Explodes()], inner_optim=SGD))
 
     first = report.first_difference
     assert first is not None and (first.step, first.node, first.what) == (2, 0, "weights")

@@ -21,7 +21,7 @@ from vsim.cluster.participation import Dropout, Sample
 from vsim.strategy import (
     QSR,
     AFLStrategy,
-    CommunicationModule,
+    Algorithm,
     DiLoCoStrategy,
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
@@ -134,14 +134,14 @@ class Chained(torch.optim.lr_scheduler.ChainedScheduler):
     ids=str,
 )
 def test_a_schedule_gets_the_rate_of_the_step_that_begins(make: Any, inner: Any, scheduler: Any, kwargs: Any) -> None:
-    strategy = make(inner, H=ByTheRate(), lr_scheduler=scheduler, lr_scheduler_kwargs=kwargs)
+    strategy = make(inner_optim=inner, H=ByTheRate(), lr_scheduler=scheduler, lr_scheduler_kwargs=kwargs)
     shapes = Parameters((3,))
     course, rates, due = started(strategy, shapes, 2, max_steps=12), [], []
     for gradients in normal(12, 2, 3):
-        rates.append(course.strategy.lr)
+        rates.append(course.strategy.cluster.lr)
         course.step(gradients)
         due += [event.step for event in course.ledger[len(due) :]]
-    seen = course.strategy.communication_modules[0].when.seen
+    seen = course.strategy.parts[0].when.seen
     assert list(seen) == [0, *due]
     assert {t: lr for t, lr in seen.items() if t < 12} == {t: rates[t] for t in seen if t < 12}
     assert due == list(strategy.syncs(12, None))
@@ -154,7 +154,7 @@ def test_post_local_sgd_is_torchs_averager(momentum: float) -> None:
     shapes = Parameters((5, 3), (7,))
     gradients = normal(9, K, size(shapes), seed=4)
     inner = OptimSpec("sgd", lr=0.1, momentum=momentum)
-    ours = driven(FedAvgStrategy(inner, H=PostLocal(w, H)), shapes, gradients, deterministic=True)
+    ours = driven(FedAvgStrategy(inner_optim=inner, H=PostLocal(w, H)), shapes, gradients, deterministic=True)
     nodes = [copy.deepcopy(shapes) for _ in range(K)]
     optims = [torch.optim.SGD(node.parameters(), lr=0.1, momentum=momentum) for node in nodes]
     averager = PeriodicModelAverager(period=H, warmup_steps=w + H - 1, process_group=object())  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_outer_weights_follow_a_warm_up() -> None:
 
 
 def _fedavg(average: Any, H: Any) -> Strategy:
-    return FedAvgStrategy("sgd", H=H, average=average)
+    return FedAvgStrategy(inner_optim="sgd", H=H, average=average)
 
 
 TOPK = compress(TopK(0.3))
@@ -202,22 +202,25 @@ WARM: dict[str, tuple[Callable[[Any], Strategy], Any]] = {
         f"FedAvg, {average}": (partial(_fedavg, average), average)
         for average in ("mean", mean("examples"), "median", "krum", mean() | clip("median"), clip(0.5), edit(), TOPK)
     },
-    "FedAvg in islands": (lambda H: FedAvgStrategy("sgd", 2, H, average="median"), "median"),
-    "FedProx": (lambda H: FedProxStrategy("sgd", H=H, mu=0.5, average="median"), "median"),
-    "FedNova": (lambda H: FedNovaStrategy("sgd", H=H), mean("examples")),
-    "q-FedAvg": (lambda H: QFedAvgStrategy("sgd", H=H), "mean"),
-    "AFL": (lambda H: AFLStrategy("sgd", H=H), "mean"),
-    "FedOpt": (lambda H: FedOptStrategy("sgd", H=H, average=TOPK), TOPK),
-    "DiLoCo": (lambda H: DiLoCoStrategy("sgd", H=H, average=TOPK), TOPK),
-    "MuLoCo": (lambda H: MuLoCoStrategy("sgd", H=H, average="median"), "median"),
-    "EDiT": (lambda H: EDiTStrategy("sgd", H=H), "mean"),
-    "SlowMo": (lambda H: SlowMoStrategy("sgd", H=H, average=mean("examples")), mean("examples")),
-    "SparseLoCo": (lambda H: SparseLoCoStrategy("sgd", H=H, topk=3, chunk=4, error_feedback=0.9), TILES),
-    "Eager": (lambda H: EagerDiLoCoStrategy("sgd", H=H), "mean"),
-    "Gossip": (lambda H: GossipStrategy("sgd", topology="ring", H=H), "mean"),
-    "NoLoCo": (lambda H: NoLoCoStrategy("sgd", H=H), "mean"),
-    "hierarchy": (lambda H: HierarchicalStrategy({5: H}, "sgd", average="median"), "median"),
-    "hierarchy of DiLoCo": (lambda H: HierarchicalStrategy({5: H}, "sgd", outer="sgd", outer_lr=0.5), "mean"),
+    "FedAvg in islands": (lambda H: FedAvgStrategy(inner_optim="sgd", island_size=2, H=H, average="median"), "median"),
+    "FedProx": (lambda H: FedProxStrategy(inner_optim="sgd", H=H, mu=0.5, average="median"), "median"),
+    "FedNova": (lambda H: FedNovaStrategy(inner_optim="sgd", H=H), mean("examples")),
+    "q-FedAvg": (lambda H: QFedAvgStrategy(inner_optim="sgd", H=H), "mean"),
+    "AFL": (lambda H: AFLStrategy(inner_optim="sgd", H=H), "mean"),
+    "FedOpt": (lambda H: FedOptStrategy(inner_optim="sgd", H=H, average=TOPK), TOPK),
+    "DiLoCo": (lambda H: DiLoCoStrategy(inner_optim="sgd", H=H, average=TOPK), TOPK),
+    "MuLoCo": (lambda H: MuLoCoStrategy(inner_optim="sgd", H=H, average="median"), "median"),
+    "EDiT": (lambda H: EDiTStrategy(inner_optim="sgd", H=H), "mean"),
+    "SlowMo": (lambda H: SlowMoStrategy(inner_optim="sgd", H=H, average=mean("examples")), mean("examples")),
+    "SparseLoCo": (lambda H: SparseLoCoStrategy(inner_optim="sgd", H=H, topk=3, chunk=4, error_feedback=0.9), TILES),
+    "Eager": (lambda H: EagerDiLoCoStrategy(inner_optim="sgd", H=H), "mean"),
+    "Gossip": (lambda H: GossipStrategy(inner_optim="sgd", topology="ring", H=H), "mean"),
+    "NoLoCo": (lambda H: NoLoCoStrategy(inner_optim="sgd", H=H), "mean"),
+    "hierarchy": (lambda H: HierarchicalStrategy({5: H}, inner_optim="sgd", average="median"), "median"),
+    "hierarchy of DiLoCo": (
+        lambda H: HierarchicalStrategy({5: H}, inner_optim="sgd", outer="sgd", outer_lr=0.5),
+        "mean",
+    ),
 }
 SHAPES = Parameters((4, 6), (5,))
 
@@ -235,7 +238,7 @@ def with_shards(strategy: Strategy, module: torch.nn.Module, gradients: torch.Te
 def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> None:
     make, average = WARM[name]
     w, gradients = 4, normal(12, 5, size(SHAPES))
-    first = with_shards(SimpleReduceStrategy("sgd", average=average), SHAPES, gradients[:w])
+    first = with_shards(SimpleReduceStrategy(inner_optim="sgd", average=average), SHAPES, gradients[:w])
     warm, whole = (with_shards(make(PostLocal(w, 3)), SHAPES, own) for own in (gradients[:w], gradients))
     assert torch.equal(warm.cluster.weights, first.cluster.weights)
     assert list(warm.ledger) == list(first.ledger) == list(whole.ledger)[: len(first.ledger)]
@@ -251,8 +254,8 @@ def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> Non
 @pytest.mark.parametrize("name", [*WARM, "FedPer", "FedBN"])
 def test_a_warm_up_of_nodes_apart_and_its_price(name: str) -> None:
     own: dict[str, Callable[[Any], Strategy]] = {
-        "FedPer": lambda H: FedPerStrategy("sgd", H=H, personal="p0", average=clip(0.5)),
-        "FedBN": lambda H: FedBNStrategy("sgd", H=H, average="median"),
+        "FedPer": lambda H: FedPerStrategy(inner_optim="sgd", H=H, personal="p0", average=clip(0.5)),
+        "FedBN": lambda H: FedBNStrategy(inner_optim="sgd", H=H, average="median"),
     }
     make = own.get(name) or WARM[name][0]
     module = Normalized() if name == "FedBN" else SHAPES
@@ -273,7 +276,9 @@ class Normalized(torch.nn.Sequential):
 
 
 def test_a_warm_up_in_groups_is_of_the_largest() -> None:
-    course = driven(HierarchicalStrategy({2: 1, 4: PostLocal(2, 3)}, "sgd"), SHAPES, normal(5, 4, size(SHAPES)))
+    course = driven(
+        HierarchicalStrategy({2: 1, 4: PostLocal(2, 3)}, inner_optim="sgd"), SHAPES, normal(5, 4, size(SHAPES))
+    )
     whole, small = (
         [(step, "gradients", 1) for step in (1, 2)],
         [(step, "gradients in groups of 2", 2) for step in (3, 4, 5)],
@@ -282,7 +287,7 @@ def test_a_warm_up_in_groups_is_of_the_largest() -> None:
 
 
 def test_a_module_of_ones_own_averages_by_its_average_and_follows() -> None:
-    class Centre(CommunicationModule):
+    class Centre(Algorithm):
         def __init__(self) -> None:
             self.H, self.average, self.followed = PostLocal(3, 2), average_of("median", "Centre"), 0
 
@@ -292,10 +297,10 @@ def test_a_module_of_ones_own_averages_by_its_average_and_follows() -> None:
     gradients = normal(3, 5, size(SHAPES))
     own, median = (
         driven(s, SHAPES, gradients)
-        for s in (Strategy([Centre()], inner_optim="sgd"), SimpleReduceStrategy("sgd", average="median"))
+        for s in (Strategy([Centre()], inner_optim="sgd"), SimpleReduceStrategy(inner_optim="sgd", average="median"))
     )
     assert torch.equal(own.cluster.weights, median.cluster.weights)
-    assert own.strategy.communication_modules[0].followed == 3
+    assert own.strategy.parts[0].followed == 3
 
 
 def test_a_warm_up_resumes_with_its_errors(tmp_path: Path) -> None:
@@ -313,16 +318,16 @@ def test_a_warm_up_resumes_with_its_errors(tmp_path: Path) -> None:
 def test_a_warm_up_is_refused_where_it_breaks_a_promise() -> None:
     warm = PostLocal(4, 2)
     for make in (
-        lambda: DPFedAvgStrategy("sgd", H=warm),
-        lambda: DPFedAvgStrategy("sgd", H=warm, noise_multiplier=0.0, clip=1.0),
-        lambda: SPARTADiLoCoStrategy("sgd", H=warm),
+        lambda: DPFedAvgStrategy(inner_optim="sgd", H=warm),
+        lambda: DPFedAvgStrategy(inner_optim="sgd", H=warm, noise_multiplier=0.0, clip=1.0),
+        lambda: SPARTADiLoCoStrategy(inner_optim="sgd", H=warm),
     ):
         with refused(ValueError, "H must be … without a warm-up … PostLocal(warmup_steps=4, then=2)"):
             make()
-    DPFedAvgStrategy("sgd", H=QSR(0.1), noise_multiplier=0.0)
+    DPFedAvgStrategy(inner_optim="sgd", H=QSR(0.1), noise_multiplier=0.0)
     with pytest.raises(ValueError, match=r"max_norm=1 .* H=PostLocal\(warmup_steps=4, then=2\)"):
-        started(FedPerStrategy("sgd", H=warm, personal="p0", max_norm=1.0), SHAPES, 3)
-    started(FedPerStrategy("sgd", H=2, personal="p0", max_norm=1.0), SHAPES, 3)
+        started(FedPerStrategy(inner_optim="sgd", H=warm, personal="p0", max_norm=1.0), SHAPES, 3)
+    started(FedPerStrategy(inner_optim="sgd", H=2, personal="p0", max_norm=1.0), SHAPES, 3)
 
 
 def test_seconds_are_those_of_the_slowest_node() -> None:
@@ -360,7 +365,7 @@ def test_cohorts_and_dropouts_change_where_the_nodes_synchronize() -> None:
         run(FedAvgStrategy(H=Growing(), **PLAIN), participation=Sample(4, of=9, rounds=2))
 
 
-class Moves(CommunicationModule):
+class Moves(Algorithm):
     H = 2
     derived = ("H",)
 

@@ -179,17 +179,13 @@ class OwnStep(s.Strategy):
         super().step()
 
 
-class FailingCommunicator(s.AveragingCommunicator):
-    """Raises in the third step."""
+class Failing(s.FedAvgStrategy):
+    """Averages, and fails in its third step."""
 
     def communicate(self, cluster: Any) -> None:
         if cluster.step == 3:
             raise ArithmeticError("this strategy fails in step 3")
         super().communicate(cluster)
-
-
-class Failing(s.Algorithm, of=FailingCommunicator):
-    """Averages, and fails in its third step."""
 
 
 def modules(*given: Any) -> Callable[..., s.Algorithm]:
@@ -230,7 +226,7 @@ IN_GROUPS: dict[str, Callable[..., s.Algorithm]] = {  # for four nodes
     "islands": made(s.FedAvgStrategy, H=2, island_size=2),
     "hierarchical": made(s.HierarchicalStrategy, levels={2: 1, 4: 2}),
     "sparse-islands-outer": modules(
-        s.SparseCommunicator(QUARTER), s.AveragingCommunicator(island_size=2, every=2), s.DiLoCoCommunicator(H=3)
+        s.SPARTAStrategy(index_selector=QUARTER), s.FedAvgStrategy(island_size=2, H=2), s.DiLoCoStrategy(H=3)
     ),
 }
 STRATEGIES: dict[str, Callable[..., s.Algorithm]] = {
@@ -256,9 +252,9 @@ STRATEGIES: dict[str, Callable[..., s.Algorithm]] = {
     "slowmo": made(s.SlowMoStrategy, H=2),
     "desloc": made(s.DESLOCStrategy, H=1),
     "gpa": made(s.GPAStrategy, mu_x=0.9),
-    "qsgd": modules(s.GradientAverage(s.compress(s.QSGD()))),
-    "powersgd": modules(s.GradientAverage(s.compress(s.PowerSGD(2)))),
-    "signs": modules(s.GradientAverage(s.compress(s.ScaledSign()))),
+    "qsgd": modules(s.SimpleReduceStrategy(average=s.compress(s.QSGD()))),
+    "powersgd": modules(s.SimpleReduceStrategy(average=s.compress(s.PowerSGD(2)))),
+    "signs": modules(s.SimpleReduceStrategy(average=s.compress(s.ScaledSign()))),
     "attacked": made(s.FedAvgStrategy, H=2, average="median", attack=vsim.Attack("gaussian", nodes=[0])),
     "own-step": made(OwnStep),
     **ON_A_CLOCK,
@@ -324,8 +320,8 @@ SCHEDULES: dict[str, Options] = {
 }
 OPTIMIZERS: dict[str, Options] = {
     "": {},
-    "sgd": {"optim_spec": SGD},
-    "adamw": {"optim_spec": s.OptimSpec("adamw", weight_decay=0.1)},
+    "sgd": {"inner_optim": SGD},
+    "adamw": {"inner_optim": s.OptimSpec("adamw", weight_decay=0.1)},
     "rmsprop": {"inner_optim": "rmsprop"},
 }
 
@@ -583,7 +579,7 @@ def loss_of(case: Choices) -> Options:
 
 
 def strategy_of(name: str, **more: Any) -> s.Algorithm:
-    if "optim_spec" not in more or "lr" not in more:
+    if "inner_optim" not in more or "lr" not in more:
         more = {"lr": 1e-2, **more}
     return STRATEGIES[name](**more)
 
@@ -623,7 +619,7 @@ SETS: dict[str, dict[str, tuple[str, Options]]] = {
     "local": {name: (name, {}) for name in ("alone", "fedavg", "diloco", "streaming", "slowmo")},
     "rates": {f"lr={lr}": ("fedavg", {"lr": lr}) for lr in (1e-1, 1e-2, 1e-3)},
     "optimizers": {name: ("fedavg", more) for name, more in OPTIMIZERS.items() if name}
-    | {"faster": ("diloco", {"optim_spec": SGD, "lr": 0.1})},
+    | {"faster": ("diloco", {"inner_optim": SGD, "lr": 0.1})},
     "schedules": {name: ("diloco", more) for name, more in SCHEDULES.items() if name},
     "many": {
         name: (name, {}) for name in ("demo", "dion", "gpa", "noloco", "gossip", "edit", "sparta-late", "allreduce")
@@ -634,8 +630,8 @@ SETS: dict[str, dict[str, tuple[str, Options]]] = {
 }
 EVENTS: dict[str, Options] = {  # what goes wrong, or ends early
     "": {},
-    "one-diverges": {"also": ("bad", lambda: s.FedAvgStrategy(H=3, optim_spec=SGD, lr=1e30))},
-    "one-fails": {"also": ("bad", lambda: Failing(every=2, lr=1e-2))},
+    "one-diverges": {"also": ("bad", lambda: s.FedAvgStrategy(H=3, inner_optim=SGD, lr=1e30))},
+    "one-fails": {"also": ("bad", lambda: Failing(H=2, lr=1e-2))},
     "one-raises": {"callbacks": lambda: [Acts("raises", step=3, only="DiLoCo")]},
     "one-raises-at-end": {"callbacks": lambda: [Acts("raises", "on_end", STEPS, "FedAvg")]},
     "one-stops": {"callbacks": lambda: [Acts("stops", step=3, only="FedAvg")]},
@@ -739,7 +735,7 @@ def compared(case: Choices, folder: Path, **more: Any) -> Record:
 SETTINGS: dict[str, Options] = {
     "H": {"H": [1, 2, 3]},
     "rates": {"lr": [1e-1, 1e-2, 1e-3, 1e-4]},
-    "diverging": {"lr": [1e-2, 1e30, 1e-3], "optim_spec": SGD},
+    "diverging": {"lr": [1e-2, 1e30, 1e-3], "inner_optim": SGD},
     "sizes": {"H": [1, 2], "batch_size": [2, 4]},
     "nodes": {"H": [2, 4], "num_nodes": [2, 3]},
 }

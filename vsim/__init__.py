@@ -25,7 +25,6 @@ from vsim.cluster.participation import (
     Trace,
 )
 from vsim.compare import compare
-from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
 from vsim.ladder import Ladder, ladder, load_ladder
@@ -45,9 +44,6 @@ from vsim.training.callbacks import Callback, EarlyStopping, KeepBest
 from vsim.tune import tune
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
-
-exogym.register()
-del exogym
 
 __all__ = [
     "Attack",

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 RENAMED = {
     "N": "buffer",
     "clip_norm": "outer_max_norm",
-    "every": "H",
     "server_lr": "outer_lr",
     "server_optim": "outer_optim",
 }
@@ -189,14 +188,6 @@ def given(value: Any) -> str:
     return f"{value!r:.100} of type {type(value).__name__}"
 
 
-def only_one(where: str, **given: Any) -> Any:
-    """Return the value in `given` that is not None, or None if all are None; raise a TypeError if several are given."""
-    named = {name: value for name, value in given.items() if value is not None}
-    if len(named) > 1:
-        raise TypeError(f"{where}: {' and '.join(named)} are two spellings of one argument; give one of them")
-    return next(iter(named.values()), None)
-
-
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Prefix the message of a TypeError or ValueError in this context with `name`, unless `name` is empty."""
@@ -226,15 +217,3 @@ def retold(error: Exception, text: str) -> Exception:
 def is_factory(dataset: Any) -> bool:
     """Return whether an argument is a function that makes each node's dataset."""
     return callable(dataset) and not isinstance(dataset, type) and not hasattr(dataset, "__getitem__")
-
-
-@contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """In messages of a TypeError or ValueError, replace a leading argument name by the user's name for it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        first = str(error).split(maxsplit=1)[0].rstrip(":") if str(error) else ""
-        if names.get(first, first) == first or type(error).__init__ not in (TypeError.__init__, ValueError.__init__):
-            raise
-        raise type(error)(names[first] + str(error)[len(first) :]) from error

@@ -66,7 +66,9 @@ from vsim.strategy import (
     centered_clip,
     clip,
     compress,
+    restarts,
 )
+from vsim.strategy.fields import OPTIONS, parameters_of
 from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.watch import Watch
@@ -97,6 +99,7 @@ CALLABLES: dict[str, Callable[..., Any]] = {
     "centered_clip": centered_clip,
     "clip": clip,
     "compress": compress,
+    "restarts": restarts,
 }
 
 # Errors that end a command with one line instead of a traceback.
@@ -343,12 +346,12 @@ def strategies(_: commands.Strategies) -> int:
         )
     )
     print(filled(", ".join(sorted(CALLABLES.keys() - OPTIMIZERS.keys())), 2))
-    of_all = inspect.signature(STRATEGIES["alone"][0]).parameters
+    of_all = OPTIONS
     print(filled(f"Every strategy also takes {', '.join(of_all)}."))
     for title, table in (("strategies", STRATEGIES), ("presets", PRESETS)):
         print(f"\n{title}:")
         for name, (cls, own) in table.items():
-            parameters = inspect.signature(cls).parameters.values()
+            parameters = parameters_of(cls).values()
             known = {p.name: p.default for p in parameters if p.name not in of_all}
             shown = [key if value is None else f"{key}={_named(value)}" for key, value in (known | own).items()]
             summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())

@@ -55,7 +55,7 @@ from vsim.records.loggers import check_run_name, date_and_time, folder_name, for
 from vsim.records.spent import amount
 from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
-from vsim.strategy.configured import arguments_of, shown
+from vsim.strategy.fields import arguments_of, shown
 from vsim.trainer import Trainer
 from vsim.training.acts.halve import Keep
 from vsim.training.elsewhere import each, train_elsewhere
@@ -318,9 +318,8 @@ def train_entries(
         title: start of the progress title.
     """
     if options.get("num_epochs") is not None and (max_steps is not None or budget is not None):
-        other = "max_steps" if budget is None else "budget"
-        epochs = whole_number("num_epochs", options.pop("num_epochs"))
-        warnings.warn(two_lengths(epochs, f"{other}="), UserWarning, stacklevel=5)
+        other = f"max_steps={max_steps}" if budget is None else f"budget={budget}"
+        raise TypeError(two_lengths(options["num_epochs"], other))
     if not isinstance(extend, Comparison | None):
         raise no_comparison("extend", extend)
     if extend is not None and halving is not None:

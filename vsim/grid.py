@@ -13,8 +13,8 @@ import numpy as np
 from vsim.arguments import a_list, reject_unknown
 from vsim.records.describe import describe
 from vsim.records.swept import Point
-from vsim.strategy.base import OPTIONS, Algorithm
-from vsim.strategy.configured import names_of
+from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import parameters_of
 
 
 def grid(strategy: Callable[..., Algorithm], /, **settings: Any) -> dict[str, Algorithm]:
@@ -68,27 +68,28 @@ def made(strategy: Callable[..., Algorithm], name: str, values: Mapping[str, Any
 
 def known_settings(strategy: Any, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     """Raise a TypeError that suggests a name if a setting is neither an argument of `strategy` nor in `also`."""
-    try:
-        if isinstance(strategy, Algorithm):
-            raise TypeError
-        parameters = inspect.signature(strategy).parameters.values()
-    except (TypeError, ValueError):  # not a function, or a function without a signature
-        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}") from None
-    valid = settings_of(strategy)
-    open_ended = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    if isinstance(strategy, Algorithm) or not callable(strategy):
+        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}")
+    parameters = _parameters(strategy)
+    valid = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [key for key in settings if key not in valid and not difflib.get_close_matches(key, also, 1, 0.8)]
-    if open_ended not in ([], ["options"]) and unknown:
+    if unknown and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return  # a user's class, which may take any argument
     reject_unknown(settings, [*valid, *also], getattr(strategy, "__name__", "the strategy"))
 
 
 def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
     """Return the names of a class's arguments, including the arguments that all strategies take."""
-    parameters = inspect.signature(strategy).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names += [name for name in ("inner_optim", *(option.name for option in OPTIONS)) if name not in names]
-    return names_of(names)
+    return [name for name, p in _parameters(strategy).items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _parameters(strategy: Callable[..., Algorithm]) -> Mapping[str, inspect.Parameter]:
+    if isinstance(strategy, type):
+        return parameters_of(strategy)
+    try:
+        return inspect.signature(strategy).parameters
+    except (TypeError, ValueError):  # a function without a signature
+        raise TypeError(f"strategy must be a class, such as DiLoCoStrategy, or a function, got {strategy!r}") from None
 
 
 def merged(strategies: Mapping[str, Any]) -> dict[str, Any]:

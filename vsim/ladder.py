@@ -145,7 +145,7 @@ def _warn_of_silence(found: Ladder) -> None:
     for name in found.names:
         runs = {size: own[name] for size, own in found.comparisons.items() if name in own}
         strategy = next(iter(runs.values())).strategy
-        can = getattr(strategy, "communication_modules", ()) or getattr(strategy, "is_asynchronous", False)
+        can = getattr(strategy, "communicates", True)
         if can and not any(run.history.last("wire_bytes") for run in runs.values()):
             silent[name] = list(runs) if runs[next(iter(runs))].history.num_nodes > 1 else []
         at = ", ".join(

@@ -45,7 +45,7 @@ from vsim.records.loggers import Logger, RunLog
 from vsim.records.progress import Recorder
 from vsim.shapes import check_apart
 from vsim.strategy.base import Algorithm
-from vsim.strategy.configured import arguments_of
+from vsim.strategy.fields import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
 from vsim.training.elsewhere import each, for_elsewhere
 from vsim.training.fit import fit, prepare, steps

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import vsim.strategy
-from vsim.strategy import Algorithm, CommunicationModule
+from vsim.strategy import Algorithm
+from vsim.strategy.per_node import replaced_by
 
 DOCS = Path(__file__).parents[1]
 GOLDEN = DOCS.parent / "tests" / "golden"
@@ -43,15 +44,21 @@ def tables() -> str:
         sections.append(f"## {family.capitalize()}\n\n{text}\n\n" + "\n".join(rows) + "\n")
         if found := [f"- `{cls.__name__}`: {what}." for cls in strategies(family) if (what := deviations(cls))]:
             sections.append("Deviations from the papers:\n\n" + "\n".join(found) + "\n")
-    listed = ", ".join(f"`{name}`" for name in modules())
-    text = f"`CommunicateOptimizeStrategy([modules])` runs any communication modules in order: {listed}."
+    wholes = [cls.__name__ for family in FAMILIES for cls in strategies(family) if replaced_by(cls)]
+    text = (
+        "`CommunicateOptimizeStrategy([SPARTAStrategy(), DiLoCoStrategy(H=50)])` lets strategies communicate in turn, "
+        f"around one inner optimizer. No parts of others are {', '.join(f'`{name}`' for name in wholes)}."
+    )
     return "\n".join([*sections, f"## Compositions\n\n{text}\n"])
 
 
-def modules() -> list[str]:
-    """The names of the exported communication modules."""
+def parts() -> list[str]:
+    """The names of the exported algorithms that are only parts of others."""
     exported = {name: getattr(vsim.strategy, name) for name in vsim.strategy.__all__}
-    return [n for n, c in exported.items() if isinstance(c, type) and CommunicationModule in c.__mro__[1:]]
+    s = vsim.strategy
+    bases = (Algorithm, s.Strategy, s.AsynchronousStrategy, s.CommunicateOptimizeStrategy)
+    algorithms = {n: c for n, c in exported.items() if isinstance(c, type) and issubclass(c, Algorithm)}
+    return [name for name, cls in algorithms.items() if cls not in bases and not hasattr(cls, "family")]
 
 
 def reference(names: list[str]) -> str:
@@ -140,7 +147,7 @@ def _named() -> list[str]:
 PAGES = {
     DOCS / "strategies.md": tables,
     DOCS / "api" / "strategies.md": lambda: reference(_named()),
-    DOCS / "api" / "modules.md": lambda: reference(modules()),
+    DOCS / "api" / "parts.md": lambda: reference(parts()),
     DOCS / "api" / "histories.md": histories,
 }
 

@@ -42,9 +42,9 @@ from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, SP
 H = 4
 # Communication takes much longer than computation, which other work on this machine disturbs.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "AllReduce": lambda: SimpleReduceStrategy("sgd", lr=1e-3),
-    "DiLoCo": lambda: DiLoCoStrategy("sgd", H=H, lr=1e-3),
-    "SPARTA": lambda: SPARTAStrategy("sgd", p_sparta=0.5, lr=1e-3),
+    "AllReduce": lambda: SimpleReduceStrategy(inner_optim="sgd", lr=1e-3),
+    "DiLoCo": lambda: DiLoCoStrategy(inner_optim="sgd", H=H, lr=1e-3),
+    "SPARTA": lambda: SPARTAStrategy(inner_optim="sgd", p_sparta=0.5, lr=1e-3),
     "DeMo": lambda: DeMoStrategy(compression_topk=512, lr=1e-3),
 }
 ROUNDS = 10  # of H steps, after one to warm up

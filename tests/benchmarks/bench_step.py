@@ -293,7 +293,7 @@ def floor(
         if step == WARM_UP:
             calls.__enter__()
 
-    trainer = partial(fitted, model, examples, num_nodes, Strategy(optim_spec=OptimSpec("adamw", lr=LR)))
+    trainer = partial(fitted, model, examples, num_nodes, Strategy(inner_optim=OptimSpec("adamw", lr=LR)))
     try:
         trainer(WARM_UP + 1, train_loss_hook=record_the_last_step, device=device, **VMAP, **options)
     finally:
@@ -391,7 +391,7 @@ def measure(
         is_exact = "deterministic" in options
         if wanted(label) and (label != "compiled" or compile) and not (is_exact and autocast):
             fused = {"fused": True} if label == "exact, fused" else {}  # without deterministic vsim takes it anyway
-            strategy = Strategy(optim_spec=OptimSpec("adamw", lr=LR, **fused))
+            strategy = Strategy(inner_optim=OptimSpec("adamw", lr=LR, **fused))
             own = {**options, "device": device, "autocast": autocast}
             make = partial(fitted, model, examples, num_nodes, strategy, **own)
             candidates[label] = partial(fit_turn, make, steps, device)

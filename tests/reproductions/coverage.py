@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim.cluster import Cluster
-from vsim.strategy import Algorithm, CommunicationModule
+from vsim.strategy import Algorithm
 
 from .result import Row, Table
 
@@ -74,7 +74,7 @@ class Quadratic(nn.Module):
         return self.w.square().sum() / 2
 
 
-class Noise(CommunicationModule):
+class Noise(Algorithm):
     """Add noise to the nodes' gradients: of a comparison, and of strategy number `own` in it; then average them."""
 
     noise: Tensor  # of each step (T, K, 1)

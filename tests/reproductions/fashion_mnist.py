@@ -102,11 +102,11 @@ def strategies(H: int, mus: Sequence[float]) -> dict[str, vsim.strategy.Algorith
     momentum = OptimSpec("sgd", lr=0.01, momentum=0.9, weight_decay=1e-5)
     by = mean("examples")
     return {
-        "FedAvg": FedAvgStrategy(momentum, H=H, average=by),
-        **{f"FedProx, μ = {mu:g}": FedProxStrategy(momentum, H=H, mu=mu, average=by) for mu in mus},
+        "FedAvg": FedAvgStrategy(inner_optim=momentum, H=H, average=by),
+        **{f"FedProx, μ = {mu:g}": FedProxStrategy(inner_optim=momentum, H=H, mu=mu, average=by) for mu in mus},
         # Momentum .9 moves weights, over many steps, 1 / (1 − .9) as far as plain SGD does.
-        "SCAFFOLD": ScaffoldStrategy(OptimSpec("sgd", lr=0.1, weight_decay=1e-5), H=H),
-        "FedNova": FedNovaStrategy(momentum, H=H, average=by),
+        "SCAFFOLD": ScaffoldStrategy(inner_optim=OptimSpec("sgd", lr=0.1, weight_decay=1e-5), H=H),
+        "FedNova": FedNovaStrategy(inner_optim=momentum, H=H, average=by),
     }
 
 

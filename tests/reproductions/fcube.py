@@ -36,10 +36,10 @@ def measure(quick: bool) -> dict[str, list[float]]:
         zip(
             TABLE.rows,
             (
-                FedAvgStrategy(momentum, H=H),
-                FedProxStrategy(momentum, H=H, mu=MU),
-                ScaffoldStrategy(OptimSpec("sgd", lr=0.1, weight_decay=1e-5), H=H),
-                FedNovaStrategy(momentum, H=H),
+                FedAvgStrategy(inner_optim=momentum, H=H),
+                FedProxStrategy(inner_optim=momentum, H=H, mu=MU),
+                ScaffoldStrategy(inner_optim=OptimSpec("sgd", lr=0.1, weight_decay=1e-5), H=H),
+                FedNovaStrategy(inner_optim=momentum, H=H),
             ),
             strict=True,
         )

@@ -48,7 +48,7 @@ def measure(quick: bool, options: Sequence[str] = ()) -> dict[str, float]:
             partition(train, CLIENTS, kind),
             test,
             loss_fn=F.cross_entropy,
-            strategies={f"{rate:g}": FedAvgStrategy("sgd", H=600 // BATCH, lr=rate) for rate in RATES},
+            strategies={f"{rate:g}": FedAvgStrategy(inner_optim="sgd", H=600 // BATCH, lr=rate) for rate in RATES},
             num_nodes=COHORT,
             max_steps=(2 if quick else rounds) * 600 // BATCH,
             batch_size=BATCH,

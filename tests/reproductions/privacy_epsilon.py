@@ -50,7 +50,7 @@ def older(run: Run) -> float:
 
 
 def of_vsim(run: Run) -> float:
-    (module,) = DPFedAvgStrategy(noise_multiplier=run.noise, delta=DELTA).communication_modules
+    (module,) = DPFedAvgStrategy(noise_multiplier=run.noise, delta=DELTA).parts
     module.rounds = {(BATCH / EXAMPLES, run.noise): steps(run)}  # what a run of that many rounds has kept
     return module.measured(None)["epsilon"]
 

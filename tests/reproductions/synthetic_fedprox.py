@@ -40,7 +40,11 @@ def loss(train: Partition, cohort: int, mu: float, rounds: int, epochs: int) -> 
     """Return the global loss after the last round."""
     H = math.ceil(int(train.sizes.max()) / BATCH) * epochs
     average = mean("examples")
-    proximal = FedProxStrategy(SGD, H=H, mu=mu, average=average) if mu else FedAvgStrategy(SGD, H=H, average=average)
+    proximal = (
+        FedProxStrategy(inner_optim=SGD, H=H, mu=mu, average=average)
+        if mu
+        else FedAvgStrategy(inner_optim=SGD, H=H, average=average)
+    )
     trainer = vsim.Trainer(MLP(60, (), 10, seed=0), train)
     trainer.fit(
         strategy=proximal,

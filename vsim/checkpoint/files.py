@@ -39,7 +39,7 @@ from vsim.records.describe import CHANGED, differences, flat_bytes, layout_of
 from vsim.records.history import History
 from vsim.writing import replacing
 
-FORMAT = 10
+FORMAT = 11
 
 
 @dataclass(eq=False)

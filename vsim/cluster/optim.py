@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vsim.arguments import naming, one_of, only_one, real_number, reject_unknown
+from vsim.arguments import naming, one_of, real_number, reject_unknown
 from vsim.cluster.muon import StackedMuon, hidden_matrices
 from vsim.cluster.optimizers import JointOptimizers, NodeOptimizers, StackedOptimizer, in_training, without_compiler
 from vsim.cluster.replicas import Replicas, with_gaps
@@ -287,28 +287,26 @@ def _as_matrix(stacked: Tensor) -> Tensor:
 
 
 def resolve_optim(
-    where: str, spellings: Mapping[str, Any], rates: Mapping[str, float | None], default: OptimSpec
+    where: str, name: str, given: Any, rate_name: str, rate: float | None, default: OptimSpec
 ) -> OptimSpec:
-    """Return the specification that a user gave under one of several argument names.
+    """Return the specification of an optimizer that a user gave.
 
     Args:
-        where: the function or class with these arguments, for errors.
-        spellings: argument name → OptimSpec, class, name, or None; at most one given.
-        rates: argument name → learning rate or None; at most one given. It becomes the specification's learning rate.
+        where: the class with these arguments, for errors.
+        name, given: the argument's name, and an OptimSpec, a class, a name, or None.
+        rate_name, rate: the argument's name, and the learning rate of the specification, or None.
         default: the specification if none is given.
     """
-    given, rate = only_one(where, **spellings), only_one(where, **rates)
     if isinstance(given, OptimSpec):
         spec = given
         if rate is not None and "lr" in spec.kwargs:
             raise TypeError(f"{where}: the learning rate is given twice, as {rate} and in {spec}")
     else:
-        with naming(next((name for name, value in spellings.items() if value is not None), "")):
+        with naming(name):
             spec = default if given is None else OptimSpec(given)
     if rate is None:
         return spec
-    name = next(name for name, value in rates.items() if value is not None)
-    return OptimSpec(spec.cls, **{**spec.arguments, "lr": real_number(name, rate, at_least=0)})
+    return OptimSpec(spec.cls, **{**spec.arguments, "lr": real_number(rate_name, rate, at_least=0)})
 
 
 def clip_by_node(replicas: Replicas, max_norm: float, exact: bool) -> None:

@@ -204,7 +204,7 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     if hooked:
         raise ValueError(
             f"parameters {hooked} have gradient hooks, which the nodes' own would not have: change gradients in a "
-            "communication module (its communicate_gradients), or in forward"
+            "part (its communicate_gradients), or in forward"
         )
     _check_one("dtype", {name: str(p.dtype) for name, p in trainable.items()})
     _check_one("device", {name: str(p.device) for name, p in trainable.items()})

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 
-from vsim.arguments import one_of, reject_unknown, true_or_false, whole_number
+from vsim.arguments import one_of, real_number, reject_unknown, true_or_false, whole_number
 from vsim.cluster.optimizers import StackedOptimizer, torch_optimizers, without_compiler
 
 SCHEDULES = ("cosine", "lambda_cosine")
@@ -21,6 +22,31 @@ JOINING = {
     SequentialLR: "optimizer, [LinearLR(optimizer), …], milestones=[…]",
     ChainedScheduler: "[LinearLR(optimizer), …], optimizer",
 }
+
+
+@dataclass(frozen=True)
+class restarts:
+    """A learning rate that restarts after every sync, and ramps up over the next `steps` steps.
+
+        η_t = η · min(1, floor + (1 − floor) · (t − t_sync) / steps)
+
+    t is the number of completed steps, and t_sync of those before the last sync, 0 at first: the first step after a
+    sync has the rate η · floor. Algorithms that communicate at every step raise an error, as they would stay there.
+
+    Args:
+        steps: at least 1. floor: in [0, 1].
+    """
+
+    steps: int
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        whole_number("restarts: steps", self.steps)
+        real_number("restarts: floor", self.floor, at_least=0, at_most=1)
+
+    def factor(self, since: int) -> float:
+        """Return the factor on the peak learning rate, `since` steps after a sync."""
+        return min(1.0, self.floor + (1 - self.floor) * since / self.steps)
 
 
 def warmup_cosine(warmup_steps: int, cosine_anneal: bool, max_steps: int) -> Callable[[int], float]:
@@ -55,7 +81,7 @@ class LRSchedule:
 
     Args:
         scheduler: a torch.optim.lr_scheduler class; "cosine" (warm-up, then cosine annealing) or "lambda_cosine" (the
-            same, but annealing only with `cosine_anneal`); or None.
+            same, but annealing only with `cosine_anneal`); `restarts(steps)`; or None.
         kwargs: the arguments of the scheduler: for a named schedule, `warmup_steps`, `cosine_anneal`, `max_steps`.
         warmup_steps, cosine_anneal, max_steps: the arguments of named schedules, given outside of `kwargs`. Without
             `scheduler`, warm-up or annealing implies a named schedule. max_steps=None: the run's number of steps.
@@ -66,7 +92,7 @@ class LRSchedule:
 
     def __init__(
         self,
-        scheduler: type[LRScheduler] | str | None,
+        scheduler: type[LRScheduler] | restarts | str | None,
         kwargs: Mapping[str, Any] | None,
         warmup_steps: int | None,
         cosine_anneal: bool | None,
@@ -83,10 +109,15 @@ class LRSchedule:
             raise TypeError(f"lr_scheduler_kwargs must be a dict of the scheduler's arguments, got {kwargs!r}")
         self.kwargs = dict(kwargs or {})
         self.cls: type[LRScheduler] | None = None
+        self.restarts = scheduler if isinstance(scheduler, restarts) else None
         self.named = isinstance(scheduler, str) or (
             scheduler is None and bool(given.get("warmup_steps") or given.get("cosine_anneal"))
         )
-        if self.named:
+        if self.restarts is not None:
+            if self.kwargs or any(given.values()):
+                names = [name for name, value in {"lr_scheduler_kwargs": self.kwargs, **given}.items() if value]
+                raise TypeError(f"{' and '.join(names)} has no effect with lr_scheduler={self.restarts}")
+        elif self.named:
             self._check_named(scheduler, given)
         elif scheduler is None:
             idle = {"lr_scheduler_kwargs": self.kwargs, "max_steps": max_steps}
@@ -117,8 +148,8 @@ class LRSchedule:
                 )
         if not (isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)):
             raise TypeError(
-                f"lr_scheduler must be a torch.optim.lr_scheduler class or one of {', '.join(SCHEDULES)}, "
-                f"got {scheduler!r}"
+                f"lr_scheduler must be a torch.optim.lr_scheduler class, restarts(steps) or one of "
+                f"{', '.join(SCHEDULES)}, got {scheduler!r}"
             )
         if issubclass(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric at every step, which a strategy does not have")
@@ -150,8 +181,13 @@ class LRSchedule:
         """Return the step at which annealing ends in a run of `max_steps` steps; None without annealing."""
         return (self.kwargs.get("max_steps") or max_steps) if self.named and self.kwargs["cosine_anneal"] else None
 
-    def build(self, optimizer: StackedOptimizer, max_steps: int) -> list[LRScheduler]:
+    def build(
+        self, optimizer: StackedOptimizer, max_steps: int, synced: Callable[[], int] = lambda: 0
+    ) -> list[LRScheduler]:
         """Return the schedulers to step after every optimizer step of a run of `max_steps` steps.
+
+        Args:
+            synced: returns the number of completed steps before the last sync; for `restarts`.
 
         Raises:
             ValueError: the schedule is shorter than the run.
@@ -159,6 +195,8 @@ class LRSchedule:
         if self.named:
             kwargs = {**self.kwargs, "max_steps": self.kwargs.get("max_steps") or max_steps}
             return [LambdaLR(o, warmup_cosine(**kwargs)) for o in torch_optimizers(optimizer)]
+        if (restarting := self.restarts) is not None:
+            return [LambdaLR(o, lambda step: restarting.factor(step - synced())) for o in torch_optimizers(optimizer)]
         cls = self.cls
         schedulers = [] if cls is None else [cls(o, **self.kwargs) for o in torch_optimizers(optimizer)]
         for scheduler in schedulers:
@@ -171,6 +209,8 @@ class LRSchedule:
 
     def rates(self, optimizer: Optimizer, max_steps: int) -> list[float]:
         """Return the learning rates of a run's steps and of the step after the last; this steps `optimizer`."""
+        if self.restarts is not None:
+            raise TypeError(f"lr_scheduler={self.restarts} follows the syncs, and here rates must be known before them")
         schedulers, group = self.build(optimizer, max_steps), optimizer.param_groups[0]
         rates = [float(group["lr"])]
         for _ in range(max_steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static, isdatadescriptor
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -66,6 +67,11 @@ class Stateful:
         vars(self).setdefault("_of_clients", set()).update(tensors)
 
     def _keep(self, placement: str, values: dict[str, Any]) -> None:
+        for name in values:
+            if isdatadescriptor(getattr_static(type(self), name, None)):  # which would hide the value
+                raise TypeError(
+                    f"keep_{placement}({name}=…): {type(self).__name__} has its own {name}; rename the state"
+                )
         vars(self).setdefault("_placements", {}).update(dict.fromkeys(values, placement))
         vars(self).update(values)
 

@@ -137,9 +137,16 @@ class DilocoSimulator:
         schedule: Any = {"warmup_steps": warmup_steps, "cosine_anneal": cosine_anneal}
         self.strategy: Algorithm
         if p_sparta:
-            self.strategy = SPARTADiLoCoStrategy(inner, outer, p_sparta, sparta_interval, diloco_interval, **schedule)
+            self.strategy = SPARTADiLoCoStrategy(
+                inner_optim=inner,
+                outer_optim=outer,
+                p_sparta=p_sparta,
+                sparta_interval=sparta_interval,
+                H=diloco_interval,
+                **schedule,
+            )
         else:
-            self.strategy = DiLoCoStrategy(inner, outer, diloco_interval, **schedule)
+            self.strategy = DiLoCoStrategy(inner_optim=inner, outer_optim=outer, H=diloco_interval, **schedule)
         steps = _fewer_steps(max_local_step, train_dataset, num_nodes, batch_size, num_epochs)
         validation = {"val_size": eval_iters * batch_size, "val_interval": diloco_interval}
         self._fit_options: dict[str, Any] = {

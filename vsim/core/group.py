@@ -198,7 +198,7 @@ def _step(group: Group[Any], runs: Sequence[Run]) -> Step:
     device, steps = group.whole.weights.device, {run.done + 1 for run in runs}
     for run in runs:
         run.ledger.position.begin(step.number)
-        run.lr = run.strategy.lr
+        run.lr = run.cluster.lr
     kept: dict[Run, Kept] = {}
     for run in group.present:
         if run.cluster.plan is not None or not run.is_running:

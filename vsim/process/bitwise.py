@@ -319,7 +319,7 @@ def _optimizers(strategy: Algorithm) -> Iterator[tuple[str, StackedOptimizer]]:
     """Yield the optimizers among the attributes of a strategy and its modules, each with a prefix for its state."""
     yield "", strategy.optim
     owners = [("", vars(strategy))]
-    owners += [(f"communication_modules[{i}].", vars(m)) for i, m in enumerate(strategy.communication_modules)]
+    owners += [(f"parts[{i}].", vars(part)) for i, part in enumerate(strategy.parts) if part is not strategy]
     for owner, attributes in owners:
         for name, value in attributes.items():
             listed = {f"{name}[{j}]": one for j, one in enumerate(value)} if isinstance(value, list) else {name: value}

@@ -101,11 +101,14 @@ class ComparedRun:
         """
         if self.trained is not None:
             return self.trained
-        from vsim.strategy.remade import remade  # loads all algorithms, and few readers of a file need them
+        from vsim.strategy.remade import (  # loads all algorithms, and few readers of a file need them
+            in_present_names,
+            remade,
+        )
 
         about = self.history.config.get("strategy")
-        call = about.get("call") if isinstance(about, Mapping) else None
-        strategy = remade(call) if isinstance(call, str) else None
+        about = in_present_names(about) if isinstance(about, Mapping) else {}
+        strategy = remade(call) if isinstance(call := about.get("call"), str) else None
         return strategy if strategy is not None and _agree(describe(strategy), about) else None
 
 

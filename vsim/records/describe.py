@@ -121,7 +121,8 @@ def _parts(value: Any, brief: bool) -> dict[str, Any]:
         return {**plain, **dict(tensors), **dict(value.named_children())}
     if isinstance(value, LRSchedule) and not brief:
         return {**own, "kwargs": {**value.kwargs, "max_steps": None}}  # compared as the setting HORIZON
-    return {name: part for name, part in own.items() if not (brief and name.startswith("_"))}
+    resolved = getattr(type(value), "resolved", ())  # arguments whose values other attributes hold
+    return {name: part for name, part in own.items() if name not in resolved and not (brief and name.startswith("_"))}
 
 
 def _name(value: Any) -> str:
@@ -442,10 +443,18 @@ class Conditions:
             more = "; and more" if len(found) > _NAMED else ""
             raise ValueError(f"{self._first[0]} and {name} do not fit together: {'; '.join(found[:_NAMED])}{more}")
         both = self._strategies.setdefault(name, config.get("strategy", {})), config.get("strategy", {})
-        if both[0] != both[1]:
+        if both[0] != both[1] and not _are_same_calls(*(strategy.get("call") for strategy in both)):
             calls = [str(strategy.get("call")) for strategy in both]
             what = " and ".join(calls) if calls[0] != calls[1] else "; ".join(islice(differences(*both), _NAMED))
             raise ValueError(
                 f"two different strategies are called {name!r}: {what}; give one of them another name, as with "
                 f"comparison.renamed({{{name!r}: …}})"
             )
+
+
+def _are_same_calls(*calls: Any) -> bool:
+    """Return whether two calls make the same strategy of vsim, whose attributes other versions call otherwise."""
+    from vsim.strategy.remade import remade  # loads all algorithms, and few comparisons need them
+
+    made = [remade(call) if isinstance(call, str) else None for call in calls]
+    return None not in made and len({repr(strategy) for strategy in made}) == 1

@@ -3,9 +3,10 @@
 from typing import Any
 
 from vsim.cluster.optim import OptimSpec
+from vsim.cluster.schedule import restarts
 from vsim.strategy import average
-from vsim.strategy.afl import AFLStrategy, AgnosticAverage
-from vsim.strategy.allreduce import GradientAverage, SimpleReduceStrategy
+from vsim.strategy.afl import AFLStrategy
+from vsim.strategy.allreduce import SimpleReduceStrategy
 from vsim.strategy.alone import AloneStrategy
 from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
 from vsim.strategy.asynchronous import AsynchronousStrategy
@@ -27,7 +28,7 @@ from vsim.strategy.average import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
 from vsim.strategy.compression import (
     FP4,
     QSGD,
@@ -42,49 +43,50 @@ from vsim.strategy.compression import (
     TopK,
     UniformQuantizer,
 )
-from vsim.strategy.d2 import CorrectedGossip, D2Strategy
+from vsim.strategy.d2 import D2Strategy
 from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
 from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy
 from vsim.strategy.demo import DeMoStrategy
 from vsim.strategy.desloc import DESLOCStrategy, StateAverage
-from vsim.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vsim.strategy.diloco import DiLoCoStrategy
 from vsim.strategy.dion import DionStrategy
-from vsim.strategy.ditto import DittoStrategy, PersonalModels
-from vsim.strategy.dpfedavg import DPFedAvgStrategy, PrivateAverage
-from vsim.strategy.eager import EagerDiLoCoCommunicator, EagerDiLoCoStrategy
-from vsim.strategy.edit import EDiTCommunicator, EDiTStrategy
-from vsim.strategy.exact_diffusion import ExactDiffusionStrategy, LazyCorrectedGossip
-from vsim.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
-from vsim.strategy.fedbn import FedBNStrategy, LocalNorms
-from vsim.strategy.feddyn import DynamicRegularizer, FedDynStrategy
-from vsim.strategy.fednova import FedNovaStrategy, NormalizedAverage
-from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi, ServerStep
-from vsim.strategy.fedper import FedPerStrategy, PersonalAverage
-from vsim.strategy.fedprox import FedProxStrategy, ProximalTerm
-from vsim.strategy.fedrep import AlternatingAverage, FedRepStrategy
-from vsim.strategy.gossip import GossipCommunicator, GossipStrategy
+from vsim.strategy.ditto import DittoStrategy
+from vsim.strategy.dpfedavg import DPFedAvgStrategy
+from vsim.strategy.eager import EagerDiLoCoStrategy
+from vsim.strategy.edit import EDiTStrategy
+from vsim.strategy.exact_diffusion import ExactDiffusionStrategy
+from vsim.strategy.fedavg import FedAvgStrategy
+from vsim.strategy.fedbn import FedBNStrategy
+from vsim.strategy.feddyn import FedDynStrategy
+from vsim.strategy.fednova import FedNovaStrategy
+from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi
+from vsim.strategy.fedper import FedPerStrategy
+from vsim.strategy.fedprox import FedProxStrategy
+from vsim.strategy.fedrep import FedRepStrategy
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GossipStrategy
 from vsim.strategy.gpa import GPAStrategy
-from vsim.strategy.gradient_tracking import GradientTrackingStrategy, TrackingGossip
+from vsim.strategy.gradient_tracking import GradientTrackingStrategy
 from vsim.strategy.graphs import RandomGraph
 from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
 from vsim.strategy.muloco import MuLoCoStrategy
-from vsim.strategy.noloco import NoLoCoStrategy, PairCommunicator
+from vsim.strategy.noloco import NoLoCoStrategy
 from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
-from vsim.strategy.push_sum import PushSum, PushSumStrategy
-from vsim.strategy.qfedavg import FairStep, QFedAvgStrategy
-from vsim.strategy.quasi_global import QuasiGlobalMomentum, QuasiGlobalMomentumStrategy
-from vsim.strategy.relay_sum import RelaySum, RelaySumStrategy
-from vsim.strategy.scaffold import ControlVariates, ScaffoldStrategy
+from vsim.strategy.push_sum import PushSumStrategy
+from vsim.strategy.qfedavg import QFedAvgStrategy
+from vsim.strategy.quasi_global import QuasiGlobalMomentumStrategy
+from vsim.strategy.relay_sum import RelaySumStrategy
+from vsim.strategy.scaffold import ScaffoldStrategy
 from vsim.strategy.selectors import (
     IndexSelector,
     PartitionedIndexSelector,
     RandomIndexSelector,
     ShuffledSequentialIndexSelector,
 )
-from vsim.strategy.slowmo import SlowMomentum, SlowMoStrategy
+from vsim.strategy.slowmo import SlowMoStrategy
 from vsim.strategy.sparseloco import SparseLoCoStrategy
-from vsim.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
-from vsim.strategy.streaming import StreamingDiLoCoCommunicator, StreamingDiLoCoStrategy
+from vsim.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from vsim.strategy.streaming import StreamingDiLoCoStrategy
 from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
 edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
@@ -153,24 +155,19 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
 
 # fmt: off
 __all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "AgnosticAverage", "Algorithm",
-    "AloneStrategy", "AlternatingAverage", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average",
-    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "Compressor", "ControlVariates",
-    "CorrectedGossip", "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy",
-    "DecoupledDiLoCoStrategy", "DelayedNesterovStrategy", "DiLoCoCommunicator", "DiLoCoStrategy", "DionStrategy",
-    "DittoStrategy", "DynamicRegularizer", "EDiTCommunicator", "EDiTStrategy", "EagerDiLoCoCommunicator",
-    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FairStep", "FedAdagrad", "FedAdam", "FedAvgStrategy",
+    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "Algorithm", "AloneStrategy",
+    "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy", "Compressor",
+    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
+    "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy", "EDiTStrategy",
+    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
     "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
-    "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipCommunicator", "GossipStrategy", "GradientAverage",
-    "GradientTrackingStrategy", "GroupAverage", "HierarchicalStrategy", "IndexSelector", "LazyCorrectedGossip",
-    "LocalNorms", "MuLoCoStrategy", "NoLoCoStrategy", "NormalizedAverage", "OptimSpec", "PairCommunicator",
-    "PartitionedIndexSelector", "PersonalAverage", "PersonalModels", "PostLocal", "PowerSGD", "PrivateAverage",
-    "ProximalTerm", "PushSum", "PushSumStrategy", "QFedAvgStrategy", "QuasiGlobalMomentum",
-    "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector", "RandomK", "RelaySum", "RelaySumStrategy",
-    "Rule", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds", "ServerStep",
-    "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SlowMomentum",
-    "SparseCommunicator", "SparseLoCoStrategy", "StateAverage", "StatisticalQuantizer", "Strategy",
-    "StreamingDiLoCoCommunicator", "StreamingDiLoCoStrategy", "TileTopK", "TopK", "TrackingGossip", "UniformQuantizer",
-    "When", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda",
-    "ties", "trimmed_mean", "tsv",
+    "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "GroupAverage",
+    "HierarchicalStrategy", "IndexSelector", "MuLoCoStrategy", "NoLoCoStrategy", "OptimSpec",
+    "PartitionedIndexSelector", "PostLocal", "PowerSGD", "PushSumStrategy", "QFedAvgStrategy",
+    "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector", "RandomK", "RelaySumStrategy", "Rule",
+    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds",
+    "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SparseLoCoStrategy",
+    "StateAverage", "StatisticalQuantizer", "Strategy", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
+    "UniformQuantizer", "When", "algorithm", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso",
+    "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
 ]

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.qfedavg import RoundLosses
-from vsim.strategy.when import When
 
 
-class AgnosticAverage(RoundLosses):
-    """Average the clients' weights by shares λ, which move towards clients with large losses, after every H-th step.
+@algorithm
+class AFLStrategy(RoundLosses):
+    """Average clients by shares that move towards those with large losses: agnostic federated learning, AFL [Mohri et
+    al. 2019, arXiv:1902.00146].
 
         φ ← Σ_k λ_k θ_k / Σ_k λ_k, over the clients of the round;  λ ← projection of λ + γ F on the simplex;  θ_k ← φ
 
@@ -24,6 +25,7 @@ class AgnosticAverage(RoundLosses):
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`; 1 in the paper.
         gamma: γ, the learning rate of λ, at least 0. 0 is FedAvg.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights every H steps, and 4 bytes in a message of their own.
 
@@ -31,11 +33,15 @@ class AgnosticAverage(RoundLosses):
     steps, and λ takes the losses of their first batches.
     """
 
-    shares: Tensor  # λ, shared (N,)
+    family = "federated"
 
-    def __init__(self, *, H: int | When = 10, gamma: float = 0.01) -> None:
-        super().__init__(H)
-        self.gamma = real_number("gamma", gamma, at_least=0)
+    gamma: float = 0.01
+
+    shares: Tensor = state()  # λ, shared (N,)
+
+    def __post_init__(self) -> None:
+        self.gamma = real_number("gamma", self.gamma, at_least=0)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -64,11 +70,3 @@ def on_simplex(point: Tensor) -> Tensor:
     ordered = point.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1)  # what the n largest entries must lose
     return (point - excess[ordered > excess][-1]).clamp(min=0)
-
-
-class AFLStrategy(Algorithm, of=AgnosticAverage):
-    """Average clients by shares that move towards those with large losses: agnostic federated learning, AFL [Mohri et
-    al. 2019, arXiv:1902.00146].
-    """
-
-    family = "federated"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm
 
 
-class AloneStrategy(Algorithm, of=()):
+@algorithm
+class AloneStrategy(Algorithm):
     """Train every node without communication: the control of a comparison.
 
         θ_k ← optimizer(θ_k, g_k)
@@ -19,6 +21,7 @@ class AloneStrategy(Algorithm, of=()):
     """
 
     family = "local steps"
+    communicates = False
 
     def model_weights(self) -> Tensor:
         """Return the shared weights (P,) of node 0."""

@@ -8,14 +8,15 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import a_function, one_of, real_number, whole_number
 from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
 from vsim.cluster.reductions import reduce_rows, shares_of
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Optim, StrategyOptions
+from vsim.strategy.average import Averaging
+from vsim.strategy.base import Optim
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
@@ -32,6 +33,7 @@ def sqrt(staleness: int) -> float:
 STALENESS: dict[str, Callable[[int], float]] = {"none": none, "sqrt": sqrt}
 
 
+@algorithm
 class AsyncDiLoCoStrategy(AsynchronousStrategy):
     """DiLoCo whose server steps after every `buffer` arrivals, and whose workers do not wait [Liu et al. 2024,
     arXiv:2401.09135].
@@ -51,7 +53,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
             math.inf, all workers wait for each other: this is DiLoCo, up to rounding.
         average: merges the w(s_k) (φ_k − θ_k); see `vsim.strategy.average`. Messages arrive one by one and cannot be
             compressed.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, to the server and back, after every H steps of a worker.
 
@@ -60,38 +62,34 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
     """
 
     family = "asynchronous"
-
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        outer_optim: Optim = None,
-        H: int = 100,
-        outer_lr: float | None = None,
-        staleness: str | Callable[[int], float] = "sqrt",
-        buffer: int | None = None,
-        patience: float | None = None,
-        average: AverageLike = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
-        self.average = average_of(average, "AsyncDiLoCo", arrivals=True)
-        if patience is not None and buffer is not None:
-            raise TypeError("AsyncDiLoCo: buffer and patience both say how many arrivals an outer step has; give one")
-        self.waits = patience is not None
-        name, arrivals = ("patience", patience) if self.waits else ("buffer", 1 if buffer is None else buffer)
-        self.awaited = (
-            math.inf if isinstance(patience, float) and patience == math.inf else whole_number(name, arrivals)
-        )
-        if isinstance(staleness, str):
-            staleness = STALENESS[one_of("staleness", staleness, STALENESS)]
-        a_function("staleness", staleness, "staleness")
-        self.staleness = staleness
-        super().__init__(H, inner_optim=inner_optim, **options)
-
-    outer_gradient: Tensor  # shared (P,)
-    arrivals: list[tuple[int, Tensor, Tensor, int]]  # node, θ_k, φ_k, s_k
     derived: ClassVar[tuple[str, ...]] = ("outer_gradient",)
+    resolved = ("outer_optim", "outer_lr", "staleness", "buffer", "patience")
+
+    outer_optim: Optim = None
+    outer_lr: float | None = None
+    staleness: str | Callable[[int], float] = "sqrt"
+    buffer: int | None = None
+    patience: float | None = None
+    average: Averaging = Averaging("mean", arrivals=True)
+
+    outer_optim_spec: OptimSpec = state()
+
+    outer_gradient: Tensor = state()  # shared (P,)
+    arrivals: list[tuple[int, Tensor, Tensor, int]] = state()  # node, θ_k, φ_k, s_k
+
+    def __post_init__(self) -> None:
+        self.outer_optim_spec = outer_spec(self.outer_optim, self.outer_lr)
+        if self.patience is not None and self.buffer is not None:
+            raise TypeError("AsyncDiLoCo: buffer and patience both say how many arrivals an outer step has; give one")
+        self.waits = self.patience is not None
+        self.awaited = 1.0 if self.buffer is None else whole_number("buffer", self.buffer)
+        if self.patience is not None:
+            no_limit = isinstance(self.patience, float) and self.patience == math.inf
+            self.awaited = math.inf if no_limit else whole_number("patience", self.patience)
+        weight = self.staleness
+        self.weight = STALENESS[one_of("staleness", weight, STALENESS)] if isinstance(weight, str) else weight
+        a_function("staleness", self.weight, "staleness")
+        super().__post_init__()
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)
@@ -111,7 +109,7 @@ class AsyncDiLoCoStrategy(AsynchronousStrategy):
     def _outer_step(self) -> None:
         """Take an outer step with the arrived updates, summed in node order, not in order of arrival."""
         nodes, weights, taken, staleness = zip(*sorted(self.arrivals, key=lambda arrival: arrival[0]), strict=True)
-        share = [real_number("staleness weight", self.staleness(s), at_least=0) for s in staleness]
+        share = [real_number("staleness weight", self.weight(s), at_least=0) for s in staleness]
         if self.average.is_mean and self.average.rule.by == "nodes" and not any(staleness) and set(share) == {1.0}:
             # All nodes pulled the same φ: take the mean first, as DiLoCo does, so that both round alike.
             torch.sub(self.outer_weights, reduce_rows(torch.stack(weights), "mean"), out=self.outer_gradient)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
@@ -20,7 +19,8 @@ from vsim.cluster.optim import clip_by_node
 from vsim.cluster.optimizers import JointOptimizers, evaluating, torch_optimizers
 from vsim.network.event_clock import ARRIVAL, RETURN, STEP, VirtualClock
 from vsim.private_torch import mark_stepped
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 
 
 class OwnOptimizers(JointOptimizers):
@@ -29,6 +29,7 @@ class OwnOptimizers(JointOptimizers):
     placement = "rows"
 
 
+@algorithm
 class AsynchronousStrategy(Algorithm):
     """Base class of a server with outer weights φ, and workers that take local steps between two visits to the server.
 
@@ -41,7 +42,8 @@ class AsynchronousStrategy(Algorithm):
 
     Args:
         H: local steps from pulling to pushing, at least 1.
-        options: see `Algorithm`. Every worker keeps its inner optimizer's state for the whole run.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`. Every worker keeps its inner optimizer's
+            state for the whole run.
 
     Attributes, besides `Algorithm`'s:
         clock: the workers in virtual time; set before `begin`.
@@ -53,23 +55,25 @@ class AsynchronousStrategy(Algorithm):
     is_asynchronous = True
     derived: ClassVar[tuple[str, ...]] = ("step_workers",)
 
-    clock: VirtualClock
-    outer_weights: Tensor  # φ, shared (P,)
-    taken: Tensor  # the φ that each worker pulled last, stacked (K, P)
-    messages: dict[int, tuple[Tensor, Any]]  # messages in flight: number → (shared row, facts about the row)
-    version: int  # the number of outer steps of φ so far
-    versions: list[int]  # (K,) the version of φ that each worker pulled last
-    waiting: list[int]  # workers that wait at the server for a new φ
-    owed: list[int]  # for each worker, the local steps done in virtual time but not computed yet
-    until: list[int]  # for each worker, the local step that ends its phase (from pulling φ to pushing θ_k)
-    seen: list[int]  # examples that each worker has trained on, or tokens if batches hold token ids
-    outer_optims: list[Optimizer]  # the optimizers that step φ, if any
-    losses: Tensor  # the loss of each worker's last local step, stacked (K,); NaN before the first step
-    step_workers: Callable[[Sequence[int]], None]
+    H: int = 100
 
-    def __init__(self, H: int, *, inner_optim: Optim = None, **options: Unpack[StrategyOptions]) -> None:
-        self.H = whole_number("H", H)
-        super().__init__(inner_optim=inner_optim, **options)
+    clock: VirtualClock = state()
+    outer_weights: Tensor = state()  # φ, shared (P,)
+    taken: Tensor = state()  # the φ that each worker pulled last, stacked (K, P)
+    messages: dict[int, tuple[Tensor, Any]] = state()  # messages in flight: number → (shared row, facts about the row)
+    version: int = state()  # the number of outer steps of φ so far
+    versions: list[int] = state()  # (K,) the version of φ that each worker pulled last
+    waiting: list[int] = state()  # workers that wait at the server for a new φ
+    owed: list[int] = state()  # for each worker, the local steps done in virtual time but not computed yet
+    until: list[int] = state()  # for each worker, the local step that ends its phase (from pulling φ to pushing θ_k)
+    seen: list[int] = state()  # examples that each worker has trained on, or tokens if batches hold token ids
+    outer_optims: list[Optimizer] = state()  # the optimizers that step φ, if any
+    losses: Tensor = state()  # the loss of each worker's last local step, stacked (K,); NaN before the first step
+    step_workers: Callable[[Sequence[int]], None] = state()
+
+    def __post_init__(self) -> None:
+        self.H = whole_number("H", self.H)
+        super().__post_init__()
 
     @torch.no_grad()
     def begin(self, cluster: Cluster) -> None:
@@ -93,8 +97,6 @@ class AsynchronousStrategy(Algorithm):
         replicas, exact = self.cluster.replicas, self.cluster.deterministic
         rows = [replicas.rows(node, node + 1) for node in range(self.cluster.num_nodes)]
         return OwnOptimizers([self.optim_spec.build_for(row, exact) for row in rows])
-
-    # Methods of a strategy --------------------------------------------------------------------------------------------
 
     def phase(self, node: int) -> int:
         """Return the number of local steps from a worker's next pull to its push. Default: H."""
@@ -120,8 +122,6 @@ class AsynchronousStrategy(Algorithm):
         first = min(self.first_visit(node) * seconds[node] for node in nodes)
         taken = sum(math.floor(first / each * (1 + 1e-9)) for each in seconds)
         return math.ceil(taken / len(seconds))
-
-    # In virtual time --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_step(self) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from inspect import Parameter
+from dataclasses import fields
+from functools import partial
 from itertools import chain
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import Unpack
 
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
@@ -39,32 +38,142 @@ from vsim.cluster.optimizers import (
 from vsim.cluster.plan import ComputeSeconds
 from vsim.cluster.randomness import SHARED, generator
 from vsim.cluster.replicas import Replicas
-from vsim.cluster.schedule import LRSchedule
+from vsim.cluster.schedule import LRSchedule, restarts
 from vsim.cluster.stacked import StackedCollectives
 from vsim.private_torch import mark_stepped
 from vsim.strategy.attack import Attack
-from vsim.strategy.average import Average
-from vsim.strategy.configured import SPELLINGS, Configured
-from vsim.strategy.of_modules import docstring_of, init_of
+from vsim.strategy.average import Average, Averaging
+from vsim.strategy.fields import OPTIONS, Given, algorithm, state
 from vsim.strategy.when import When, schedule_of, syncs
 
+Part = TypeVar("Part", bound="Algorithm")
+Optim = OptimSpec | type[Optimizer] | str | None
 
-class CommunicationModule(Configured):
-    """One kind of communication. A subclass defines `sync`, which is called after the steps that H selects.
+
+@algorithm
+class Algorithm(Given):
+    """An inner optimizer, and what the nodes communicate before and after its steps. The base of all strategies.
+
+        @algorithm
+        class LocalSGD(Algorithm):
+            H: int | When = 10
+
+            def sync(self, cluster: Cluster) -> None:
+                cluster.weights.copy_(cluster.collectives.all_reduce(cluster.weights, "mean"))
+
+    A subclass defines what is communicated: `sync`, which is called after the steps that H selects, or `communicate`,
+    `communicate_gradients`, …, and `setup`, which makes their state. An algorithm is also a part: parts communicate in
+    turn around one inner optimizer, as in `CommunicateOptimizeStrategy([SPARTAStrategy(), DiLoCoStrategy()])`. An
+    algorithm that does more than to communicate extends `begin`, `gradients`, `optimize` or `advance`, and calls
+    `super()`; it is not a part. For code that is written as if for one node, subclass `Strategy`.
+
+    A run calls `begin` once, and in every step `gradients`, `optimize` and `advance`; then it advances the schedules
+    and counts the step.
+
+    Args:
+        inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its lower-case name. Default AdamW.
+        lr: the inner learning rate.
+        max_norm: clip every node's gradient to this 2-norm before its optimizer step.
+        lr_scheduler: a torch.optim.lr_scheduler class; "cosine" or "lambda_cosine", which multiply the peak rate at
+            step s = 0, 1, … of T by s / w while s < w (warm-up), and then, with cosine_anneal, by
+            0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))); or `restarts(steps)`, which restarts it after every sync.
+        lr_scheduler_kwargs: arguments of the scheduler.
+        warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T, by default the
+            run's number of steps.
+        attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
 
     Attributes:
         H: steps from one sync to the next, or a schedule of `vsim.strategy.when`; 1 if a subclass sets none.
         average: merges the nodes' vectors, and in a warm-up their gradients; the mean if a subclass sets none.
-        only_once: whether a second module of the same class, whatever its settings, would have nothing to do.
-        is_gossip: whether nodes meet few others only, so that the history has their `consensus_distance`.
+        family: the section in docs/strategies.md.
+        is_asynchronous: whether nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
+        communicates: whether nodes send anything at all.
+        only_once: whether a second part of the same class, whatever its settings, would have nothing to do.
+        uncalled: methods of `Strategy` that this class never calls.
+        optim_spec, schedule: the inner optimizer and its schedule, from the options.
+
+    Attributes during a run:
+        cluster: the nodes. optim: the inner optimizer.
+        settings: the strategy's arguments, which a resumed run must repeat.
+
+    `str(strategy)` is the call that makes the strategy.
     """
 
-    H: int | When = 1
-    average: Average = Average()
-    only_once = False
-    is_gossip = False
+    derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
+    resolved: ClassVar[tuple[str, ...]] = tuple(name for name in OPTIONS if name not in ("max_norm", "attack"))
+    uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
+    is_asynchronous: ClassVar[bool] = False
+    communicates: ClassVar[bool] = True
+    only_once: ClassVar[bool] = False
 
-    warmup: Average  # averages gradients in a warm-up, with separate compression errors; unset without a warm-up
+    inner_optim: Optim = None
+    lr: float | None = None
+    max_norm: float | None = None
+    lr_scheduler: type[LRScheduler] | restarts | str | None = None
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: int | None = None
+    cosine_anneal: bool | None = None
+    max_steps: int | None = None
+    attack: Attack | None = None
+
+    H: int | When = state(default=1)
+    average: Averaging = state(default=Averaging("mean"))
+    warmup: Average = state()  # averages gradients in a warm-up, with separate compression errors
+    cluster: Cluster = state()
+    optim: StackedOptimizer = state()
+    optim_spec: OptimSpec = state()
+    schedule: LRSchedule = state()
+    settings: dict[str, Any] = state()
+    synced: int = state()  # completed steps before the last sync; with lr_scheduler=restarts(…)
+
+    def __post_init__(self) -> None:
+        """Check the arguments. An override ends with `super().__post_init__()`, which checks the options."""
+        where = f"{type(self).__name__}()"
+        if uncalled := [f"{name}()" for name in self.uncalled if hasattr(self, name)]:
+            raise TypeError(
+                f"{type(self).__name__} defines {', '.join(uncalled)}, called only in subclasses of Strategy and "
+                "CommunicateOptimizeStrategy: subclass one of these, or extend begin(), gradients() or advance()"
+            )
+        if shared := [f"{name} = True" for name in ("shares_weights", "shares_grads") if getattr(self, name, False)]:
+            raise TypeError(
+                f"{type(self).__name__} has {' and '.join(shared)}, but nodes do not share rows: each has its own "
+                "weights and gradients. Remove it"
+            )
+        self.settings = {}
+        if self.attack is not None:
+            self._take_attack(self.attack)
+        self.optim_spec = resolve_optim(
+            where, "inner_optim", self.inner_optim, "lr", self.lr, self.default_inner_optim()
+        )
+        for part in self.parts:
+            with naming(where):
+                part.check_optim(self.optim_spec)
+        self.max_norm = None if self.max_norm is None else real_number("max_norm", self.max_norm, above=0)
+        self.schedule = LRSchedule(
+            self.lr_scheduler, self.lr_scheduler_kwargs, self.warmup_steps, self.cosine_anneal, self.max_steps
+        )
+
+    @property
+    def parts(self) -> Sequence[Algorithm]:
+        """The algorithms that communicate, in this order: the algorithm itself, or those it is composed of."""
+        return (self,)
+
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        """Return the default inner optimizer."""
+        return OptimSpec(torch.optim.AdamW)
+
+    def _take_attack(self, attack: Attack) -> None:
+        name = type(self).__name__
+        if not isinstance(attack, Attack):
+            raise TypeError(f"{name}: attack must be a vsim.Attack, got {attack!r}")
+        if attack.kind == "label_flip":
+            return
+        taken = [part.take_attack(attack, name) for part in self.parts]
+        if not any(taken):
+            raise ValueError(f"{name}: {attack} attacks messages of an average= or of gossip, and there are none")
+
+    # What a subclass defines -------------------------------------------------------------------------------------
 
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
@@ -79,9 +188,13 @@ class CommunicationModule(Configured):
         """H as a schedule."""
         return schedule_of(self.H)
 
+    def syncs_now(self, step: int) -> bool:
+        """Return whether step number `step` ends with a sync; called before `communicate`."""
+        return self.when.ends_with(step) and not self.when.is_warmup(step)
+
     @property
     def first_step(self) -> int:
-        """The first step at which the module has an effect, known after `setup`. A shorter run gets a warning."""
+        """The first step at which the algorithm has an effect, known after `setup`. A shorter run gets a warning."""
         return self.when.period or self.when.next
 
     @property
@@ -95,7 +208,7 @@ class CommunicationModule(Configured):
         return ()
 
     def remember(self, cluster: Cluster) -> None:
-        """Record the clients' state now; for modules that otherwise record it only at a sync. Default: no-op."""
+        """Record the clients' state now; for algorithms that otherwise record it only at a sync. Default: no-op."""
 
     def personalize(self, weights: Tensor, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Turn copies of the global weights (P,) and buffers into a client's model, in place.
@@ -103,7 +216,7 @@ class CommunicationModule(Configured):
         Default: no-op, since clients use the global model.
 
         Args:
-            own: name → the client's row, for every tensor that this module declares by `keep_client`.
+            own: name → the client's row, for every tensor that this algorithm declares by `keep_client`.
         """
 
     def shared_weights(self, weights: Tensor) -> Tensor:
@@ -115,7 +228,21 @@ class CommunicationModule(Configured):
         self.average.rule.check(cluster.num_nodes)
 
     def check_optim(self, optim: OptimSpec) -> None:
-        """Raise an error if the module does not allow this inner optimizer. Default: no-op."""
+        """Raise an error if the algorithm does not allow this inner optimizer. Default: no-op."""
+
+    def take_attack(self, attack: Attack, name: str) -> bool:
+        """Let `attack` act on the vectors that nodes send, and return whether there are any. Default: on `average`.
+
+        Args:
+            name: the class of the strategy, for errors.
+        """
+        if "average" not in vars(self):
+            return False
+        if self.average.refuses_attack:
+            raise ValueError(f"{name}: {attack} cannot act, as {self.average.refuses_attack}")
+        self.average = copy.deepcopy(self.average)
+        self.average.attack = attack
+        return True
 
     def attend(self, cluster: Cluster) -> None:
         """Called when the set of nodes that take part changes, before step `cluster.step`. Default: no-op."""
@@ -148,11 +275,11 @@ class CommunicationModule(Configured):
         """Change `cluster.weights` in place, after a step that H selects. Default: no-op."""
 
     def global_weights(self, cluster: Cluster) -> Tensor | None:
-        """Return the shared weights (P,) that this module keeps as the global model, or None."""
+        """Return the shared weights (P,) that this algorithm keeps as the global model, or None."""
         return None
 
     def measured(self, cluster: Cluster) -> Mapping[str, float]:
-        """Return columns of the history for this module: name → number, with the same names in every call.
+        """Return columns of the history for this algorithm: name → number, with the same names in every call.
 
         Called before the first step and after every step. An override must not change or send anything.
         """
@@ -162,193 +289,6 @@ class CommunicationModule(Configured):
         """Return a context that swaps in the weights to evaluate, if the outer optimizer keeps such weights."""
         return nullcontext()
 
-
-Optim = OptimSpec | type[Optimizer] | str | None
-
-
-class StrategyOptions(TypedDict, total=False):
-    """The arguments that all strategies take, besides inner_optim, with EXO Gym's spellings; see `Algorithm`."""
-
-    optim_spec: Optim
-    lr: float | None
-    inner_lr: float | None
-    max_norm: float | None
-    lr_scheduler: type[LRScheduler] | str | None
-    lr_scheduler_kwargs: dict[str, Any] | None
-    warmup_steps: int | None
-    cosine_anneal: bool | None
-    max_steps: int | None
-    attack: Attack | None
-
-
-OPTIONS = tuple(
-    Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
-    for name, kind in StrategyOptions.__annotations__.items()
-    if name not in SPELLINGS
-)
-
-
-# A module's hook → what an algorithm has in its place, which whoever trains calls.
-_IN_PLACE_OF_HOOKS = {
-    "setup": "begin",
-    "communicate_gradients": "gradients",
-    "sync": "advance",
-    "attend": "change_nodes",
-    "measured": "columns",
-    "evaluating": "evaluation",
-    "global_weights": "model_weights",
-}
-
-
-class Algorithm(Configured):
-    """An inner optimizer and an ordered list of communication modules. The base of all of vsim's strategies.
-
-    A run calls `begin` once, and in every step `gradients`, `optimize` and `advance`; then it advances the schedules
-    and counts the step. A subclass that extends one of these methods calls `super()`. For code that is written as if
-    for one node, subclass `Strategy`.
-
-    A strategy of fixed modules names their classes in its class statement. It inherits the modules' arguments,
-    docstring and checks, in addition to the options below:
-
-        class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
-
-    `of` is one module class or several; `positions` are the arguments that may be positional, by default inner_optim;
-    `names` maps a module's argument to the strategy's name for it, or to None to drop it.
-
-    Args:
-        communication_modules: communicate in this order. Default: none; the nodes do not communicate.
-        inner_optim: the inner optimizer: an `OptimSpec`, a torch.optim class or its lower-case name. Default
-            AdamW. EXO Gym's name, optim_spec, is accepted as well.
-        lr: the inner learning rate. EXO Gym's name, inner_lr, is accepted as well.
-        max_norm: clip every node's gradient to this 2-norm before its optimizer step.
-        lr_scheduler: a torch.optim.lr_scheduler class, or "cosine" or "lambda_cosine". Both multiply the peak rate at
-            step s = 0, 1, … of T by s / w while s < w (warm-up), and then, with cosine_anneal, by
-            0.1 + 0.45 · (1 + cos(π (s − w) / (T − w))).
-        lr_scheduler_kwargs: arguments of the scheduler.
-        attack: makes some nodes send other vectors to `average`, or train on wrong labels; see `vsim.Attack`.
-        warmup_steps: w, default 0. cosine_anneal: default True for "cosine", else False. max_steps: T, by default the
-            run's number of steps.
-
-    Attributes during a run:
-        cluster: the nodes. optim: the inner optimizer.
-        settings: the strategy's arguments, which a resumed run must repeat.
-
-    `str(strategy)` is the call that makes the strategy. `family` is its section in docs/strategies.md.
-    """
-
-    derived: ClassVar[tuple[str, ...]] = ("_period", "settings", "schedulers")
-    common = (Parameter("inner_optim", Parameter.KEYWORD_ONLY, default=None, annotation="Optim"), *OPTIONS)
-
-    # Whether nodes train on a virtual clock, at different speeds; see `vsim.strategy.asynchronous`.
-    is_asynchronous = False
-    # Methods of `Strategy` that this class never calls.
-    uncalled: ClassVar[tuple[str, ...]] = ("step", "before_optimizer", "after_optimizer", "_init_node")
-
-    def __init_subclass__(
-        cls,
-        of: type[CommunicationModule] | tuple[type[CommunicationModule], ...] | None = None,
-        positions: Sequence[str] = ("inner_optim",),
-        names: Mapping[str, str | None] = MappingProxyType({}),
-        **kwargs: Any,
-    ) -> None:
-        if of is not None:
-            modules = of if isinstance(of, tuple) else (of,)
-            cls.__init__ = init_of(modules, names, positions, OPTIONS, Algorithm._compose)  # type: ignore[method-assign]
-            cls.__doc__ = docstring_of(cls.__doc__ or "", modules, names)
-        super().__init_subclass__(**kwargs)
-
-    if TYPE_CHECKING:  # with `of`, `__init__` takes the modules' arguments
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    else:
-
-        def __init__(
-            self,
-            communication_modules: Sequence[CommunicationModule] = (),
-            inner_optim: Optim = None,
-            **options: Unpack[StrategyOptions],
-        ) -> None:
-            self._compose(communication_modules, inner_optim, options)
-
-    def _compose(
-        self, communication_modules: Sequence[CommunicationModule], inner_optim: Optim, options: StrategyOptions
-    ) -> None:
-        where = f"{type(self).__name__}()"
-        if uncalled := [f"{name}()" for name in self.uncalled if hasattr(self, name)]:
-            raise TypeError(
-                f"{type(self).__name__} defines {', '.join(uncalled)}, called only in subclasses of Strategy and "
-                "CommunicateOptimizeStrategy: subclass one of these, or extend begin(), gradients() or advance()"
-            )
-        if hooks := [name for name in _IN_PLACE_OF_HOOKS if hasattr(self, name)]:
-            raise TypeError(
-                f"{type(self).__name__} defines {', '.join(f'{name}()' for name in hooks)}, called only in "
-                f"CommunicationModules: extend {', '.join(f'{_IN_PLACE_OF_HOOKS[name]}()' for name in hooks)}"
-            )
-        if not isinstance(communication_modules, list | tuple):
-            raise TypeError(
-                f"{where}: communication_modules must be a list of CommunicationModules, got {communication_modules!r}"
-            )
-        for module in communication_modules:
-            if not isinstance(module, CommunicationModule):
-                raise TypeError(f"{where}: communication_modules must be CommunicationModules, got {module!r}")
-        for i, module in enumerate(communication_modules):
-            for other in communication_modules[:i]:  # a module holds one state; a second module may do nothing
-                again = module.only_once or not (vars(module) or vars(other))
-                if module is other or (type(module) is type(other) and again):
-                    raise ValueError(f"{where}: communication_modules has the same {type(module).__name__} twice")
-        self.settings: dict[str, Any] = {}
-        self.communication_modules = list(communication_modules)
-        self.attack = options.get("attack")
-        if self.attack is not None:
-            self.communication_modules = self._attacked(self.attack)
-        given_optim, rates = {"inner_optim": inner_optim}, {"lr": options.get("lr")}
-        self.optim_spec = resolve_optim(where, given_optim, rates, default=self.default_inner_optim())
-        for module in self.communication_modules:
-            with naming(where):
-                module.check_optim(self.optim_spec)
-        max_norm = options.get("max_norm")
-        self.max_norm = None if max_norm is None else real_number("max_norm", max_norm, above=0)
-        given: Mapping[str, Any] = options
-        of_schedule = ("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal", "max_steps")
-        self.schedule = LRSchedule(*map(given.get, of_schedule))
-
-    def _attacked(self, attack: Attack) -> list[CommunicationModule]:
-        """Return copies of the modules, with the attack in their averages."""
-        name = type(self).__name__
-        if not isinstance(attack, Attack):
-            raise TypeError(f"{name}: attack must be a vsim.Attack, got {attack!r}")
-        modules = [copy.copy(module) for module in self.communication_modules]
-        if attack.kind == "label_flip":
-            return modules
-        taking = [isinstance(vars(module).get("average"), Average) or hasattr(module, "attack") for module in modules]
-        if not any(taking):
-            raise ValueError(f"{name}: {attack} attacks messages of an average= or of gossip, and there are none")
-        for module in (own for own, takes in zip(modules, taking, strict=True) if takes):
-            holder = module if hasattr(module, "attack") else copy.deepcopy(module.average)
-            if holder.refuses_attack:
-                raise ValueError(f"{name}: {attack} cannot act, as {holder.refuses_attack}")
-            holder.attack = attack
-            if holder is not module:
-                module.average = holder
-        return modules
-
-    @classmethod
-    def default_inner_optim(cls) -> OptimSpec:
-        """Return the default inner optimizer."""
-        return OptimSpec(torch.optim.AdamW)
-
-    def check(self) -> None:
-        if "communication_modules" not in vars(self):
-            raise TypeError(
-                f"{type(self).__name__}.__init__() must call super().__init__(…), with the options of every strategy"
-            )
-        if shared := [f"{name} = True" for name in ("shares_weights", "shares_grads") if getattr(self, name, False)]:
-            raise TypeError(
-                f"{type(self).__name__} has {' and '.join(shared)}, but nodes do not share rows: each has its own "
-                "weights and gradients. Remove it"
-            )
-
     # A run -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -356,20 +296,26 @@ class Algorithm(Configured):
         """Start a run on `cluster`. Called once, on the run's own copy of the strategy."""
         self.cluster = cluster
         self.optim = cluster.optim = self.inner_optimizer()
-        self.schedulers = [self.schedule.build(part, cluster.max_steps) for part in parts_of(self.optim)]
+        if self.schedule.restarts is not None:
+            if self.is_asynchronous or all(part.when.period == 1 for part in self.parts):
+                often = "is asynchronous" if self.is_asynchronous else "communicates at every step"
+                raise ValueError(f"lr_scheduler={self.schedule.restarts}: {type(self).__name__} {often}")
+            self.keep_shared(synced=0)
+        optims, synced = parts_of(self.optim), partial(getattr, self, "synced")
+        self.schedulers = [self.schedule.build(part, cluster.max_steps, synced) for part in optims]
         cluster.schedulers = [*chain(*self.schedulers)]
         self._period = self.period
-        for module in self.communication_modules:
-            module.when.setup(cluster)
-            module.setup(cluster)
-            if module.when.has_warmup:
-                if self.max_norm is not None and module.personal_bytes:
+        for part in self.parts:
+            part.when.setup(cluster)
+            part.setup(cluster)
+            if part.when.has_warmup:
+                if self.max_norm is not None and part.personal_bytes:
                     raise ValueError(
                         f"max_norm={self.max_norm:g} scales each node's gradient by a norm that includes its personal "
-                        f"layers, so that shared ones would drift apart in the warm-up of H={module.H!r}: leave out "
+                        f"layers, so that shared ones would drift apart in the warm-up of H={part.H!r}: leave out "
                         "max_norm, or take average=mean() | clip(…), or an H without a warm-up"
                     )
-                module.setup_warmup(cluster)
+                part.setup_warmup(cluster)
 
     def inner_optimizer(self) -> StackedOptimizer:
         """Return the inner optimizer of the nodes of `cluster`."""
@@ -381,10 +327,10 @@ class Algorithm(Configured):
         Args:
             changed: whether the set of nodes changed before the step.
         """
-        for module in self.communication_modules:
-            module.check_nodes(self.cluster)
+        for part in self.parts:
+            part.check_nodes(self.cluster)
             if changed:
-                module.attend(self.cluster)
+                part.attend(self.cluster)
 
     def move_rows(self, earlier: Replicas) -> None:
         """Make the optimizer step the nodes' current rows, `cluster.replicas`, in place of their `earlier` rows."""
@@ -398,24 +344,24 @@ class Algorithm(Configured):
     def gradients(self) -> None:
         """Communicate the gradients in `cluster.grads`, then clip them."""
         self._communicate_gradients()
-        self.clip()
+        self.clip_gradients()
 
     def gradient(self, at: Tensor, batch: Any = None) -> Tensor:
         """Return the nodes' gradients (R, P) at the weights `at` (R, P); see `Cluster.gradient`."""
         return self.cluster.gradient(at, batch)
 
     def _communicate_gradients(self) -> None:
-        """Call `communicate_gradients` of all modules."""
-        for module in self.communication_modules:
+        """Call `communicate_gradients` of all parts."""
+        for part in self.parts:
             known = len(self.cluster.collectives.ledger)
-            module.communicate_gradients(self.cluster)
+            part.communicate_gradients(self.cluster)
             if len(self.cluster.collectives.ledger) > known and self.cluster.resting_nodes:
                 raise TypeError(
-                    f"{type(self).__name__}: {type(module).__name__} communicates gradients, and with Sample(epochs=…) "
+                    f"{type(self).__name__}: {type(part).__name__} communicates gradients, and with Sample(epochs=…) "
                     f"clients that have done their epochs have none at step {self.cluster.step}; give no epochs="
                 )
 
-    def clip(self) -> None:
+    def clip_gradients(self) -> None:
         """Clip every node's gradient to `max_norm`, if set. Called before every optimizer step."""
         if self.max_norm is not None:
             clip_by_node(self.cluster.replicas, self.max_norm, exact=self.cluster.deterministic)
@@ -437,91 +383,86 @@ class Algorithm(Configured):
                 f"{type(self).__name__}: H is {self.period}, and rounds of clients have {self._period} steps; where H "
                 "moves in a run, give a schedule of vsim.strategy.when"
             )
-        for module in self.communication_modules:
-            module.communicate(cluster)
+        for part in self.parts:
+            if self.schedule.restarts is not None and part.syncs_now(cluster.step):
+                self.synced = cluster.step
+            part.communicate(cluster)
         position.has_communicated = True
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next optimizer step."""
-        return self.cluster.lr
-
     def columns(self) -> Mapping[str, float]:
-        """Return columns of the history, from all modules' `measured`: name → number. A subclass may add its own."""
-        return {name: float(v) for m in self.communication_modules for name, v in m.measured(self.cluster).items()}
+        """Return columns of the history, from all parts' `measured`: name → number. A subclass may add its own."""
+        return {name: float(v) for part in self.parts for name, v in part.measured(self.cluster).items()}
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Return a context that swaps in the weights to evaluate, if optimizers keep such weights."""
         with ExitStack() as stack:
             stack.enter_context(evaluating(self.optim, self.cluster.replicas.weights))
-            for module in self.communication_modules:
-                stack.enter_context(module.evaluating())
+            for part in self.parts:
+                stack.enter_context(part.evaluating())
             yield
 
     # The global model ------------------------------------------------------------------------------------------------
 
     def model_weights(self) -> Tensor:
-        """Return the shared weights (P,) to evaluate as the global model: a module's, or the mean replica."""
-        for module in self.communication_modules:
-            weights = module.global_weights(self.cluster)
+        """Return the shared weights (P,) to evaluate as the global model: a part's, or the mean replica."""
+        for part in self.parts:
+            weights = part.global_weights(self.cluster)
             if weights is not None:
                 return weights
         return self.cluster.mean_weights()
 
     @property
     def evaluates_mean(self) -> bool:
-        """Whether the global model is the mean replica, because neither the strategy nor a module defines another."""
-        modules = (type(module).global_weights for module in self.communication_modules)
-        replaced = any(own is not CommunicationModule.global_weights for own in modules)
+        """Whether the global model is the mean replica, because neither the strategy nor a part defines another."""
+        replaced = any(type(part).global_weights is not Algorithm.global_weights for part in self.parts)
         return type(self).model_weights is Algorithm.model_weights and not replaced
 
     @property
     def is_gossip(self) -> bool:
-        """Whether a module lets nodes meet few others only."""
-        return any(module.is_gossip for module in self.communication_modules)
+        """Whether nodes meet few others only, so that the history has their `consensus_distance`."""
+        return any(part.is_gossip for part in self.parts if part is not self)
 
     @property
     def is_personal(self) -> bool:
         """Whether clients use personal models in place of the global model."""
-        modules = (type(module).personalize for module in self.communication_modules)
-        return any(own is not CommunicationModule.personalize for own in modules)
+        return any(type(part).personalize is not Algorithm.personalize for part in self.parts)
 
     def has_global_model(self, mean: Tensor | None = None) -> bool:
-        """Return whether a server has the global model now: a module keeps it, or all nodes are equal after a sync.
+        """Return whether a server has the global model now: a part keeps it, or all nodes are equal after a sync.
 
         Args:
             mean: the mean replica (P,), if known. Nodes then compare their weights with it, and no node sends weights.
         """
         cluster, collectives = self.cluster, self.cluster.collectives
         held = type(self).model_weights is not Algorithm.model_weights
-        if held or any(module.global_weights(cluster) is not None for module in self.communication_modules):
+        if held or any(part.global_weights(cluster) is not None for part in self.parts):
             return True
         with collectives.unbilled():
             same = cluster.weights == (collectives.broadcast(cluster.weights) if mean is None else mean)  # (R, P)
-            for module in self.communication_modules:
-                same = module.shared_weights(same)
+            for part in self.parts:
+                same = part.shared_weights(same)
             return bool(collectives.all_reduce(same.all(1).float(), "min"))
 
     # Before a run ----------------------------------------------------------------------------------------------------
 
     @property
     def period(self) -> int:
-        """Steps from one sync to the next: the longest period of the communication modules."""
-        return max((module.when.period or 1 for module in self.communication_modules), default=1)
+        """Steps from one sync to the next: the longest period of the parts."""
+        return max((part.when.period or 1 for part in self.parts), default=1)
 
     @property
     def needs_compute(self) -> bool:
         """Whether a schedule of syncs depends on compute seconds."""
-        return any(module.when.needs_compute for module in self.communication_modules)
+        return any(part.when.needs_compute for part in self.parts)
 
     def syncs(self, max_steps: int | None, seconds: ComputeSeconds | None) -> tuple[int, ...]:
         """Return the steps of all syncs of a run whose H is a schedule; empty if H is a number.
 
         Raises:
-            TypeError: modules have several schedules, or the run's number of steps is unknown.
+            TypeError: parts have several schedules, or the run's number of steps is unknown.
         """
-        schedules = [module.when for module in self.communication_modules if module.when.period is None]
+        schedules = [part.when for part in self.parts if part.when.period is None]
         if not schedules:
             return ()
         if max_steps is None:
@@ -581,6 +522,26 @@ class Algorithm(Configured):
         return False
 
 
+@algorithm
+class Composed(Algorithm):
+    """Base of algorithms that are composed of other algorithms.
+
+    Attributes:
+        composed: the parts, in the order in which they communicate; set before `super().__post_init__()`.
+    """
+
+    composed: list[Algorithm] = state()
+
+    @property
+    def parts(self) -> Sequence[Algorithm]:
+        return self.composed
+
+    def part(self, cls: type[Part]) -> Part:
+        """Return an algorithm of class `cls`, with the arguments that this one has in common with it."""
+        own = {f.name for f in fields(cls) if f.init and f.name not in OPTIONS}
+        return cls(**{name: value for name, value in vars(self).items() if name in own})
+
+
 def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] | None = None) -> None:
     """Take an algorithm's part of a step, once the gradients are computed, and count the step.
 
@@ -590,7 +551,7 @@ def take_step(strategy: Algorithm, after_optimizer: Callable[[], object] | None 
         after_optimizer: called between the optimizer step and the communication of weights.
 
     Raises:
-        TypeError: a method of a subclass does not call `super()`, so that the modules have not communicated.
+        TypeError: a method of a subclass does not call `super()`, so that the parts have not communicated.
     """
     cluster = strategy.cluster
     clear_gradients(cluster)

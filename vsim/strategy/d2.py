@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from vsim.cluster import Cluster
-from vsim.strategy.gossip import GraphStrategy, OnGraph
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GraphStrategy
 from vsim.strategy.graphs import MOST_NODES, cycle, mixing
 
 
-class CorrectedGossip(OnGraph):
-    """Average corrected weights with the neighbours at every step; c is the last correction.
+@algorithm
+class D2Strategy(GraphStrategy):
+    """Average corrected weights with the neighbours: D² [Tang et al. 2018, arXiv:1803.07068].
 
         x½ ← optimizer(x, g), with SGD x − η g;  x ← W (x½ + c);  c ← x − x½, at first 0
 
@@ -24,20 +24,23 @@ class CorrectedGossip(OnGraph):
 
     Args:
         topology: a graph that does not vary; see `GossipStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights to each neighbour, every step.
 
     Deviations from the paper: the paper's inner optimizer is SGD. When nodes come and go, c starts again at 0.
     """
 
+    family = "graphs"
     least = -1 / 3  # the smallest allowed eigenvalue of W
-    correction: Tensor  # c, stacked (R, P)
 
-    def __init__(self, *, topology: Any = "ring") -> None:
-        super().__init__(topology=topology)
-        if cycle(self.topology, MOST_NODES) != 1:
+    correction: Tensor = state()  # c, stacked (R, P)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if cycle(self.graphs, MOST_NODES) != 1:
             raise ValueError(
-                f"topology: D² and exact diffusion need one symmetric W; got {topology!r:.100}, which varies"
+                f"topology: D² and exact diffusion need one symmetric W; got {self.topology!r:.100}, which varies"
             )
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
@@ -60,9 +63,3 @@ class CorrectedGossip(OnGraph):
     def combined(self, rows: Tensor, cluster: Cluster) -> Tensor:
         """Return W times stacked `rows` (R, P)."""
         return self.mixed(rows, cluster, "weights")
-
-
-class D2Strategy(GraphStrategy, of=CorrectedGossip):
-    """Average corrected weights with the neighbours: D² [Tang et al. 2018, arXiv:1803.07068]."""
-
-    family = "graphs"

@@ -7,20 +7,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
+from vsim.cluster.optim import OptimSpec
 from vsim.cluster.reductions import shares_of
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.average import COUNTS, AverageLike, average_of, rda
-from vsim.strategy.base import Optim, StrategyOptions
+from vsim.strategy.average import COUNTS, Averaging, rda
+from vsim.strategy.base import Optim
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.fragments import PATTERNS, Fragments, checked_fragments, first_step, fragments_of
 from vsim.strategy.outer import outer_optimizer, outer_spec
 
-PAPERS = rda("tokens")
 
-
+@algorithm
 class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     """AsyncDiLoCo in fragments, merged once a quorum has arrived and a grace period has passed: Decoupled DiLoCo
     [Douillard et al. 2026, arXiv:2604.21428].
@@ -44,7 +44,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         average: merges the φ_k − θ_k; see `vsim.strategy.average`. The paper's rda("tokens") keeps lengths where
             directions differ, and weights learners by tokens²/steps since they last sent the fragment (examples² if
             batches hold no token ids). Messages arrive one by one and cannot be compressed.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: each fragment, to the syncer and back, after every H steps of a learner.
 
@@ -52,67 +52,70 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     """
 
     family = "asynchronous"
+    derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "pieces")
+    resolved = ("outer_optim", "outer_lr")
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        H: int = 24,
-        fragments: Fragments = None,
-        pattern: str = "strided",
-        delay: int = 2,
-        quorum: int = 1,
-        grace: float = 1.0,
-        outer_optim: Optim = None,
-        outer_lr: float | None = None,
-        average: AverageLike = PAPERS,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__(H, inner_optim=inner_optim, **options)
-        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
-        self.fragments, self.pattern = checked_fragments(fragments, self.H), one_of("pattern", pattern, PATTERNS)
-        self.delay = whole_number("delay", delay, at_least=0)
-        self.quorum = whole_number("quorum", quorum)
-        self.grace = real_number("grace", grace, at_least=0, at_most=1)
-        self.average = average_of(average, "DecoupledDiLoCo", by=COUNTS, arrivals=True)
+    H: int = 24
+    fragments: Fragments = None
+    pattern: str = "strided"
+    delay: int = 2
+    quorum: int = 1
+    grace: float = 1.0
+    outer_optim: Optim = None
+    outer_lr: float | None = None
+    average: Averaging = Averaging(rda("tokens"), by=COUNTS, arrivals=True)
+
+    outer_optim_spec: OptimSpec = state()
+
+    outer_gradient: Tensor = state()  # shared (P,)
+    came: list[list[tuple[int, Tensor, float, float]]] = (
+        state()
+    )  # per fragment: node, θ_k (n,), weight, answer's deadline
+    closing: list[float] = state()  # per fragment: the time at which its current round ends
+    sent: list[list[list[int]]] = state()  # per learner and fragment: the learner's steps and tokens at the last send
+    awaited: list[list[bool]] = state()  # per learner and fragment: whether the learner awaits an answer
+    answers: list[dict[int, Tensor]] = state()  # per learner, answers to apply later: fragment → φ (n,)
+    timers: dict[int, int] = state()  # number of a timer → fragment
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.outer_optim_spec = outer_spec(self.outer_optim, self.outer_lr)
+        self.fragments = checked_fragments(self.fragments, self.H)
+        one_of("pattern", self.pattern, PATTERNS)
+        self.delay = whole_number("delay", self.delay, at_least=0)
+        self.quorum = whole_number("quorum", self.quorum)
+        self.grace = real_number("grace", self.grace, at_least=0, at_most=1)
         if self.delay >= self.H:
-            raise ValueError(f"delay must be below H, after which a fragment is sent again; got {delay} for H={H}")
-
-    outer_gradient: Tensor  # shared (P,)
-    came: list[list[tuple[int, Tensor, float, float]]]  # per fragment: node, θ_k (n,), weight, answer's deadline
-    closing: list[float]  # per fragment: the time at which its current round ends
-    sent: list[list[list[int]]]  # per learner and fragment: the learner's steps and tokens at the last send
-    awaited: list[list[bool]]  # per learner and fragment: whether the learner awaits an answer
-    answers: list[dict[int, Tensor]]  # per learner, answers to apply later: fragment → φ (n,)
-    timers: dict[int, int]  # number of a timer → fragment
-    derived: ClassVar[tuple[str, ...]] = ("outer_gradient", "parts")
+            raise ValueError(
+                f"delay must be below H, after which a fragment is sent again; got {self.delay} for H={self.H}"
+            )
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)
         if self.quorum > cluster.num_nodes:
             raise ValueError(f"quorum must be at most the number of nodes, {cluster.num_nodes}, got {self.quorum}")
-        self.parts = parts = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)
-        if len(parts) > self.H:
-            raise ValueError(f"H must be at least the number of fragments, {len(parts)}, got {self.H}")
+        self.pieces = pieces = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)
+        if len(pieces) > self.H:
+            raise ValueError(f"H must be at least the number of fragments, {len(pieces)}, got {self.H}")
         phi, spec = self.outer_weights, self.outer_optim_spec
         self.outer_gradient = torch.zeros_like(phi)
-        optims = [outer_optimizer(spec, cluster, phi, self.outer_gradient, part) for part in parts]
+        optims = [outer_optimizer(spec, cluster, phi, self.outer_gradient, part) for part in pieces]
         nodes = range(cluster.num_nodes)
-        self.keep_shared(outer_optims=optims, came=[[] for _ in parts], closing=[math.inf for _ in parts], timers={})
+        self.keep_shared(outer_optims=optims, came=[[] for _ in pieces], closing=[math.inf for _ in pieces], timers={})
         self.keep_stacked(
-            sent=[[[0, 0] for _ in parts] for _ in nodes],
-            awaited=[[False for _ in parts] for _ in nodes],
+            sent=[[[0, 0] for _ in pieces] for _ in nodes],
+            awaited=[[False for _ in pieces] for _ in nodes],
             answers=[{} for _ in nodes],
         )
 
     def first_visit(self, node: int) -> int:
-        return first_step(0, self.H, len(self.parts))
+        return first_step(0, self.H, len(self.pieces))
 
     def after_local_step(self, node: int) -> None:
         by = self.average.rule.by
         own, awaited, sent, answers = self.clock.steps[node], self.awaited[node], self.sent[node], self.answers[node]
         due = [i for i in answers if own >= sent[i][0] + self.delay]
-        first = [first_step(i, self.H, len(self.parts)) for i in range(len(self.parts))]
+        first = [first_step(i, self.H, len(self.pieces)) for i in range(len(self.pieces))]
         sending = [i for i, n in enumerate(first) if (own - n) % self.H == 0 and (i in due or not awaited[i])]
         if due or sending:
             self.catch_up()
@@ -121,8 +124,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         for i in sending:
             steps, tokens = own - sent[i][0], self.seen[node] - sent[i][1]
             weight = {"tokens": tokens**2 / steps, "examples": float(self.cluster.shard_sizes[node])}.get(by, 1.0)
-            label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
-            row, wanted = self.parts[i].of(self.cluster.weights[node]), self.delay * self.clock.step_seconds(node)
+            label = "outer gradient" if len(self.pieces) == 1 else f"outer gradient of fragment {i}"
+            row, wanted = self.pieces[i].of(self.cluster.weights[node]), self.delay * self.clock.step_seconds(node)
             self.push(node, row, label, (i, weight, self.clock.now + wanted))
             awaited[i], sent[i] = True, [own, self.seen[node]]
         if self.delay or not sending:  # with τ = 0 the learner waits for the answers
@@ -130,7 +133,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
 
     def _take(self, node: int, i: int, phi: Tensor) -> None:
         """Set fragment i of a learner's weights to φ (n,)."""
-        part = self.parts[i]
+        part = self.pieces[i]
         for matrix in (self.cluster.weights, self.taken):
             for view, piece in zip(part.views(matrix[node]), part.cut(phi), strict=True):
                 view.copy_(piece)
@@ -157,7 +160,7 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
         nodes, weights, share, _ = zip(*sorted(self.came[i], key=lambda one: one[0]), strict=True)
         self.came[i], self.closing[i] = [], math.inf
         self._forget_timers(i)
-        part = self.parts[i]
+        part = self.pieces[i]
         rows = torch.stack([part.of(self.taken[node]) - row for node, row in zip(nodes, weights, strict=True)])
         shares = (
             None if self.average.rule.by == "nodes" else shares_of(torch.tensor(share), range(len(nodes)), len(nodes))

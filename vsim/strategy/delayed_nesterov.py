@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number, true_or_false, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.base import Optim, StrategyOptions
+from vsim.strategy.fields import algorithm, state
 
 
+@algorithm
 class DelayedNesterovStrategy(AsynchronousStrategy):
     """AsyncDiLoCo with a momentum updated at every N-th arrival; slow workers may take fewer steps [Liu et al. 2024,
     arXiv:2401.09135].
@@ -33,7 +33,7 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         outer_lr: ε. momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, where `compute` sets the speed v_k of worker k,
             so that all workers send about equally often.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, to the server and back, after every H_k steps of worker k.
 
@@ -42,27 +42,23 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
 
     family = "asynchronous"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        H: int = 50,
-        buffer: int | None = None,
-        c: float = 0.0,
-        outer_lr: float = 0.7,
-        momentum: float = 0.9,
-        dylu: bool = False,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self.buffer = None if buffer is None else whole_number("buffer", buffer)
-        self.c = real_number("c", c, at_least=0, at_most=1)
-        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
-        self.momentum = real_number("momentum", momentum, at_least=0, at_most=1)
-        self.dylu = true_or_false("dylu", dylu)
-        super().__init__(H, inner_optim=inner_optim, **options)
+    H: int = 50
+    buffer: int | None = None
+    c: float = 0.0
+    outer_lr: float = 0.7
+    momentum: float = 0.9
+    dylu: bool = False
 
-    m: Tensor  # the momentum, shared (P,)
-    gathered: Tensor  # Δ, shared (P,)
+    m: Tensor = state()  # the momentum, shared (P,)
+    gathered: Tensor = state()  # Δ, shared (P,)
+
+    def __post_init__(self) -> None:
+        self.buffer = None if self.buffer is None else whole_number("buffer", self.buffer)
+        self.c = real_number("c", self.c, at_least=0, at_most=1)
+        self.outer_lr = real_number("outer_lr", self.outer_lr, above=0)
+        self.momentum = real_number("momentum", self.momentum, at_least=0, at_most=1)
+        self.dylu = true_or_false("dylu", self.dylu)
+        super().__post_init__()
 
     def begin(self, cluster: Cluster) -> None:
         self.N = self.buffer or cluster.num_nodes

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing_extensions import Unpack
-
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.frozen import ranges
-from vsim.strategy.average import compress
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.cluster.optim import OptimSpec
+from vsim.strategy.average import Compress, compress
+from vsim.strategy.base import Algorithm
 from vsim.strategy.compression import DCTTopK
+from vsim.strategy.fields import algorithm, state
 
 
+@algorithm
 class DeMoStrategy(Algorithm):
     """Send the momentum's largest cosine coefficients, step by sign: DeMo [Peng et al. 2024, arXiv:2411.19870].
 
@@ -30,8 +31,8 @@ class DeMoStrategy(Algorithm):
         compression_chunk: upper limit for the sides of a tile.
         weight_decay: λ, decoupled, at least 0.
         index_bytes: "int64", or "packed": as many bits as an index needs.
-        options: see `Algorithm`, except inner_optim, since the sign step above takes its place. lr is 1e-3 by default;
-            max_norm clips every node's gradient before it enters δ_k.
+        lr, …: the options of all strategies, except inner_optim, since the sign step above takes its place; see
+            `Algorithm`. lr is 1e-3 by default; max_norm clips every node's gradient before it enters δ_k.
 
     Payload: min(k, h·w) · (8 + 4) bytes for each tile (h, w), every step.
 
@@ -41,25 +42,27 @@ class DeMoStrategy(Algorithm):
 
     family = "data parallel"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        compression_decay: float = 0.999,
-        compression_topk: int = 32,
-        compression_chunk: int = 64,
-        weight_decay: float = 0.0,
-        *,
-        index_bytes: str = "int64",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        if inner_optim is not None:
+    compression_decay: float = 0.999
+    compression_topk: int = 32
+    compression_chunk: int = 64
+    weight_decay: float = 0.0
+    index_bytes: str = "int64"
+
+    momentum: Compress = state()
+
+    def __post_init__(self) -> None:
+        if self.inner_optim is not None:
             raise TypeError("DeMoStrategy(): inner_optim has no effect, for the step is by the sign; lr sets its size")
-        super().__init__(inner_optim="sgd", **options)
-        topk = whole_number("compression_topk", compression_topk)
-        chunk = whole_number("compression_chunk", compression_chunk)
-        decay = real_number("compression_decay", compression_decay, at_least=0, at_most=1)
-        self.momentum = compress(DCTTopK(topk, chunk, index_bytes), decay)
-        self.weight_decay = real_number("weight_decay", weight_decay, at_least=0)
+        topk = whole_number("compression_topk", self.compression_topk)
+        chunk = whole_number("compression_chunk", self.compression_chunk)
+        decay = real_number("compression_decay", self.compression_decay, at_least=0, at_most=1)
+        self.momentum = compress(DCTTopK(topk, chunk, self.index_bytes), decay)
+        self.weight_decay = real_number("weight_decay", self.weight_decay, at_least=0)
+        super().__post_init__()
+
+    @classmethod
+    def default_inner_optim(cls) -> OptimSpec:
+        return OptimSpec("sgd")
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)
@@ -67,7 +70,7 @@ class DeMoStrategy(Algorithm):
 
     @property
     def _repeats(self) -> bool:
-        return type(self) is DeMoStrategy and not self.communication_modules
+        return type(self) is DeMoStrategy
 
     def gradients(self) -> None:
         super().gradients()  # clips now, since the optimizer gets only signs
@@ -75,6 +78,6 @@ class DeMoStrategy(Algorithm):
         if self.weight_decay:
             for frozen, own in ranges(cluster.replicas.layout, lambda name: cluster.frozen.get(name, False)):
                 if not frozen:
-                    cluster.replicas.weights[:, own].mul_(1 - self.lr * self.weight_decay)
-        fast = self.momentum(cluster.grads.mul_(self.lr), cluster, "DCT coefficients")
+                    cluster.replicas.weights[:, own].mul_(1 - cluster.lr * self.weight_decay)
+        fast = self.momentum(cluster.grads.mul_(cluster.lr), cluster, "DCT coefficients")
         cluster.grads.copy_(fast.sign_())

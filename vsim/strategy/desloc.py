@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import Unpack
 
 from vsim.arguments import a_text, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optimizers import states_by_node
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
-from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.base import Algorithm, Composed
+from vsim.strategy.fedavg import FedAvgStrategy
+from vsim.strategy.fields import algorithm
 
 # Names of the moments in torch's optimizers.
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
 
 
-class StateAverage(CommunicationModule):
+@algorithm
+class StateAverage(Algorithm):
     """Average one kind of state s of the inner optimizer, after every H-th step: s_k ← mean_j s_j.
 
     Args:
@@ -28,9 +29,13 @@ class StateAverage(CommunicationModule):
         ValueError: at a sync, the inner optimizer has no such state.
     """
 
-    def __init__(self, name: str, *, H: int) -> None:
-        self.name = a_text("name", name)
-        self.H = whole_number("H", H)
+    name: str
+    H: int = 1
+
+    def __post_init__(self) -> None:
+        self.name = a_text("name", self.name)
+        self.H = whole_number("H", self.H)
+        super().__post_init__()
 
     def sync(self, cluster: Cluster) -> None:
         nodes = states_by_node(cluster.optim, self.name, cluster.replicas)
@@ -43,7 +48,8 @@ class StateAverage(CommunicationModule):
         torch._foreach_copy_([tensor for node in nodes for tensor in node], parts * len(nodes))
 
 
-class DESLOCStrategy(Algorithm):
+@algorithm
+class DESLOCStrategy(Composed):
     """Average weights and the optimizer's moments, each at its period: DES-LOC [Iacob et al. 2025, arXiv:2505.22549].
 
         θ_k, m_k, v_k ← inner optimizer(θ_k, g_k)
@@ -60,7 +66,7 @@ class DESLOCStrategy(Algorithm):
         H: steps between averagings of the weights, at least 1. K_x in the paper.
         H_m: steps between averagings of the first moment; default 3 H. K_u in the paper.
         H_v: steps between averagings of the second moment; default 6 H. K_v in the paper.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: P entries at each averaging, on average P · (1/H + 1/H_m + 1/H_v) per step; averagings in the same step are
     one message. AMSGrad's maximum of the second moments is averaged with them, and costs as many bytes.
@@ -74,32 +80,29 @@ class DESLOCStrategy(Algorithm):
 
     family = "local steps"
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        H: int = 32,
-        H_m: int | None = None,
-        H_v: int | None = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        weights = AveragingCommunicator(every=whole_number("H", H))
-        super().__init__([weights], inner_optim=inner_optim, **options)
+    H: int = 32
+    H_m: int | None = None
+    H_v: int | None = None
+
+    def __post_init__(self) -> None:
+        self.H = whole_number("H", self.H)
+        self.composed = [FedAvgStrategy(H=self.H)]
+        super().__post_init__()
         if self.optim_spec.rest is not None:
             raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
-        first = self._averages("H_m", H_m, 3 * H, FIRST_MOMENTS)
-        second = self._averages("H_v", H_v, 6 * H, SECOND_MOMENTS)
+        first = self._averages("H_m", self.H_m, 3 * self.H, FIRST_MOMENTS)
+        second = self._averages("H_v", self.H_v, 6 * self.H, SECOND_MOMENTS)
         if not (first or second):
             raise TypeError(
                 f"DESLOCStrategy(): {self._keeps((*FIRST_MOMENTS, *SECOND_MOMENTS))}: there is nothing to average but "
-                f"the weights, which FedAvgStrategy(H={H}) does"
+                f"the weights, which FedAvgStrategy(H={self.H}) does"
             )
-        self.communication_modules += [*first, *second]
+        self.composed += [*first, *second]
 
     def _averages(self, argument: str, given: int | None, default: int, names: tuple[str, ...]) -> list[StateAverage]:
         """Return modules that average, with the given period, those moments among `names` that the optimizer keeps."""
         H, kept = whole_number(argument, default if given is None else given), self.optim_spec.state_names()
-        averages = [StateAverage(name, H=H) for name in names if name in kept]
+        averages = [StateAverage(name=name, H=H) for name in names if name in kept]
         if given is not None and not averages:
             raise TypeError(f"DESLOCStrategy(): {argument}={given} has no effect: {self._keeps(names)}")
         return averages

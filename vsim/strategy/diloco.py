@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from vsim.cluster import Cluster
-from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm
 from vsim.strategy.outer import OuterStep
 
 
-class DiLoCoCommunicator(OuterStep):
-    """Step shared weights φ with an outer optimizer by the nodes' merged moves, after every H-th step.
+@algorithm
+class DiLoCoStrategy(OuterStep):
+    """Take H local steps, then step shared weights with an outer optimizer: DiLoCo [Douillard et al. 2023,
+    arXiv:2311.08105].
+
+    The paper's inner optimizer is OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = average_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
@@ -22,22 +26,15 @@ class DiLoCoCommunicator(OuterStep):
         outer_lr: the outer learning rate.
         average: merges the φ − θ_k: "mean", "median", trimmed_mean(0.2), mean("examples") | clip("median"),
             compress(TopK(0.01)), …; see `vsim.strategy.average`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, or the messages of `average`, every H steps.
     """
 
+    family = "local steps"
+
     def sync(self, cluster: Cluster) -> None:
         phi, delta = self.outer_weights, self.outer_gradient
         delta.copy_(self.average.of_distances(phi, cluster.weights, cluster, "outer gradient"))
-        self.outer_optim.step()
+        self.outer.step()
         cluster.weights.copy_(phi)
-
-
-class DiLoCoStrategy(Algorithm, of=DiLoCoCommunicator, positions=("inner_optim", "outer_optim", "H")):
-    """Take H local steps, then step shared weights with an outer optimizer: DiLoCo [Douillard et al. 2023,
-    arXiv:2311.08105].
-
-    The paper's inner optimizer is OptimSpec("adamw", lr=4e-4, weight_decay=0.1).
-    """
-
-    family = "local steps"

@@ -9,17 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from typing_extensions import Unpack
 from vsim_kernels import left_factor, low_rank, matrix_shape, orthogonalize, right_factor
 
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.compression.base import average_message, by_node
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.selectors import round_up
 
 
+@algorithm
 class DionStrategy(Algorithm):
     """Send low-rank factors of the momentum, step by their orthonormal product: Dion [Ahn et al. 2025,
     arXiv:2504.05295].
@@ -41,8 +42,9 @@ class DionStrategy(Algorithm):
         mu: μ in [0, 1], the share of an applied step that remains in the momentum.
         weight_decay: λ of the matrices, decoupled, at least 0.
         only: names of the matrices, or patterns such as "blocks.*.weight". Default: hidden matrices; see `OptimSpec`.
-        options: see `Algorithm`. lr, default 1e-3 (authors' configurations: 0.02), is the rate of the matrices, and of
-            other parameters unless `inner_optim` has an lr. max_norm clips a node's gradient before it enters M_k.
+        lr, …: the options of all strategies; see `Algorithm`. lr, default 1e-3 (authors' configurations: 0.02), is the
+            rate of the matrices, and of other parameters unless `inner_optim` has an lr. max_norm clips a node's
+            gradient before it enters M_k.
 
     Payload: 4·r·(n + m) bytes per matrix, 4 bytes per entry of other parameters, every step. If r·(n + m) ≥ n·m, a
     matrix's gradient is sent in place of factors; the steps are the same.
@@ -56,27 +58,23 @@ class DionStrategy(Algorithm):
 
     family = "data parallel"
 
-    momentum: dict[str, Tensor]  # M_k of every matrix, stacked (R, n, m)
-    basis: dict[str, Tensor]  # Q of every matrix, shared (m, r)
+    rank_fraction: float = 0.25
+    mu: float = 0.95
+    weight_decay: float = 0.01
+    only: str | Sequence[str] | None = None
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        rank_fraction: float = 0.25,
-        mu: float = 0.95,
-        weight_decay: float = 0.01,
-        only: str | Sequence[str] | None = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self.rank_fraction = real_number("rank_fraction", rank_fraction, above=0, at_most=1)
-        self.mu = real_number("mu", mu, at_least=0, at_most=1)
-        decay = real_number("weight_decay", weight_decay, at_least=0)
-        rest = OptimSpec("adamw", betas=(0.9, 0.95)) if inner_optim is None else inner_optim
+    momentum: dict[str, Tensor] = state()  # M_k of every matrix, stacked (R, n, m)
+    basis: dict[str, Tensor] = state()  # Q of every matrix, shared (m, r)
+
+    def __post_init__(self) -> None:
+        self.rank_fraction = real_number("rank_fraction", self.rank_fraction, above=0, at_most=1)
+        self.mu = real_number("mu", self.mu, at_least=0, at_most=1)
+        decay = real_number("weight_decay", self.weight_decay, at_least=0)
+        rest = OptimSpec("adamw", betas=(0.9, 0.95)) if self.inner_optim is None else self.inner_optim
         # The step of a matrix replaces its gradient; SGD then applies it.
         with naming("inner_optim"):
-            optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=only)
-        super().__init__(inner_optim=optim, **options)
+            self.inner_optim = OptimSpec("sgd", weight_decay=decay, rest=rest, only=self.only)
+        super().__post_init__()
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)

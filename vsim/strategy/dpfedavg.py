@@ -13,16 +13,18 @@ from torch import Tensor
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.extras import extra
+from vsim.strategy.average import Averaging
 from vsim.strategy.average import clip as limit
-from vsim.strategy.base import Algorithm
-from vsim.strategy.fedavg import AveragingCommunicator
-from vsim.strategy.when import When, sync_interval
+from vsim.strategy.fedavg import RoundAverage
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.when import When, schedule_of, sync_interval
 
 LEAST_NOISE = 1e-3  # with a smaller z, ε is meaningless, and its computation overflows
 
 
-class PrivateAverage(AveragingCommunicator):
-    """Average the clients' clipped moves, plus a server's noise, after every H-th step.
+@algorithm
+class DPFedAvgStrategy(RoundAverage):
+    """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963].
 
         θ_k ← optimizer(θ_k, g_k)
         after every H-th step, for n nodes:
@@ -37,6 +39,7 @@ class PrivateAverage(AveragingCommunicator):
         clip: C, the largest 2-norm of a node's move; above 0, and finite where there is noise.
         noise_multiplier: z, at least 0.001; or 0, for no noise and no ε.
         delta: δ in (0, 1), well below 1 / (number of clients).
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights every H steps.
 
@@ -57,28 +60,36 @@ class PrivateAverage(AveragingCommunicator):
     accountant.
     """
 
-    rounds: dict[tuple[float, float], int]  # (q, z) → the number of rounds with sampling probability q and noise z
-    begun: int  # the step of the last sync
+    family = "federated"
     carried = ("rounds",)
 
-    def __init__(
-        self, *, H: int | When = 10, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5
-    ) -> None:
-        average = "mean" if isinstance(clip, float) and clip == math.inf else limit(clip)
-        super().__init__(every=sync_interval(H), average=average)
-        if self.when.has_warmup:
+    H: int | When = 10
+    clip: float = 1.0
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+    average: Averaging = state(default=Averaging("mean"))
+
+    rounds: dict[tuple[float, float], int] = (
+        state()
+    )  # (q, z) → the number of rounds with sampling probability q and noise z
+    begun: int = state()  # the step of the last sync
+
+    def __post_init__(self) -> None:
+        self.average = "mean" if isinstance(self.clip, float) and self.clip == math.inf else limit(self.clip)
+        if sync_interval(self.H) and schedule_of(self.H).has_warmup:
             raise ValueError(
-                f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {H!r}: in its "
+                f"DP-FedAvg: H must be a number of steps or a schedule without a warm-up, got {self.H!r}: in its "
                 "warm-up gradients would be sent without noise"
             )
-        self.clip = float(clip)
-        self.noise_multiplier = real_number("noise_multiplier", noise_multiplier, at_least=0)
-        self.delta = real_number("delta", delta, above=0, below=1)
+        self.clip = float(self.clip)
+        self.noise_multiplier = real_number("noise_multiplier", self.noise_multiplier, at_least=0)
+        self.delta = real_number("delta", self.delta, above=0, below=1)
         if self.noise_multiplier:
-            real_number("noise_multiplier", noise_multiplier, at_least=LEAST_NOISE)
+            real_number("noise_multiplier", self.noise_multiplier, at_least=LEAST_NOISE)
             _accounting()  # raises now if dp-accounting is missing
             if self.clip == math.inf:
                 raise ValueError("clip must be finite where there is noise, whose size it sets; or noise_multiplier=0")
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -143,9 +154,3 @@ def _renyi(share: float, noise_multiplier: float) -> Any:
 
 def _accounting() -> Any:
     return extra("dp_accounting", "DPFedAvgStrategy", "dp-accounting", "privacy")
-
-
-class DPFedAvgStrategy(Algorithm, of=PrivateAverage):
-    """FedAvg with differential privacy of clients; ε is in the history [McMahan et al. 2017, arXiv:1710.06963]."""
-
-    family = "federated"

@@ -8,18 +8,19 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import Average, AverageLike, edit
+from vsim.strategy.average import Average, Averaging, edit
 from vsim.strategy.average.base import positive
 from vsim.strategy.average.merging import Edit, tensor_norms, weighted_by_tensor
-from vsim.strategy.base import Algorithm, Optim
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import OuterStep
-from vsim.strategy.when import When
 
 ALPHA = 0.02  # the weight of a new norm in the moving averages
 
 
-class EDiTCommunicator(OuterStep):
-    """DiLoCo that leaves out anomalous nodes, and weights all others by the length of their moves.
+@algorithm
+class EDiTStrategy(OuterStep):
+    """DiLoCo that leaves out anomalous nodes, and weights all others by the length of their moves: EDiT [Cheng et al.
+    2024, arXiv:2412.07210].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, for each parameter tensor:
@@ -33,12 +34,13 @@ class EDiTCommunicator(OuterStep):
     Args:
         H: inner steps between syncs, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) averages
             gradients during a warm-up, as the paper does; Seconds(T) syncs by the clock, which is A-EDiT.
-        outer_optim: see `DiLoCoCommunicator`. Default SGD, lr 0.8, momentum 0.85, Nesterov.
+        outer_optim: see `DiLoCoStrategy`. Default SGD, lr 0.8, momentum 0.85, Nesterov.
         outer_lr: the outer learning rate.
         average: edit(temperature), with a temperature above 0; see `vsim.strategy.average.edit`.
         threshold: see above; above 0.
         gate_after: syncs of a node before any norm is judged, at least 1.
         outer_max_norm: the largest 2-norm of Δ, above 0; None for no limit.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and 4 bytes for each parameter tensor every H steps.
 
@@ -46,33 +48,30 @@ class EDiTCommunicator(OuterStep):
     average is a plain mean, so that 10 syncs suffice to judge a norm. The outer momentum of an unchanged tensor decays.
     """
 
-    default_optim = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
+    family = "local steps"
+    default_outer = OptimSpec(torch.optim.SGD, lr=0.8, momentum=0.85, nesterov=True)
 
-    mean: Tensor  # moving average of the norms of a client's moves, per parameter tensor, stacked (R, L)
-    variance: Tensor  # variance of these norms, stacked (R, L)
-    count: Tensor  # number of norms in mean and variance, stacked (R, L)
-    scores: Tensor  # z of the last syncs, stacked (R, L, gate_after)
+    average: Averaging = Averaging(edit)
+    threshold: float = 3.0
+    gate_after: int = 10
+    outer_max_norm: float | None = 10.0
 
-    def __init__(
-        self,
-        *,
-        outer_optim: Optim = None,
-        H: int | When = 100,
-        outer_lr: float | None = None,
-        average: AverageLike = edit,
-        threshold: float = 3.0,
-        gate_after: int = 10,
-        outer_max_norm: float | None = 10.0,
-    ) -> None:
-        super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
+    mean: Tensor = state()  # moving average of the norms of a client's moves, per parameter tensor, stacked (R, L)
+    variance: Tensor = state()  # variance of these norms, stacked (R, L)
+    count: Tensor = state()  # number of norms in mean and variance, stacked (R, L)
+    scores: Tensor = state()  # z of the last syncs, stacked (R, L, gate_after)
+
+    def __post_init__(self) -> None:
         if len(self.average.parts) > 1 or not isinstance(self.average.rule, Edit):
             raise TypeError(
-                f"EDiT: average must be edit(temperature), got {average!r}; DiLoCoStrategy takes the others"
+                f"EDiT: average must be edit(temperature), got {self.average!r}; DiLoCoStrategy takes the others"
             )
         self.average.refuses_attack = "EDiT weighs moves by their norms itself"
-        self.threshold = real_number("threshold", threshold, above=0)
-        self.gate_after = whole_number("gate_after", gate_after)
-        self.outer_max_norm = None if outer_max_norm is None else real_number("outer_max_norm", outer_max_norm, above=0)
+        self.threshold = real_number("threshold", self.threshold, above=0)
+        self.gate_after = whole_number("gate_after", self.gate_after)
+        if self.outer_max_norm is not None:
+            self.outer_max_norm = real_number("outer_max_norm", self.outer_max_norm, above=0)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -93,7 +92,7 @@ class EDiTCommunicator(OuterStep):
         if self.outer_max_norm is not None:
             delta.mul_((self.outer_max_norm / positive(torch.linalg.vector_norm(delta))).clamp(max=1.0))
         before = phi.clone()
-        self.outer_optim.step()
+        self.outer.step()
         views = zip(*(cluster.replicas.views(row[None]).values() for row in (phi, before)), strict=True)
         for (now, then), counted in zip(views, norms.isfinite().any(0), strict=True):
             now.copy_(torch.where(counted, now, then))  # a tensor whose moves are all left out does not change
@@ -112,11 +111,3 @@ class EDiTCommunicator(OuterStep):
         later = torch.cat([self.scores[:, :, 1:], z[:, :, None]], dim=2)
         self.scores = torch.where(anomalous[:, :, None], self.scores, later)
         return norms.masked_fill(anomalous, torch.inf)
-
-
-class EDiTStrategy(Algorithm, of=EDiTCommunicator):
-    """DiLoCo that leaves out anomalous nodes, and weights all others by the length of their moves: EDiT [Cheng et al.
-    2024, arXiv:2412.07210].
-    """
-
-    family = "local steps"

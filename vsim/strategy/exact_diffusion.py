@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsim.cluster import Cluster
-from vsim.strategy.d2 import CorrectedGossip
-from vsim.strategy.gossip import GraphStrategy
+from vsim.strategy.d2 import D2Strategy
+from vsim.strategy.fields import algorithm
 
 
-class LazyCorrectedGossip(CorrectedGossip):
-    """Average corrected weights with the neighbours at every step, half as far as D².
+@algorithm
+class ExactDiffusionStrategy(D2Strategy):
+    """Average corrected weights with the neighbours, by (W + I) / 2: exact diffusion [Yuan et al. 2017,
+    arXiv:1702.05122].
 
         x½ ← optimizer(x, g), with SGD x − η g;  x ← (W + I) (x½ + c) / 2;  c ← x − x½, at first 0
 
@@ -19,6 +21,7 @@ class LazyCorrectedGossip(CorrectedGossip):
 
     Args:
         topology: a graph that does not vary; see `GossipStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights to each neighbour, every step.
 
@@ -26,15 +29,8 @@ class LazyCorrectedGossip(CorrectedGossip):
     symmetric. When nodes come and go, c starts again at 0.
     """
 
+    family = "graphs"
     least = -1.0
 
     def combined(self, rows: Tensor, cluster: Cluster) -> Tensor:
         return super().combined(rows, cluster).add_(rows).div_(2)
-
-
-class ExactDiffusionStrategy(GraphStrategy, of=LazyCorrectedGossip):
-    """Average corrected weights with the neighbours, by (W + I) / 2: exact diffusion [Yuan et al. 2017,
-    arXiv:1702.05122].
-    """
-
-    family = "graphs"

@@ -7,74 +7,88 @@ from torch import Tensor
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.average import Averaging, average_of
+from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.when import When, sync_interval
 
 
-class AveragingCommunicator(CommunicationModule):
-    """Average the weights of all nodes, or within islands, after every H-th step.
+@algorithm
+class RoundAverage(Algorithm):
+    """Base of algorithms that average the nodes' weights after every H-th step."""
 
-        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
+    H: int | When = 1
+    average: Averaging = Averaging("mean")
 
-    Args:
-        island_size: average only within random islands of this many nodes, drawn again at every sync; the last island
-            may be smaller. Default: all nodes.
-        every: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
-            post-local SGD, QSR(…) the quadratic synchronization rule.
-        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
-            made all nodes equal; such an average cannot be used with islands.
+    outer_weights: Tensor = state()  # φ, the start of the moves, shared (P,); only if moves are averaged
 
-    Payload: all weights, or the messages of `average`, every H steps.
-
-    Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
-    """
-
-    outer_weights: Tensor  # φ, the start of the moves, shared (P,); only if moves are averaged
-
-    def __init__(self, island_size: int | None = None, every: int | When = 1, *, average: AverageLike = "mean") -> None:
-        self.island_size = None if island_size is None else whole_number("island_size", island_size)
-        self.H = sync_interval(every, "every")
-        self.average = average_of(average, "FedAvg", origin=island_size is None)
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
-        if self.island_size is not None:
-            whole_number("island_size", self.island_size, at_most=cluster.population)
         self.check_nodes(cluster)
         if self.average.of_moves:
             self.keep_shared(outer_weights=cluster.weights[0].clone())
         self.average.setup(cluster)
-
-    def check_nodes(self, cluster: Cluster) -> None:
-        size = self.island_size or cluster.num_nodes
-        self.average.rule.check(cluster.num_nodes % size or size)  # the smallest island's size
 
     def sync(self, cluster: Cluster) -> None:
         if self.average.of_moves:
             moves = cluster.weights - self.outer_weights  # (R, P)
             averaged = self.outer_weights.add_(self.average(moves, cluster, "weights"))
         else:
-            averaged = self.average(cluster.weights, cluster, "weights", self._islands(cluster))
+            averaged = self.average(cluster.weights, cluster, "weights", self.islands(cluster))
         cluster.weights.copy_(averaged)
 
-    def _islands(self, cluster: Cluster) -> list[list[int]] | None:
+    def islands(self, cluster: Cluster) -> list[list[int]] | None:
+        """Return the groups of nodes that average among themselves; None if all nodes do."""
+        return None
+
+
+@algorithm
+class FedAvgStrategy(RoundAverage):
+    """Take H local steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
+    [Stich 2018, arXiv:1805.09767].
+
+        θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j w_j θ_j
+
+    Args:
+        island_size: average only within random islands of this many nodes, drawn again at every sync; the last island
+            may be smaller. Default: all nodes.
+        H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
+            post-local SGD, QSR(…) the quadratic synchronization rule.
+        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
+            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
+            made all nodes equal; such an average cannot be used with islands.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
+
+    Payload: all weights, or the messages of `average`, every H steps.
+
+    Deviations from the paper: all nodes take part in every round, and H counts steps, not epochs.
+    """
+
+    family = "local steps"
+
+    island_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.island_size is not None:
+            self.island_size = whole_number("island_size", self.island_size)
+            self.average = average_of(self.average, "FedAvgStrategy", origin=False)
+        super().__post_init__()
+
+    def setup(self, cluster: Cluster) -> None:
+        if self.island_size is not None:
+            whole_number("island_size", self.island_size, at_most=cluster.population)
+        super().setup(cluster)
+
+    def check_nodes(self, cluster: Cluster) -> None:
+        size = self.island_size or cluster.num_nodes
+        self.average.rule.check(cluster.num_nodes % size or size)  # the smallest island's size
+
+    def islands(self, cluster: Cluster) -> list[list[int]] | None:
         if self.island_size is None or self.island_size >= cluster.num_nodes:
             return None
         active = torch.tensor(cluster.active)
         shuffled = active[torch.randperm(cluster.num_nodes, generator=cluster.generator)]
         return [sorted(island.tolist()) for island in shuffled.split(self.island_size)]
-
-
-# `names=` for strategies that average without islands, since they need equal weights after every round.
-FEDERATED = {"every": "H", "island_size": None}
-
-
-class FedAvgStrategy(
-    Algorithm, of=AveragingCommunicator, positions=("inner_optim", "island_size", "H"), names={"every": "H"}
-):
-    """Take H local steps, then average the weights: FedAvg [McMahan et al. 2016, arXiv:1602.05629], local SGD
-    [Stich 2018, arXiv:1805.09767].
-    """
-
-    family = "local steps"

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm
-from vsim.strategy.fedper import PersonalAverage
-from vsim.strategy.when import When
+from vsim.strategy.fedper import FedPerStrategy, Personal
+from vsim.strategy.fields import algorithm, state
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-class LocalNorms(PersonalAverage):
-    """Average all weights but those of normalization layers, after every H-th step.
+@algorithm
+class FedBNStrategy(FedPerStrategy):
+    """FedAvg of all but the normalization layers, which stay with their client: FedBN [Li et al. 2021,
+    arXiv:2102.07623].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[all but norms] ← Σ_j w_j θ_j[all but norms]
 
@@ -24,17 +24,19 @@ class LocalNorms(PersonalAverage):
 
     Args:
         H: local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`.
-        average: merges the shared parameters; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `FedAvgStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: the shared weights every H steps.
 
     Deviations from the paper: H counts steps, not epochs; normalization layers other than batch norm stay local, too.
     """
 
-    buffers: tuple[str, ...] = ()
+    family = "federated"
 
-    def __init__(self, *, H: int | When = 10, average: AverageLike = "mean") -> None:
-        super().__init__(H=H, average=average)
+    personal: Personal = state(default=None)
+
+    buffers: tuple[str, ...] = state(default=())
 
     def setup(self, cluster: Cluster) -> None:
         modules = cluster.replicas.module.named_modules()
@@ -67,11 +69,3 @@ class LocalNorms(PersonalAverage):
         super().personalize(weights, buffers, own)
         for i, name in enumerate(self.buffers):
             buffers[name].copy_(own[f"buffer_{i}"])
-
-
-class FedBNStrategy(Algorithm, of=LocalNorms):
-    """FedAvg of all but the normalization layers, which stay with their client: FedBN [Li et al. 2021,
-    arXiv:2102.07623].
-    """
-
-    family = "federated"

@@ -8,13 +8,15 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import SharedWeights
 from vsim.strategy.scaffold import share_of_joining
 
 
-class DynamicRegularizer(SharedWeights):
-    """Make the clients' minima agree by a linear and a quadratic term in each loss, updated after every H-th step.
+@algorithm
+class FedDynStrategy(SharedWeights):
+    """FedAvg with a linear and a quadratic term that make the clients' minima agree: FedDyn [Acar et al. 2021,
+    arXiv:2111.04263].
 
         θ_k ← optimizer(θ_k, g_k − h_k + α (θ_k − φ))
         after every H-th step, for n nodes of a population of N:
@@ -27,6 +29,7 @@ class DynamicRegularizer(SharedWeights):
     Args:
         H: local steps of a round, at least 1.
         alpha: α, above 0; 0.01 to 0.1 in the paper, whose rounds are longer.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights every H steps. When nodes join, the h_k are summed once, and N·h minus the sum is divided as in
     `ScaffoldStrategy`.
@@ -34,12 +37,18 @@ class DynamicRegularizer(SharedWeights):
     Deviations from the paper: H counts steps, not epochs.
     """
 
-    correction: Tensor  # h, the mean of the h_k of all clients, shared (P,)
-    corrections: Tensor  # h_k, stacked (R, P), a row for each client
+    family = "federated"
 
-    def __init__(self, *, H: int = 10, alpha: float = 0.1) -> None:
-        self.H: int = whole_number("H", H)
-        self.alpha = real_number("alpha", alpha, above=0)
+    H: int = 10
+    alpha: float = 0.1
+
+    correction: Tensor = state()  # h, the mean of the h_k of all clients, shared (P,)
+    corrections: Tensor = state()  # h_k, stacked (R, P), a row for each client
+
+    def __post_init__(self) -> None:
+        self.H = whole_number("H", self.H)
+        self.alpha = real_number("alpha", self.alpha, above=0)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -61,14 +70,6 @@ class DynamicRegularizer(SharedWeights):
         self.correction.sub_(mean - self.outer_weights, alpha=self.alpha * share)
         self.outer_weights.copy_(mean - self.correction / self.alpha)
         cluster.weights.copy_(self.outer_weights)
-
-
-class FedDynStrategy(Algorithm, of=DynamicRegularizer):
-    """FedAvg with a linear and a quadratic term that make the clients' minima agree: FedDyn [Acar et al. 2021,
-    arXiv:2111.04263].
-    """
-
-    family = "federated"
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:

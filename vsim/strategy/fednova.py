@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike, average_of, mean
-from vsim.strategy.base import Algorithm
+from vsim.strategy.average import Averaging, mean
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, sync_interval
 
 
-class NormalizedAverage(SharedWeights):
-    """Average the clients' moves, each divided by the client's number of steps, after every H-th step.
+@algorithm
+class FedNovaStrategy(SharedWeights):
+    """FedAvg of the clients' moves, each divided by the client's number of steps: FedNova [Wang et al. 2020,
+    arXiv:2007.07481].
 
         θ_k ← optimizer(θ_k, g_k), τ_k times in a round;  φ ← φ + (Σ_k p_k τ_k) · Σ_k p_k (θ_k − φ) / τ_k;  θ_k ← φ
 
@@ -24,6 +26,7 @@ class NormalizedAverage(SharedWeights):
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         average: merges the moves per step, and sets p_k; see `vsim.strategy.average`. Default: by examples.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and 4 bytes every H steps, in one message, or the messages of `average` in place of the
     weights.
@@ -32,11 +35,16 @@ class NormalizedAverage(SharedWeights):
     has other divisors for momentum and proximal terms.
     """
 
-    steps: Tensor  # τ_k in the round so far, stacked (R, 1)
+    family = "federated"
 
-    def __init__(self, *, H: int | When = 10, average: AverageLike = mean("examples")) -> None:  # noqa: B008 (frozen)
-        self.H = sync_interval(H)
-        self.average = average_of(average, "FedNova")
+    H: int | When = 10
+    average: Averaging = Averaging(mean("examples"))
+
+    steps: Tensor = state()  # τ_k in the round so far, stacked (R, 1)
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -62,11 +70,3 @@ class NormalizedAverage(SharedWeights):
         self.outer_weights.add_(steps * moved)
         cluster.weights.copy_(self.outer_weights)
         self.steps.zero_()
-
-
-class FedNovaStrategy(Algorithm, of=NormalizedAverage):
-    """FedAvg of the clients' moves, each divided by the client's number of steps: FedNova [Wang et al. 2020,
-    arXiv:2007.07481].
-    """
-
-    family = "federated"

@@ -13,9 +13,9 @@ from vsim.arguments import given, one_of, real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import forget
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm
-from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.base import Optim
+from vsim.strategy.diloco import DiLoCoStrategy
+from vsim.strategy.fields import algorithm
 from vsim.strategy.when import When
 
 
@@ -87,8 +87,10 @@ SERVERS = {
 }
 
 
-class ServerStep(DiLoCoCommunicator):
-    """DiLoCo whose inner optimizers begin every round without state.
+@algorithm
+class FedOptStrategy(DiLoCoStrategy):
+    """FedAvg whose server steps the shared weights with an optimizer: FedAdam, FedYogi, FedAdagrad, FedAvgM
+    [Reddi et al. 2020, arXiv:2003.00295].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  Δ = Σ_k w_k (φ − θ_k);  φ ← server optimizer(φ, Δ);  θ_k ← φ
@@ -101,35 +103,27 @@ class ServerStep(DiLoCoCommunicator):
             "momentum" (lr 1, momentum 0.9: FedAvgM), or an `OptimSpec` such as OptimSpec(FedYogi, tau=1e-2).
         outer_lr: the outer learning rate, above 0. Default: 0.03; 0.1 for "adagrad", 1 for "sgd" and "momentum".
         average: merges the φ − θ_k; see `vsim.strategy.average`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: Δ has the opposite sign, so that it acts as a gradient. H counts steps, not epochs.
     """
 
-    def __init__(
-        self,
-        *,
-        H: int | When = 10,
-        outer_optim: OptimSpec | type[Optimizer] | str = "adam",
-        outer_lr: float | None = None,
-        average: AverageLike = "mean",
-    ) -> None:
-        if outer_lr is not None:
-            real_number("outer_lr", outer_lr, above=0)
-        named = SERVERS[one_of("outer_optim", outer_optim, SERVERS)] if isinstance(outer_optim, str) else None
-        spellings, rates = {"outer_optim": None if named else outer_optim}, {"outer_lr": outer_lr}
-        spec = resolve_optim("FedOpt", spellings, rates, default=named or SERVERS["adam"])
-        super().__init__(H, spec, average=average)
+    family = "federated"
+
+    H: int | When = 10
+    outer_optim: Optim = "adam"
+
+    def outer_spec(self) -> OptimSpec:
+        if self.outer_lr is not None:
+            real_number("outer_lr", self.outer_lr, above=0)
+        given = self.outer_optim
+        if isinstance(given, str):
+            given = SERVERS[one_of("outer_optim", given, SERVERS)]
+            return given if self.outer_lr is None else OptimSpec(given.cls, **{**given.kwargs, "lr": self.outer_lr})
+        return resolve_optim("FedOpt", "outer_optim", given, "outer_lr", self.outer_lr, SERVERS["adam"])
 
     def sync(self, cluster: Cluster) -> None:
         super().sync(cluster)
         forget(cluster.optim)
-
-
-class FedOptStrategy(Algorithm, of=ServerStep):
-    """FedAvg whose server steps the shared weights with an optimizer: FedAdam, FedYogi, FedAdagrad, FedAvgM
-    [Reddi et al. 2020, arXiv:2003.00295].
-    """
-
-    family = "federated"

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from vsim.cluster import Cluster
 from vsim.cluster.optim import matching
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm
-from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.fedavg import RoundAverage
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.fragments import Fragment
-from vsim.strategy.when import When, sync_interval
+from vsim.strategy.when import When
 
 Personal = str | Sequence[str] | None
 
 
-class PersonalAverage(AveragingCommunicator):
-    """Average all weights but personal parameters, after every H-th step.
+@algorithm
+class FedPerStrategy(RoundAverage):
+    """FedAvg of all but the last layer, or other parameters, which stay with their client: FedPer
+    [Arivazhagan et al. 2019, arXiv:1912.00818].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
@@ -30,22 +31,29 @@ class PersonalAverage(AveragingCommunicator):
     Args:
         H: local steps between averagings, at least 1.
         personal: names of parameters, or patterns such as "layers.3.*". Default: the last layer's parameters.
-        average: merges the shared parameters; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `FedAvgStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: the shared weights every H steps.
 
     Deviations from the paper: H counts steps, not epochs.
     """
 
-    personal_weights: Tensor  # each client's personal parameters, as last recorded, stacked (R, p)
+    family = "federated"
     derived: ClassVar[tuple[str, ...]] = ("shared", "own")
 
-    def __init__(self, *, H: int | When = 10, personal: Personal = None, average: AverageLike = "mean") -> None:
-        super().__init__(every=sync_interval(H), average=average)
-        self.personal = [personal] if isinstance(personal, str) else personal
-        named = isinstance(self.personal, Sequence) and all(isinstance(name, str) for name in self.personal)
-        if personal is not None and not (named and self.personal):
-            raise TypeError(f"personal must be a name or names of parameters, got {personal!r}")
+    H: int | When = 10
+    personal: Personal = None
+
+    personal_weights: Tensor = state()  # each client's personal parameters, as last recorded, stacked (R, p)
+
+    def __post_init__(self) -> None:
+        self.personal = [self.personal] if isinstance(self.personal, str) else self.personal
+        if self.personal is not None:
+            named = isinstance(self.personal, Sequence) and all(isinstance(name, str) for name in self.personal)
+            if not (named and self.personal):
+                raise TypeError(f"personal must be a name or names of parameters, got {self.personal!r}")
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         layout = cluster.replicas.layout
@@ -101,11 +109,3 @@ class PersonalAverage(AveragingCommunicator):
     def _write(self, rows: Tensor, averaged: Tensor) -> None:
         for view, own in zip(self.shared.views(rows), self.shared.cut(averaged), strict=True):
             view.copy_(own)
-
-
-class FedPerStrategy(Algorithm, of=PersonalAverage):
-    """FedAvg of all but the last layer, or other parameters, which stay with their client: FedPer
-    [Arivazhagan et al. 2019, arXiv:1912.00818].
-    """
-
-    family = "federated"

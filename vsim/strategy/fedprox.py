@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.base import Algorithm, CommunicationModule
-from vsim.strategy.fedavg import FEDERATED, AveragingCommunicator
-from vsim.strategy.when import When, sync_interval
+from vsim.strategy.fedavg import RoundAverage
+from vsim.strategy.fields import algorithm
+from vsim.strategy.when import When
 
 
-class ProximalTerm(CommunicationModule):
-    """g_k ← g_k + μ (θ_k − φ) before every optimizer step; φ: the round's initial weights, equal on all nodes.
-
-    Place this module after the module that makes the weights equal. max_norm clips the sum of gradient and term.
-
-    Args:
-        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
-        mu: μ, at least 0; 0.001 to 1 in the paper.
-    """
-
-    outer_weights: Tensor  # φ, shared (P,)
-
-    def __init__(self, *, H: int | When = 10, mu: float = 0.01) -> None:
-        self.mu = real_number("mu", mu, at_least=0)
-        self.H = sync_interval(H)
-
-    def setup(self, cluster: Cluster) -> None:
-        self.keep_shared(outer_weights=cluster.weights[0].clone())
-
-    def communicate_gradients(self, cluster: Cluster) -> None:
-        if self.mu:
-            cluster.grads.add_(cluster.weights - self.outer_weights, alpha=self.mu)
-
-    def sync(self, cluster: Cluster) -> None:
-        self.outer_weights.copy_(cluster.weights[0])
-
-
-class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names=FEDERATED):
+@algorithm
+class FedProxStrategy(RoundAverage):
     """FedAvg with a penalty on each node's distance from the round's first weights: FedProx [Li et al. 2018,
     arXiv:1812.06127].
 
@@ -46,9 +18,39 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
     The optimizer steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². With μ = 0, this is FedAvg.
 
+    Args:
+        H: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
+            post-local SGD, QSR(…) the quadratic synchronization rule.
+        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
+            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
+            made all nodes equal; such an average cannot be used with islands.
+        H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        mu: μ, at least 0; 0.001 to 1 in the paper.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
+
     Payload: all weights every H steps.
 
     Deviations from the paper: every node takes H steps; in the paper, a node takes as many steps as it has time for.
     """
 
     family = "federated"
+
+    H: int | When = 10
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.mu = real_number("mu", self.mu, at_least=0)
+        super().__post_init__()
+
+    def setup(self, cluster: Cluster) -> None:
+        super().setup(cluster)
+        self.keep_shared(outer_weights=cluster.weights[0].clone())
+
+    def communicate_gradients(self, cluster: Cluster) -> None:
+        super().communicate_gradients(cluster)
+        if self.mu:
+            cluster.grads.add_(cluster.weights - self.outer_weights, alpha=self.mu)
+
+    def sync(self, cluster: Cluster) -> None:
+        super().sync(cluster)
+        self.outer_weights.copy_(cluster.weights[0])

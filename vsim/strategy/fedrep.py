@@ -6,27 +6,29 @@ from torch import Tensor
 
 from vsim.arguments import whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm
-from vsim.strategy.fedper import Personal, PersonalAverage
+from vsim.strategy.fedper import FedPerStrategy
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.fragments import Fragment
 from vsim.strategy.when import When
 
 
-class AlternatingAverage(PersonalAverage):
-    """Average a common representation after every H-th step; a round first trains personal parameters.
+@algorithm
+class FedRepStrategy(FedPerStrategy):
+    """FedPer that trains each client's head first, and then the representation under it: FedRep [Collins et al. 2021,
+    arXiv:2102.07078].
 
         steps 1 to a of a round: θ_k[head] ← optimizer(θ_k[head], g_k); later steps: θ_k[shared] ← optimizer(…);
         after every H-th step θ_k[shared] ← Σ_j w_j θ_j[shared]
 
-    The part that a step does not train stays unchanged. See `PersonalAverage` for personal parameters.
+    The part that a step does not train stays unchanged. See `FedPerStrategy` for personal parameters.
 
     Args:
         H: local steps of a round, at least 2, or a schedule of `vsim.strategy.when`.
         head_steps: a, the number of steps at the start of a round that train the head; at least 1, and below H.
             Default: half of the round.
         personal: the head: names of parameters, or patterns such as "layers.3.*". Default: the last layer's parameters.
-        average: merges the shared parameters; see `AveragingCommunicator`.
+        average: merges the shared parameters; see `FedAvgStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: the shared weights every H steps.
 
@@ -34,24 +36,24 @@ class AlternatingAverage(PersonalAverage):
     part that is not trained.
     """
 
-    begun: int  # the step after which the round began
-    length: int  # the number of steps of the round
-    resting: tuple[Fragment, Tensor] | None = None  # during a step: the untrained part, and its weights (R, p)
-    derived = (*PersonalAverage.derived, "resting")
+    family = "federated"
+    derived = ("resting",)
 
-    def __init__(
-        self,
-        *,
-        H: int | When = 10,
-        head_steps: int | None = None,
-        personal: Personal = None,
-        average: AverageLike = "mean",
-    ) -> None:
-        super().__init__(H=H, personal=personal, average=average)
+    head_steps: int | None = None
+
+    begun: int = state()  # the step after which the round began
+    length: int = state()  # the number of steps of the round
+    resting: tuple[Fragment, Tensor] | None = state(
+        default=None
+    )  # during a step: the untrained part, and its weights (R, p)
+
+    def __post_init__(self) -> None:
         most = None
-        if not isinstance(H, When):
-            most = whole_number("H", H, at_least=2) - 1  # leaves a step for the representation
-        self.head_steps = None if head_steps is None else whole_number("head_steps", head_steps, at_most=most)
+        if not isinstance(self.H, When):
+            most = whole_number("H", self.H, at_least=2) - 1  # leaves a step for the representation
+        if self.head_steps is not None:
+            self.head_steps = whole_number("head_steps", self.head_steps, at_most=most)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -84,11 +86,3 @@ class AlternatingAverage(PersonalAverage):
 
     def _begin_round(self, cluster: Cluster) -> None:
         self.begun, self.length = cluster.step, self.when.until_next(cluster)
-
-
-class FedRepStrategy(Algorithm, of=AlternatingAverage):
-    """FedPer that trains each client's head first, and then the representation under it: FedRep [Collins et al. 2021,
-    arXiv:2102.07078].
-    """
-
-    family = "federated"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from vsim.arguments import true_or_false, whole_number
 from vsim.cluster import Cluster
 from vsim.strategy.attack import Attack
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.graphs import (
     MOST_NODES,
     Graph,
@@ -30,21 +31,47 @@ from vsim.strategy.graphs import (
 from vsim.strategy.when import When, sync_interval
 
 
-class OnGraph(CommunicationModule):
-    """Base of modules whose nodes send to their neighbours on a graph.
+@algorithm
+class GraphStrategy(Algorithm):
+    """Base of algorithms whose nodes send to their neighbours on a graph.
 
     Attributes:
         directed: whether edges go one way.
-        topology: the graph, after checks.
+        graphs: the graph, after checks.
     """
 
-    directed = False
-    is_gossip = True
-    mixings: int  # the number of mixings among these nodes so far
+    directed: ClassVar[bool] = False
     derived = ("has_warned",)
+    resolved = ("topology",)
 
-    def __init__(self, *, topology: Any = "ring") -> None:
-        self.topology: Topology = topology_of(topology, self.directed)
+    topology: Any = "ring"
+
+    graphs: Topology = state()
+    mixings: int = state()  # the number of mixings among these nodes so far
+
+    def __post_init__(self) -> None:
+        self.graphs = topology_of(self.topology, self.directed)
+        super().__post_init__()
+
+    @property
+    def is_gossip(self) -> bool:
+        return True
+
+    @property
+    def _repeats(self) -> bool:
+        own = type(self).__module__.startswith("vsim.")
+        return own and cycle(self.graphs, MOST_NODES) == 1 and self.when.period == 1
+
+    def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
+        """Return W (K, K) of mixing number `number`, counted from 0; it matters on graphs that vary.
+
+        Args:
+            num_nodes: K, up to 1024.
+        """
+        n = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
+        number = whole_number("number", number, at_least=0)
+        graph, own = graph_at(self.graphs, n, number, number + 1, self.directed)
+        return mixing(graph, tuple(range(n)), own, self.directed).matrix()
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         """Return the stacked state of nodes that begin, or that meet other nodes than before. Default: none."""
@@ -53,12 +80,12 @@ class OnGraph(CommunicationModule):
     def recorded(self, name: str, value: Any) -> Any:
         if name != "topology":
             return super().recorded(name, value)
-        return self.topology.graphs if isinstance(self.topology, GraphCycle) else self.topology
+        return self.graphs.graphs if isinstance(self.graphs, GraphCycle) else self.graphs  # edges, not a file's path
 
     def setup(self, cluster: Cluster) -> None:
         n = cluster.population
-        check_fits(self.topology, n)
-        if parts_of(self.topology, n, range(n), self.directed) > 1:
+        check_fits(self.graphs, n)
+        if parts_of(self.graphs, n, range(n), self.directed) > 1:
             ways = ", along its arrows," if self.directed else ""
             raise ValueError(f"topology: the graph{ways} must connect all {n} nodes")
         self.has_warned = False
@@ -67,7 +94,7 @@ class OnGraph(CommunicationModule):
 
     def attend(self, cluster: Cluster) -> None:
         vars(self).update(self.fresh(cluster), mixings=0)
-        parts = parts_of(self.topology, cluster.population, cluster.active, self.directed)
+        parts = parts_of(self.graphs, cluster.population, cluster.active, self.directed)
         if parts > 1 and not self.has_warned:
             self.has_warned = True
             if cluster.collectives.rank == 0:  # warn once, not once per process
@@ -81,7 +108,7 @@ class OnGraph(CommunicationModule):
 
     def graph(self, cluster: Cluster, number: int) -> tuple[Graph, int]:
         """Return the graph of mixing number `number`, and the mixing's number on it; see `graph_at`."""
-        graph, own = graph_at(self.topology, cluster.population, number, max(1, cluster.step), self.directed)
+        graph, own = graph_at(self.graphs, cluster.population, number, max(1, cluster.step), self.directed)
         return graph, own % cycle(graph, cluster.num_nodes)
 
     def mixed(self, rows: Tensor, cluster: Cluster, label: str) -> Tensor:
@@ -103,39 +130,15 @@ class OnGraph(CommunicationModule):
 
     def measured(self, cluster: Cluster) -> dict[str, float]:
         n, last = cluster.num_nodes, max(0, self.mixings - 1)
-        numbers = range(cycle(self.topology, n)) or [last]
+        numbers = range(cycle(self.graphs, n)) or [last]
         graphs = tuple(self.graph(cluster, number) for number in numbers)
         return {"spectral_gap": gap_of(graphs, cluster.active, self.directed)}
 
 
-class GraphStrategy(Algorithm):
-    """Base of strategies that have one `OnGraph` module."""
-
-    communication_modules: list[Any]
-
-    def recorded(self, name: str, value: Any) -> Any:
-        return self.communication_modules[0].recorded(name, value)  # edges, in place of a file or graph
-
-    @property
-    def _repeats(self) -> bool:
-        own, (gossip,) = type(self).__module__.startswith("vsim."), self.communication_modules
-        return own and cycle(gossip.topology, MOST_NODES) == 1 and gossip.when.period == 1
-
-    def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
-        """Return W (K, K) of mixing number `number`, counted from 0; it matters on graphs that vary.
-
-        Args:
-            num_nodes: K, up to 1024.
-        """
-        n = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
-        number = whole_number("number", number, at_least=0)
-        (gossip,) = self.communication_modules
-        graph, own = graph_at(gossip.topology, n, number, number + 1, gossip.directed)
-        return mixing(graph, tuple(range(n)), own, gossip.directed).matrix()
-
-
-class GossipCommunicator(OnGraph):
-    """Average with the neighbours on a graph, after every H-th step.
+@algorithm
+class GossipStrategy(GraphStrategy):
+    """Average with the neighbours on a graph: gossip, decentralized SGD, D-PSGD [Lian et al. 2017,
+    arXiv:1705.09056].
 
         θ_k ← optimizer(θ_k, g_k);  after every H-th step θ_k ← Σ_j W_kj θ_j
         W_kj = 1 / (1 + max(d_k, d_j)) for neighbours of degrees d_k, d_j; W_kk = 1 − Σ_j W_kj [Metropolis weights]
@@ -160,6 +163,7 @@ class GossipCommunicator(OnGraph):
             redrawn=True)`; or a function of the step, counted from 1, that returns a name or edges.
         H: steps between mixings, at least 1, or a schedule of `vsim.strategy.when`.
         tracking: whether to track gradients; needs H = 1.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights (twice with tracking) to each neighbour every H steps, in d rounds of messages for the largest
     degree d. In a round, a node sends at most once and receives at most once. The ledger has the edges of each round,
@@ -172,30 +176,36 @@ class GossipCommunicator(OnGraph):
     fall apart. Tracking starts again.
     """
 
-    correction: Tensor  # W y − g, stacked (R, P); with tracking
-    origin: Tensor  # the weights after the last mixing, stacked (R, P); with an attack
-    attack: Attack | None = None  # acts on the moves that nodes send
+    family = "graphs"
 
-    def __init__(self, *, topology: Any = "ring", H: int | When = 1, tracking: bool = False) -> None:
-        super().__init__(topology=topology)
-        self.H = sync_interval(H)
-        self.tracking = true_or_false("tracking", tracking)
-        if self.tracking and H != 1:
-            raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={H!r}")
+    H: int | When = 1
+    tracking: bool = False
 
-    @property
-    def refuses_attack(self) -> str:
-        """Why attackers cannot replace the vectors that nodes send; "" if they can."""
-        return "with tracking=True nodes send weights and trackers" if self.tracking else ""
+    correction: Tensor = state()  # W y − g, stacked (R, P); with tracking
+    acting: Attack | None = state(default=None)  # acts on the moves that nodes send
+    origin: Tensor = state()  # the weights after the last mixing, stacked (R, P); with an attack
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        self.tracking = true_or_false("tracking", self.tracking)
+        if self.tracking and self.H != 1:
+            raise ValueError(f"tracking=True mixes weights and gradients at every step, H = 1; got H={self.H!r}")
+        super().__post_init__()
+
+    def take_attack(self, attack: Attack, name: str) -> bool:
+        if self.tracking:
+            raise ValueError(f"{name}: {attack} cannot act, as with tracking=True nodes send weights and trackers")
+        self.acting = attack
+        return True
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         if self.tracking:  # with other nodes, Σ y = Σ g would no longer hold
             return {"correction": torch.zeros_like(cluster.weights)}
-        return {} if self.attack is None else {"origin": cluster.weights.clone()}
+        return {} if self.acting is None else {"origin": cluster.weights.clone()}
 
     def setup_warmup(self, cluster: Cluster) -> None:
         super().setup_warmup(cluster)
-        self.warmup.attack = self.attack
+        self.warmup.attack = self.acting
 
     def communicate_gradients(self, cluster: Cluster) -> None:
         if not self.tracking:
@@ -208,26 +218,18 @@ class GossipCommunicator(OnGraph):
         cluster.grads.copy_(y)
 
     def follow(self, cluster: Cluster) -> None:
-        if self.attack is not None:
+        if self.acting is not None:
             self.origin = cluster.weights.clone()
 
     def sync(self, cluster: Cluster) -> None:
         if self.tracking:
             return
-        if self.attack is not None:
+        if self.acting is not None:
             moves = cluster.weights - self.origin
-            self.attack(moves, cluster)
-            bad = {*self.attack.attackers(cluster.population)}
+            self.acting(moves, cluster)
+            bad = {*self.acting.attackers(cluster.population)}
             for row, place in enumerate(cluster.collectives.nodes):
                 if cluster.active[place] in bad:
                     cluster.weights[row] = self.origin[row] + moves[row]
         cluster.weights.copy_(self.mixed(cluster.weights, cluster, "weights"))
         self.follow(cluster)
-
-
-class GossipStrategy(GraphStrategy, of=GossipCommunicator):
-    """Average with the neighbours on a graph: gossip, decentralized SGD, D-PSGD [Lian et al. 2017,
-    arXiv:1705.09056].
-    """
-
-    family = "graphs"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.allreduce import GradientAverage
-from vsim.strategy.base import Algorithm, Optim, StrategyOptions
+from vsim.strategy.allreduce import SimpleReduceStrategy
+from vsim.strategy.average import Averaging
+from vsim.strategy.fields import algorithm, state
 
 
-class GPAStrategy(Algorithm):
+@algorithm
+class GPAStrategy(SimpleReduceStrategy):
     """Average gradients taken at an average of the iterates, as a smooth outer step: generalized primal averaging
     [Defazio et al. 2025, arXiv:2512.17131].
 
@@ -26,7 +27,7 @@ class GPAStrategy(Algorithm):
         mu_x: μ_x in [0, 1): the share of x that remains. 0.9^(1/H) corresponds to DiLoCo on one worker with H steps;
             the default, 0.9967, to H = 32. With 0, GPA is the inner optimizer.
         mu_y: μ_y in [0, 1]: the share of x in y. With 0, gradients are taken at z, and x does not influence training.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all gradients, every step.
 
@@ -35,22 +36,19 @@ class GPAStrategy(Algorithm):
 
     family = "data parallel"
 
-    averaged: Tensor  # x, shared (P,)
-    stepped: Tensor  # z, shared (P,)
+    mu_x: float = 0.9967
+    mu_y: float = 0.7
+    average: Averaging = state(default=Averaging("mean"))
 
-    def __init__(
-        self,
-        inner_optim: Optim = None,
-        *,
-        mu_x: float = 0.9967,
-        mu_y: float = 0.7,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__([GradientAverage()], inner_optim=inner_optim, **options)
-        self.mu_x = real_number("mu_x", mu_x, at_least=0, at_most=1)
+    averaged: Tensor = state()  # x, shared (P,)
+    stepped: Tensor = state()  # z, shared (P,)
+
+    def __post_init__(self) -> None:
+        self.mu_x = real_number("mu_x", self.mu_x, at_least=0, at_most=1)
         if self.mu_x == 1:
             raise ValueError("mu_x must be < 1, got 1: the averaged weights would stay where they begin")
-        self.mu_y = real_number("mu_y", mu_y, at_least=0, at_most=1)
+        self.mu_y = real_number("mu_y", self.mu_y, at_least=0, at_most=1)
+        super().__post_init__()
 
     def begin(self, cluster: Cluster) -> None:
         super().begin(cluster)

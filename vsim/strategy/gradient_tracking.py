@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from vsim.cluster import Cluster
-from vsim.strategy.gossip import GraphStrategy, OnGraph
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GraphStrategy
 
 
-class TrackingGossip(OnGraph):
-    """Step along a tracker y of the mean gradient, then mix weights and trackers with the neighbours, at every step.
+@algorithm
+class GradientTrackingStrategy(GraphStrategy):
+    """Step along trackers of the mean gradient, then average with the neighbours: adapt-then-combine gradient tracking
+    [Xu et al. 2015; Nedić et al. 2017, arXiv:1609.05713].
 
         y ← g − c;  x ← W optimizer(x, y), with SGD W (x − η y);  c ← g − W y, at first 0
 
@@ -19,6 +22,7 @@ class TrackingGossip(OnGraph):
 
     Args:
         topology: the graph; see `GossipStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and trackers, twice all weights, to each neighbour, every step.
 
@@ -26,9 +30,11 @@ class TrackingGossip(OnGraph):
     starts again at 0.
     """
 
-    correction: Tensor  # W y − g, stacked (R, P)
-    tracker: Tensor  # y, stacked (R, P); within a step
+    family = "graphs"
     derived = ("tracker",)
+
+    correction: Tensor = state()  # W y − g, stacked (R, P)
+    tracker: Tensor = state()  # y, stacked (R, P); within a step
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         return {"correction": torch.zeros_like(cluster.weights)}
@@ -43,11 +49,3 @@ class TrackingGossip(OnGraph):
         x, y = self.mixed(both, cluster, "weights and trackers").chunk(2, 1)
         cluster.weights.copy_(x)
         self.correction = self.correction + y  # W y − g
-
-
-class GradientTrackingStrategy(GraphStrategy, of=TrackingGossip):
-    """Step along trackers of the mean gradient, then average with the neighbours: adapt-then-combine gradient tracking
-    [Xu et al. 2015; Nedić et al. 2017, arXiv:1609.05713].
-    """
-
-    family = "graphs"

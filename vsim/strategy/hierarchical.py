@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
-from typing_extensions import Unpack
-
-from vsim.arguments import whole_number
+from vsim.arguments import naming, whole_number
 from vsim.cluster import Cluster
-from vsim.strategy.allreduce import GradientAverage
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
-from vsim.strategy.diloco import DiLoCoCommunicator
-from vsim.strategy.fedavg import AveragingCommunicator
+from vsim.strategy.allreduce import SimpleReduceStrategy
+from vsim.strategy.average import AverageLike, Averaging
+from vsim.strategy.base import Algorithm, Composed, Optim
+from vsim.strategy.diloco import DiLoCoStrategy
+from vsim.strategy.fedavg import FedAvgStrategy
+from vsim.strategy.fields import algorithm
 from vsim.strategy.when import When, sync_interval
 
 
-class GroupAverage(CommunicationModule):
+@algorithm
+class GroupAverage(Algorithm):
     """Average in groups of neighbouring nodes: gradients at every step if H is 1, else weights every H steps.
 
     Args:
         size: nodes in a group: 0 … size − 1, size … 2·size − 1, and so on.
-        H: steps between averagings. larger: modules that average over more nodes; if one of them averages weights after
-            the same step, or gradients before it, this module skips the step.
+        H: steps between averagings.
+        larger: algorithms that average over more nodes; if one of them averages weights after the same step, or
+            gradients before it, this one skips the step.
         average: a rule of `vsim.strategy.average`.
     """
 
-    def __init__(
-        self, size: int, *, H: int, average: AverageLike = "mean", larger: tuple[CommunicationModule, ...] = ()
-    ) -> None:
-        self.size, self.H = whole_number("size", size, at_least=2), whole_number("H", H)
-        self.larger = larger
-        self.average = average_of(average, f"a group of {size}", origin=False)
+    size: int
+    H: int = 1
+    average: Averaging = Averaging("mean", origin=False)
+    larger: tuple[Algorithm, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.size, self.H = whole_number("size", self.size, at_least=2), whole_number("H", self.H)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         self.check_nodes(cluster)
@@ -57,7 +61,8 @@ class GroupAverage(CommunicationModule):
         return self.average(rows, cluster, f"{what} in groups of {self.size}", list(groups.values()))
 
 
-class HierarchicalStrategy(Algorithm):
+@algorithm
+class HierarchicalStrategy(Composed):
     """Average nested groups of nodes, each level at its own period, such as machines in a DiLoCo worker: hierarchical
     local SGD [Lin et al. 2018, arXiv:1808.07217].
 
@@ -76,7 +81,7 @@ class HierarchicalStrategy(Algorithm):
         outer_lr: the outer learning rate.
         average: merges vectors: one average for all levels, or a dict: number of nodes in a group → average. Only the
             largest level takes clip(), compress(), and rules that need moves.
-        options: see `Algorithm`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all gradients or weights at each level, in its groups.
 
@@ -86,31 +91,27 @@ class HierarchicalStrategy(Algorithm):
 
     family = "local steps"
 
-    def __init__(
-        self,
-        levels: Mapping[int, int | When],
-        inner_optim: Optim = None,
-        *,
-        outer: Optim = None,
-        outer_lr: float | None = None,
-        average: AverageLike | Mapping[int, AverageLike] = "mean",
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self.sizes = _checked(levels)
-        averages = _by_size(average, self.sizes)
+    levels: Mapping[int, int | When] = field(kw_only=False)
+    outer: Optim = None
+    outer_lr: float | None = None
+    average: Any = "mean"  # AverageLike | Mapping[int, AverageLike]
+
+    def __post_init__(self) -> None:
+        self.sizes = _checked(self.levels)
+        averages = _by_size(self.average, self.sizes)
         *inner, last = self.sizes
-        H, of_all = sync_interval(levels[last]), averages[last]
-        modules: list[CommunicationModule]
-        if outer is not None or outer_lr is not None:
-            modules = [DiLoCoCommunicator(H, outer, outer_lr=outer_lr, average=of_all)]
-        elif H == 1:
-            modules = [GradientAverage(of_all)]
+        H, of_all = sync_interval(self.levels[last]), averages[last]
+        top: Algorithm
+        if self.outer is not None or self.outer_lr is not None:
+            top = DiLoCoStrategy(H=H, outer_optim=self.outer, outer_lr=self.outer_lr, average=of_all)
         else:
-            modules = [AveragingCommunicator(every=H, average=of_all)]
+            top = SimpleReduceStrategy(average=of_all) if H == 1 else FedAvgStrategy(H=H, average=of_all)
+        self.composed = [top]
         for size in reversed(inner):
-            own = int(levels[size])  # type: ignore[arg-type]
-            modules.insert(0, GroupAverage(size, H=own, average=averages[size], larger=tuple(modules)))
-        super().__init__(modules, inner_optim=inner_optim, **options)
+            own, larger = int(self.levels[size]), tuple(self.composed)  # type: ignore[arg-type]
+            with naming(f"a group of {size}"):
+                self.composed.insert(0, GroupAverage(size=size, H=own, average=averages[size], larger=larger))
+        super().__post_init__()
 
     def begin(self, cluster: Cluster) -> None:
         if cluster.plan is not None and cluster.plan.renews:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.average import AverageLike
-from vsim.strategy.base import Algorithm, Optim
-from vsim.strategy.diloco import DiLoCoCommunicator
+from vsim.strategy.diloco import DiLoCoStrategy
+from vsim.strategy.fields import algorithm
 from vsim.strategy.outer import outer_spec
 from vsim.strategy.when import When
 
 OF_ONE_NODE = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
 
 
-class MuLoCoCommunicator(DiLoCoCommunicator):
-    """DiLoCo whose outer optimizer is made for nodes that train with Muon.
+@algorithm
+class MuLoCoStrategy(DiLoCoStrategy):
+    """DiLoCo with Muon on the hidden matrices: MuLoCo [Thérien et al. 2025, arXiv:2505.23725].
+
+    The default inner optimizer is OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9,
+    0.95))), and lr is the rate of both. `OptimSpec` says which matrices are hidden, and how to choose others.
 
         θ_k ← Muon(θ_k, g_k) on the hidden matrices, AdamW(θ_k, g_k) on all other parameters
         after every H-th step:  Δ = mean_k (φ − θ_k);  φ ← outer optimizer(φ, Δ);  θ_k ← φ
@@ -27,6 +30,7 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
         outer_lr: the outer learning rate.
         average: merges the φ − θ_k; to send fewer bytes, compress(StatisticalQuantizer(4), error_feedback=0.9). See
             `vsim.strategy.average`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
@@ -34,33 +38,19 @@ class MuLoCoCommunicator(DiLoCoCommunicator):
     of nodes and the steps of the run; for the same effect, give OptimSpec("muon", weight_decay=λ/(K·T), …).
     """
 
-    default_optim = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
+    family = "local steps"
+    default_outer = OptimSpec("sgd", lr=0.8, momentum=0.9, nesterov=True)
 
-    def __init__(
-        self,
-        *,
-        outer_optim: Optim = None,
-        H: int | When = 30,
-        outer_lr: float | None = None,
-        average: AverageLike = "mean",
-    ) -> None:
-        super().__init__(H, outer_optim, outer_lr=outer_lr, average=average)
-        self.spec_of_one_node = outer_spec(outer_optim, outer_lr, OF_ONE_NODE)
+    H: int | When = 30
+
+    def __post_init__(self) -> None:
+        self.spec_of_one_node = outer_spec(self.outer_optim, self.outer_lr, OF_ONE_NODE)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         if cluster.population == 1:
             self.outer_optim_spec = self.spec_of_one_node
         super().setup(cluster)
-
-
-class MuLoCoStrategy(Algorithm, of=MuLoCoCommunicator):
-    """DiLoCo with Muon on the hidden matrices: MuLoCo [Thérien et al. 2025, arXiv:2505.23725].
-
-    The default inner optimizer is OptimSpec("muon", adjust_lr_fn="match_rms_adamw", rest=OptimSpec("adamw", betas=(0.9,
-    0.95))), and lr is the rate of both. `OptimSpec` says which matrices are hidden, and how to choose others.
-    """
-
-    family = "local steps"
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:

@@ -10,12 +10,15 @@ from torch import Tensor
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
-from vsim.strategy.base import Algorithm, CommunicationModule
+from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.when import When, sync_interval
 
 
-class PairCommunicator(CommunicationModule):
-    """Take an outer step on each node towards the mean of this node and a random other node, after every H-th step.
+@algorithm
+class NoLoCoStrategy(Algorithm):
+    """DiLoCo in random pairs, with separate outer weights on each node: NoLoCo [Kolehmainen et al. 2025,
+    arXiv:2506.10911].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step, node k is paired with a random node j:
@@ -29,6 +32,7 @@ class PairCommunicator(CommunicationModule):
         alpha: α, the outer momentum, in [0, 1].
         beta: β, the outer learning rate, above 0.
         gamma: γ, at least 0; default β. 0 lets the φ_k drift apart.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: Δ_k and φ_k, each as large as all weights, from each node of a pair to the other, every H steps. Pairs are
     drawn a round ahead, so that φ_k travels while the nodes train, and nodes wait for Δ_k only. In the first round, all
@@ -38,19 +42,29 @@ class PairCommunicator(CommunicationModule):
     enough; Δ_k and φ_k are sent nevertheless.
     """
 
-    is_gossip = True
-    outer_weights: Tensor  # φ_k, stacked (R, P)
-    momentum: Tensor  # m_k, stacked (R, P)
-    pairs: Tensor  # pairs (src, dst) of the next round, in both directions, shared (2 · ⌊K / 2⌋, 2)
-    arriving: Pending | None  # φ_j, stacked (R, P); None before the first round, when all φ_k are equal
+    family = "local steps"
 
-    def __init__(
-        self, *, H: int | When = 50, alpha: float = 0.5, beta: float = 0.7, gamma: float | None = None
-    ) -> None:
-        self.H = sync_interval(H)
-        self.alpha = real_number("alpha", alpha, at_least=0, at_most=1)
-        self.beta = real_number("beta", beta, above=0)
-        self.gamma = self.beta if gamma is None else real_number("gamma", gamma, at_least=0)
+    H: int | When = 50
+    alpha: float = 0.5
+    beta: float = 0.7
+    gamma: float | None = None
+
+    outer_weights: Tensor = state()  # φ_k, stacked (R, P)
+    momentum: Tensor = state()  # m_k, stacked (R, P)
+    pairs: Tensor = state()  # pairs (src, dst) of the next round, in both directions, shared (2 · ⌊K / 2⌋, 2)
+    arriving: Pending | None = state()  # φ_j, stacked (R, P); None before the first round, when all φ_k are equal
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        self.alpha = real_number("alpha", self.alpha, at_least=0, at_most=1)
+        self.beta = real_number("beta", self.beta, above=0)
+        if self.gamma is not None:
+            self.gamma = real_number("gamma", self.gamma, at_least=0)
+        super().__post_init__()
+
+    @property
+    def is_gossip(self) -> bool:
+        return True
 
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights.clone()
@@ -76,17 +90,10 @@ class PairCommunicator(CommunicationModule):
         others = cluster.collectives.send(own, self.pairs, label="outer gradient")
         self.momentum.mul_(self.alpha).add_((own + others).mul_(self.beta / 2))
         if self.arriving is not None:
-            self.momentum.add_((self.arriving.result() - self.outer_weights).mul_(self.gamma / 2))
+            gamma = self.beta if self.gamma is None else self.gamma
+            self.momentum.add_((self.arriving.result() - self.outer_weights).mul_(gamma / 2))
         self.outer_weights.add_(self.momentum)
         cluster.weights.copy_(self.outer_weights)
         self.pairs = self._drawn(cluster)
         message, delay = (self.outer_weights, self.pairs), self.when.until_next(cluster)
         self.arriving = cluster.collectives.start("send", *message, delay=delay, label="outer weights")
-
-
-class NoLoCoStrategy(Algorithm, of=PairCommunicator):
-    """DiLoCo in random pairs, with separate outer weights on each node: NoLoCo [Kolehmainen et al. 2025,
-    arXiv:2506.10911].
-    """
-
-    family = "local steps"

@@ -12,18 +12,20 @@ from torch.optim import Optimizer
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec, resolve_optim
 from vsim.cluster.optimizers import evaluating
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import CommunicationModule, Optim
+from vsim.strategy.average import Averaging
+from vsim.strategy.base import Algorithm, Optim
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.fragments import Fragment
 from vsim.strategy.when import When, sync_interval
 
 NESTEROV = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-class SharedWeights(CommunicationModule):
-    """Base of modules with shared weights φ, which are the global model."""
+@algorithm
+class SharedWeights(Algorithm):
+    """Base of algorithms with shared weights φ, which are the global model."""
 
-    outer_weights: Tensor  # φ, shared (P,)
+    outer_weights: Tensor = state()  # φ, shared (P,)
 
     def setup(self, cluster: Cluster) -> None:
         self.keep_shared(outer_weights=cluster.weights[0].clone())
@@ -33,42 +35,47 @@ class SharedWeights(CommunicationModule):
         return self.outer_weights
 
 
+@algorithm
 class OuterStep(SharedWeights):
-    """Base of modules with shared weights φ, and an outer optimizer that steps φ by a gradient Δ.
+    """Base of algorithms with shared weights φ, and an outer optimizer that steps φ by a gradient Δ.
 
-    A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer_optim.step()`, and copies φ to the nodes.
+    A subclass defines `sync`: it writes Δ to `outer_gradient`, calls `outer.step()`, and copies φ to the nodes.
 
     Attributes:
-        default_optim: the default outer optimizer.
+        default_outer: the default outer optimizer.
     """
 
-    default_optim: ClassVar[OptimSpec] = NESTEROV
-
-    outer_gradient: Tensor  # Δ, shared (P,)
-    outer_optim: Optimizer
+    default_outer: ClassVar[OptimSpec] = NESTEROV
     derived = ("outer_gradient",)
+    resolved = ("outer_optim", "outer_lr")
 
-    def __init__(
-        self,
-        H: int | When = 100,
-        outer_optim: Optim = None,
-        *,
-        outer_lr: float | None = None,
-        average: AverageLike = "mean",
-    ) -> None:
-        self.H = sync_interval(H)
-        self.outer_optim_spec = outer_spec(outer_optim, outer_lr, self.default_optim)
-        self.average = average_of(average, type(self).__name__)
+    outer_optim: Optim = None
+    H: int | When = 100
+    outer_lr: float | None = None
+    average: Averaging = Averaging("mean")
+
+    outer_optim_spec: OptimSpec = state()
+    outer_gradient: Tensor = state()  # Δ, shared (P,)
+    outer: Optimizer = state()
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        self.outer_optim_spec = self.outer_spec()
+        super().__post_init__()
+
+    def outer_spec(self) -> OptimSpec:
+        """Return the specification of the outer optimizer."""
+        return outer_spec(self.outer_optim, self.outer_lr, self.default_outer)
 
     def setup(self, cluster: Cluster) -> None:
         phi = cluster.weights[0].clone()
         self.outer_gradient = torch.zeros_like(phi)
-        optim = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
-        self.keep_shared(outer_weights=phi, outer_optim=optim)
+        outer = outer_optimizer(self.outer_optim_spec, cluster, phi, self.outer_gradient)
+        self.keep_shared(outer_weights=phi, outer=outer)
         self.average.setup(cluster)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return evaluating(self.outer_optim, self.outer_weights)
+        return evaluating(self.outer, self.outer_weights)
 
 
 def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = NESTEROV) -> OptimSpec:
@@ -77,7 +84,7 @@ def outer_spec(outer_optim: Optim, outer_lr: float | None, default: OptimSpec = 
     Raises:
         ValueError: the learning rate is 0.
     """
-    spec = resolve_optim("outer optimizer", {"outer_optim": outer_optim}, {"outer_lr": outer_lr}, default)
+    spec = resolve_optim("outer optimizer", "outer_optim", outer_optim, "outer_lr", outer_lr, default)
     if spec.kwargs.get("lr") == 0:
         raise ValueError("outer_lr must be > 0, got 0: the outer weights, which every sync returns to, would stay")
     return spec

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import field, replace
 from types import FrameType, MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Unpack
 
 from vsim.cluster import Cluster
 from vsim.cluster.muon import StackedMuon
 from vsim.cluster.optim import ELEMENTWISE
 from vsim.cluster.optimizers import StackedOptimizer, stepped_tensors, torch_optimizers
 from vsim.cluster.replicas import Columns, Replicas
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim, StrategyOptions
+from vsim.strategy.base import Algorithm
 from vsim.strategy.communicate import communicating_through
+from vsim.strategy.fields import OPTIONS, algorithm, arguments_of, state
 
 # Functions that only rearrange values: they mix no nodes, even if the result has no leading node dimension.
 _ARRANGES = (
@@ -39,14 +39,17 @@ _ARRANGES = (
 )
 
 
+@algorithm
 class Strategy(Algorithm):
-    """An inner optimizer, communication modules, and code of your own. The base to subclass.
+    """An inner optimizer, other algorithms as parts, and code of your own. The base to subclass.
 
     A subclass may extend `before_optimizer` or `after_optimizer`, or `step` with code written as if for one node, which
     must end with `super().step()`; see docs/own-strategy.md.
 
     Args:
-        communication_modules, inner_optim, options: see `Algorithm`.
+        communication_modules: algorithms that communicate in this order, before the strategy's own `sync`. They take
+            no options of their own, and only communicate: neither of them replaces the optimizer's step.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Attributes during a run:
         model: the stacked model: `parameters()` yields tensors (K, *shape) with stacked `.grad`.
@@ -56,13 +59,24 @@ class Strategy(Algorithm):
     derived: ClassVar[tuple[str, ...]] = ("_stepped",)
     uncalled = ()
 
-    def __init__(
-        self,
-        communication_modules: Sequence[CommunicationModule] = (),
-        inner_optim: Optim = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        super().__init__(communication_modules, inner_optim, **options)
+    communication_modules: Sequence[Algorithm] = field(default=(), kw_only=False)
+
+    model: StackedModel = state()
+
+    def __post_init__(self) -> None:
+        where = f"{type(self).__name__}()"
+        self.communication_modules = _checked_parts(self.communication_modules, where)
+        if self.attack is not None:
+            self.communication_modules = [copy.copy(part) for part in self.communication_modules]
+        super().__post_init__()
+
+    @property
+    def parts(self) -> Sequence[Algorithm]:
+        return (*self.communication_modules, self)
+
+    @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return len(self.communication_modules) > 0
 
     def begin(self, cluster: Cluster) -> None:
         if self.defines_step and cluster.plan is not None and cluster.plan.segment(1).steps:
@@ -171,7 +185,7 @@ class Strategy(Algorithm):
 
         def prepare(*_: Any) -> None:
             self.model.write_back()
-            self.clip()
+            self.clip_gradients()
 
         def note(*_: Any) -> None:
             self.cluster.collectives.position.moment = "weights"  # the ledger's moment of all later collectives
@@ -201,8 +215,32 @@ class Strategy(Algorithm):
         self.model.write_back()
 
 
+def replaced_by(cls: type[Algorithm]) -> list[str]:
+    """Return what a class defines that only whole strategies have: an algorithm that does cannot be a part."""
+    of_wholes = ("begin", "inner_optimizer", "gradients", "optimize", "advance", "model_weights", "parts")
+    return [name for name in of_wholes if getattr(cls, name) is not getattr(Algorithm, name)]
+
+
+def _checked_parts(given: Any, where: str) -> list[Algorithm]:
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{where}: communication_modules must be a list of algorithms, got {given!r}")
+    for part in given:
+        if not isinstance(part, Algorithm):
+            raise TypeError(f"{where}: communication_modules must be algorithms, got {part!r}")
+        if options := [name for name in arguments_of(part) if name in OPTIONS]:
+            raise TypeError(f"{where}: {part!r} is a part, and takes no {', '.join(options)}; give them to {where}")
+        if replaced := replaced_by(type(part)):
+            raise TypeError(f"{where}: {part!r} extends {', '.join(replaced)}, and is no part of another strategy")
+    for i, part in enumerate(given):
+        for other in given[:i]:  # an algorithm holds one state; a second one may do nothing
+            if part is other or (type(part) is type(other) and (part.only_once or not arguments_of(part))):
+                raise ValueError(f"{where}: communication_modules has the same {type(part).__name__} twice")
+    return list(given)
+
+
+@algorithm
 class CommunicateOptimizeStrategy(Strategy):
-    """Run any communication modules, in order, around one inner optimizer.
+    """Let several algorithms communicate in turn, around one inner optimizer.
 
     See `Algorithm` for the arguments.
     """

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from vsim.cluster import Cluster
-from vsim.strategy.gossip import GraphStrategy, OnGraph
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GraphStrategy
 
 
-class PushSum(OnGraph):
-    """Send shares of x and of a mass w along the arrows of a graph, at every step; nodes compute at z = x / w.
+@algorithm
+class PushSumStrategy(GraphStrategy):
+    """Send shares of the weights along the arrows of a directed graph: push-sum, stochastic gradient push, SGP [Assran
+    et al. 2018, arXiv:1811.10792].
 
         x ← P (x + optimizer(z, g) − z), with SGD P (x − η g(z));  w ← P w, at first 1;  z ← x / w
         P_jk = 1 / (1 + d_k) for an arrow from k to one of the d_k nodes that k sends to; P_kk = 1 − Σ_j P_jk
@@ -25,6 +28,7 @@ class PushSum(OnGraph):
             "exponential", k to all k + 2^m; "one_peer_exponential", k to k + 2^(t mod ⌈log₂ K⌉) at the t-th step;
             "complete", "chain", "binary_tree", "torus" and `RandomGraph(degree)`, both ways; a list of arrows (k, j) or
             (k, j, P_jk), a CSV file of such rows, or a networkx graph; or a graph that varies. See `GossipStrategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and the mass, 4 · (P + 1) bytes, along each arrow, every step.
 
@@ -32,12 +36,13 @@ class PushSum(OnGraph):
     and w at 1.
     """
 
+    family = "graphs"
     directed = True
-    pushed: Tensor  # x, stacked (R, P)
-    mass: Tensor  # w, stacked (R, 1)
 
-    def __init__(self, *, topology: Any = "one_peer_exponential") -> None:
-        super().__init__(topology=topology)
+    topology: Any = "one_peer_exponential"
+
+    pushed: Tensor = state()  # x, stacked (R, P)
+    mass: Tensor = state()  # w, stacked (R, 1)
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
         return {"pushed": cluster.weights.clone(), "mass": torch.ones_like(cluster.weights[:, :1])}
@@ -47,11 +52,3 @@ class PushSum(OnGraph):
         mixed = self.mixed(torch.cat([stepped, self.mass], 1), cluster, "weights and mass")
         self.pushed, self.mass = mixed[:, :-1], mixed[:, -1:]
         cluster.weights.copy_(self.pushed / self.mass)
-
-
-class PushSumStrategy(GraphStrategy, of=PushSum):
-    """Send shares of the weights along the arrows of a directed graph: push-sum, stochastic gradient push, SGP [Assran
-    et al. 2018, arXiv:1811.10792].
-    """
-
-    family = "graphs"

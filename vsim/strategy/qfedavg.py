@@ -9,19 +9,23 @@ from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
 from vsim.strategy.average.base import norms_of
-from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, sync_interval
 
 
+@algorithm
 class RoundLosses(SharedWeights):
-    """Base of modules that use F_k, a client's loss at the shared weights, on its first batch of a round."""
+    """Base of algorithms that use F_k, a client's loss at the shared weights, on its first batch of a round."""
 
-    losses: Tensor  # F_k of the round, stacked (R, 1)
-    begins: bool  # whether the next step is the first of a round
+    H: int | When = 10
 
-    def __init__(self, H: int | When) -> None:
-        self.H = sync_interval(H)
+    losses: Tensor = state()  # F_k of the round, stacked (R, 1)
+    begins: bool = state()  # whether the next step is the first of a round
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -52,8 +56,10 @@ class RoundLosses(SharedWeights):
         raise NotImplementedError
 
 
-class FairStep(RoundLosses):
-    """Step shared weights φ by the clients' moves, weighted by powers of their losses, after every H-th step.
+@algorithm
+class QFedAvgStrategy(RoundLosses):
+    """FedAvg with moves weighted by powers of the clients' losses: q-FedAvg, q-FFL [Li et al. 2019,
+    arXiv:1905.10497].
 
         Δ_k = L (φ − θ_k), L = 1 / η;  h_k = q F_k^(q−1) ‖Δ_k‖² + L F_k^q;  φ ← φ − Σ_k F_k^q Δ_k / Σ_k h_k;  θ_k ← φ
 
@@ -63,6 +69,7 @@ class FairStep(RoundLosses):
     Args:
         H: steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
         q: at least 0.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and 4 bytes every H steps, in one message.
 
@@ -70,9 +77,13 @@ class FairStep(RoundLosses):
     equal. All clients of a cohort count alike, where the paper draws cohorts in proportion to the clients' sizes.
     """
 
-    def __init__(self, *, H: int | When = 10, q: float = 1.0) -> None:
-        super().__init__(H)
-        self.q = real_number("q", q, at_least=0)
+    family = "federated"
+
+    q: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.q = real_number("q", self.q, at_least=0)
+        super().__post_init__()
 
     def meet(self, cluster: Cluster) -> None:
         if not cluster.lr:  # no client has moved
@@ -82,14 +93,6 @@ class FairStep(RoundLosses):
         message = torch.cat([F**self.q * moves, h.to(moves)], 1)
         total = cluster.collectives.all_reduce(message, "sum", label="weighted moves")  # (P + 1,)
         self.outer_weights.sub_(total[:-1] / total[-1])
-
-
-class QFedAvgStrategy(Algorithm, of=FairStep):
-    """FedAvg with moves weighted by powers of the clients' losses: q-FedAvg, q-FFL [Li et al. 2019,
-    arXiv:1905.10497].
-    """
-
-    family = "federated"
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.gossip import GraphStrategy, OnGraph
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GraphStrategy
 
 
-class QuasiGlobalMomentum(OnGraph):
-    """Step along a momentum m of the node's moves with mixing, then mix with the neighbours, at every step.
+@algorithm
+class QuasiGlobalMomentumStrategy(GraphStrategy):
+    """Average with the neighbours, with a momentum of the mixed moves: quasi-global momentum [Lin et al. 2021,
+    arXiv:2102.04761].
 
         x' ← W optimizer(x, (μ m + g) / (1 + μ)), with SGD W (x − η (μ m + g) / (1 + μ))
         m ← μ m + (1 − μ) (x − x') / η, at first 0
@@ -25,6 +26,7 @@ class QuasiGlobalMomentum(OnGraph):
     Args:
         topology: the graph; see `GossipStrategy`.
         momentum: μ in [0, 1).
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights to each neighbour, every step.
 
@@ -35,13 +37,17 @@ class QuasiGlobalMomentum(OnGraph):
     it is μ m + g. At a learning rate of 0, m only decays. When nodes come and go, m starts again at 0.
     """
 
-    momentum_buffer: Tensor  # m, stacked (R, P)
-    before: Tensor  # x, stacked (R, P); within a step
+    family = "graphs"
     derived = ("before",)
 
-    def __init__(self, *, topology: Any = "ring", momentum: float = 0.9) -> None:
-        super().__init__(topology=topology)
-        self.momentum = real_number("momentum", momentum, at_least=0, below=1)
+    momentum: float = 0.9
+
+    momentum_buffer: Tensor = state()  # m, stacked (R, P)
+    before: Tensor = state()  # x, stacked (R, P); within a step
+
+    def __post_init__(self) -> None:
+        self.momentum = real_number("momentum", self.momentum, at_least=0, below=1)
+        super().__post_init__()
 
     def check_optim(self, optim: OptimSpec) -> None:
         if optim.cls is not torch.optim.SGD or optim.rest or optim.kwargs.get("momentum"):
@@ -63,14 +69,6 @@ class QuasiGlobalMomentum(OnGraph):
         if cluster.lr:
             moved = (self.before - cluster.weights).mul_((1 - self.momentum) / cluster.lr)
             self.momentum_buffer.add_(moved)
-
-
-class QuasiGlobalMomentumStrategy(GraphStrategy, of=QuasiGlobalMomentum):
-    """Average with the neighbours, with a momentum of the mixed moves: quasi-global momentum [Lin et al. 2021,
-    arXiv:2102.04761].
-    """
-
-    family = "graphs"
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:

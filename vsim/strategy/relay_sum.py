@@ -13,12 +13,14 @@ from torch import Tensor
 
 from vsim.arguments import one_of
 from vsim.cluster import Cluster
-from vsim.strategy.gossip import GraphStrategy, OnGraph
+from vsim.strategy.fields import algorithm, state
+from vsim.strategy.gossip import GraphStrategy
 from vsim.strategy.graphs import Edges, edges_of, parts_of
 
 
-class RelaySum(OnGraph):
-    """Relay sums along a tree, at every step: a node's vector reaches a node d edges away d − 1 steps later.
+@algorithm
+class RelaySumStrategy(GraphStrategy):
+    """Relay sums of weights or gradients along a tree: RelaySGD [Vogels et al. 2021, arXiv:2110.04175].
 
         message from k to its neighbour j: m_kj ← v_k + Σ_{i ≠ j} m_ik, with the m_ik of the last step, at first 0
         form="model": v_k = y_k = optimizer(x_k, g_k), and x_k ← (y_k + Σ_i m_ik + (n − count_k) x₀) / n
@@ -32,6 +34,7 @@ class RelaySum(OnGraph):
     Args:
         topology: a tree: "chain", "binary_tree", or edges without a cycle; see `GossipStrategy`.
         form: "model", which relays weights, or "gradient", which relays gradients.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights and a count, 4 · (P + 1) bytes, or all gradients, to each neighbour, every step.
 
@@ -39,24 +42,30 @@ class RelaySum(OnGraph):
     again, and each node's own weights then take the place of x₀. Nodes that leave must not cut a tree of given edges.
     """
 
-    received: Tensor  # m_ik, stacked (R, d, P), with a count in form="model" (R, d, P + 1)
-    filler: Tensor  # x₀, stacked (R, P); of form="model"
+    family = "graphs"
 
-    def __init__(self, *, topology: Any = "chain", form: str = "model") -> None:
-        super().__init__(topology=topology)
-        self.form = one_of("form", form, ("model", "gradient"))
-        if not (self.topology in ("chain", "binary_tree") or isinstance(self.topology, tuple)):
+    topology: Any = "chain"
+    form: str = "model"
+
+    received: Tensor = state()  # m_ik, stacked (R, d, P), with a count in form="model" (R, d, P + 1)
+    filler: Tensor = state()  # x₀, stacked (R, P); of form="model"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("form", self.form, ("model", "gradient"))
+        if not (self.graphs in ("chain", "binary_tree") or isinstance(self.graphs, tuple)):
             raise ValueError(
-                f"topology: RelaySum takes one tree: 'chain', 'binary_tree' or a list of edges; got {topology!r:.100}"
+                "topology: RelaySum takes one tree: 'chain', 'binary_tree' or a list of edges; got "
+                f"{self.topology!r:.100}"
             )
-        if isinstance(self.topology, tuple) and any(len(edge) == 3 for edge in self.topology):
+        if isinstance(self.graphs, tuple) and any(len(edge) == 3 for edge in self.graphs):
             raise ValueError(
                 "topology: weights of edges have no effect on RelaySum, whose sums have weights 1; drop them"
             )
 
     def attend(self, cluster: Cluster) -> None:
-        edges = edges_of(self.topology, cluster.active)  # type: ignore[arg-type]
-        if parts_of(self.topology, cluster.population, cluster.active) > 1:
+        edges = edges_of(self.graphs, cluster.active)  # type: ignore[arg-type]
+        if parts_of(self.graphs, cluster.population, cluster.active) > 1:
             raise ValueError(
                 f"topology: at step {cluster.step} the nodes {list(cluster.active)} are left, whom the edges {edges} "
                 "of the tree do not connect; take 'chain' or 'binary_tree', which are built on the nodes that take part"
@@ -64,7 +73,7 @@ class RelaySum(OnGraph):
         super().attend(cluster)
 
     def fresh(self, cluster: Cluster) -> dict[str, Tensor]:
-        edges = edges_of(self.topology, cluster.active)  # type: ignore[arg-type]
+        edges = edges_of(self.graphs, cluster.active)  # type: ignore[arg-type]
         if len(edges) != max(0, cluster.num_nodes - 1):
             raise ValueError(
                 f"topology: a tree of {cluster.num_nodes} nodes has one edge fewer, got {len(edges)} edges"
@@ -77,7 +86,7 @@ class RelaySum(OnGraph):
         """Return stacked `own` (R, p) plus the sum of the messages that arrive in this step, and keep the messages."""
         nodes, active = cluster.collectives.nodes, np.asarray(cluster.active)
         arriving, total = torch.zeros_like(self.received), own.clone()
-        exchanges = _exchanges(edges_of(self.topology, cluster.active))  # type: ignore[arg-type]
+        exchanges = _exchanges(edges_of(self.graphs, cluster.active))  # type: ignore[arg-type]
         for number, pairs in enumerate(exchanges):  # in a round, each node exchanges with one neighbour
             message = own.clone()
             for other in range(len(exchanges)):
@@ -118,9 +127,3 @@ def _exchanges(edges: Edges) -> Sequence[NDArray[np.int64]]:
             rounds[number] += [(node, child), (child, node)]
             coming.append((child, node, number))
     return [np.array(sorted(rounds[number]), dtype=np.int64) for number in sorted(rounds)]
-
-
-class RelaySumStrategy(GraphStrategy, of=RelaySum):
-    """Relay sums of weights or gradients along a tree: RelaySGD [Vogels et al. 2021, arXiv:2110.04175]."""
-
-    family = "graphs"

@@ -8,7 +8,7 @@ from torch import Tensor
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec
-from vsim.strategy.base import Algorithm
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import SharedWeights
 
 
@@ -27,8 +27,10 @@ def share_of_joining(own: Tensor, mean: Tensor, cluster: Cluster, label: str) ->
     own[joins[:, 0]] = missing / (cluster.population - len(cluster.active) + len(joining))
 
 
-class ControlVariates(SharedWeights):
-    """Correct gradients by control variates, updated after every H-th step.
+@algorithm
+class ScaffoldStrategy(SharedWeights):
+    """FedAvg with control variates against the drift of clients towards their data: SCAFFOLD, with option II
+    [Karimireddy et al. 2019, arXiv:1910.06378].
 
         θ_k ← θ_k − lr · (g_k − c_k + c)
         after every H-th step, for n nodes of a population of N:
@@ -44,6 +46,7 @@ class ControlVariates(SharedWeights):
 
     N·c minus the c_k of nodes that stay is divided equally among joining and absent nodes. If a joining node copied a
     peer's c_k instead, c would no longer be the mean of the c_k.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, and changes of control variates of the same size, in one message every H steps. A newly drawn
     cohort pulls c with the weights; when nodes join, the c_k are summed once.
@@ -56,13 +59,19 @@ class ControlVariates(SharedWeights):
     is 0, as in the first step of a warm-up, the control variates do not change.
     """
 
-    variate: Tensor  # c, shared (P,)
-    variates: Tensor  # c_k, stacked (R, P), a row for each client
-    rates: Tensor  # each node's sum of learning rates over its steps of the round so far, stacked (R, 1)
+    family = "federated"
 
-    def __init__(self, *, H: int = 10, outer_lr: float = 1.0) -> None:
-        self.H: int = whole_number("H", H)
-        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+    H: int = 10
+    outer_lr: float = 1.0
+
+    variate: Tensor = state()  # c, shared (P,)
+    variates: Tensor = state()  # c_k, stacked (R, P), a row for each client
+    rates: Tensor = state()  # each node's sum of learning rates over its steps of the round so far, stacked (R, 1)
+
+    def __post_init__(self) -> None:
+        self.H = whole_number("H", self.H)
+        self.outer_lr = real_number("outer_lr", self.outer_lr, above=0)
+        super().__post_init__()
 
     def check_optim(self, optim: OptimSpec) -> None:
         if (
@@ -110,14 +119,6 @@ class ControlVariates(SharedWeights):
         self.outer_weights.lerp_(mean, self.outer_lr)
         cluster.weights.copy_(self.outer_weights)
         self.rates.zero_()
-
-
-class ScaffoldStrategy(Algorithm, of=ControlVariates):
-    """FedAvg with control variates against the drift of clients towards their data: SCAFFOLD, with option II
-    [Karimireddy et al. 2019, arXiv:1910.06378].
-    """
-
-    family = "federated"
 
     @classmethod
     def default_inner_optim(cls) -> OptimSpec:

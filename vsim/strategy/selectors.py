@@ -12,10 +12,10 @@ from vsim_kernels import bernoulli_indices, chunk_sizes
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.replicas import Columns
-from vsim.strategy.configured import Configured
+from vsim.strategy.fields import Given
 
 
-class IndexSelector(Configured):
+class IndexSelector(Given):
     """Base of selectors: in every round, choose about a share p of the entries of every tensor.
 
     The choice depends only on the round, the layout of the matrix (`cluster.replicas.layout`: the columns of every

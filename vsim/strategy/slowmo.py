@@ -7,14 +7,16 @@ from torch import Tensor
 
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm
+from vsim.strategy.average import Averaging
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, sync_interval
 
 
-class SlowMomentum(SharedWeights):
-    """Step shared weights φ with a slow momentum u, after every H-th step.
+@algorithm
+class SlowMoStrategy(SharedWeights):
+    """Take H local steps, then step shared weights with a slow momentum: SlowMo [Wang et al. 2019,
+    arXiv:1910.00643].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  u ← β u + (φ − mean_k θ_k) / lr;  φ ← φ − α·lr·u;  θ_k ← φ
@@ -27,6 +29,7 @@ class SlowMomentum(SharedWeights):
         alpha: α, the slow learning rate, above 0; 1 in the paper's experiments.
         beta: β, the slow momentum, in [0, 1].
         average: merges the φ − θ_k; see `vsim.strategy.average`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: all weights, or the messages of `average`, every H steps.
 
@@ -35,15 +38,20 @@ class SlowMomentum(SharedWeights):
     learning rate of 0, such as at the first step of a warm-up, u only decays.
     """
 
-    momentum: Tensor  # u, shared (P,)
+    family = "local steps"
 
-    def __init__(
-        self, *, H: int | When = 12, alpha: float = 1.0, beta: float = 0.5, average: AverageLike = "mean"
-    ) -> None:
-        self.H = sync_interval(H)
-        self.alpha = real_number("alpha", alpha, above=0)
-        self.beta = real_number("beta", beta, at_least=0, at_most=1)
-        self.average = average_of(average, "SlowMo")
+    H: int | When = 12
+    alpha: float = 1.0
+    beta: float = 0.5
+    average: Averaging = Averaging("mean")
+
+    momentum: Tensor = state()  # u, shared (P,)
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
+        self.alpha = real_number("alpha", self.alpha, above=0)
+        self.beta = real_number("beta", self.beta, at_least=0, at_most=1)
+        super().__post_init__()
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
@@ -57,11 +65,3 @@ class SlowMomentum(SharedWeights):
             torch.div(move, cluster.lr, out=self.momentum)
         self.outer_weights.sub_(move.mul_(self.alpha))
         cluster.weights.copy_(self.outer_weights)
-
-
-class SlowMoStrategy(Algorithm, of=SlowMomentum):
-    """Take H local steps, then step shared weights with a slow momentum: SlowMo [Wang et al. 2019,
-    arXiv:1910.00643].
-    """
-
-    family = "local steps"

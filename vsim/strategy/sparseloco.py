@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from vsim.arguments import naming, real_number
 from vsim.cluster import Cluster
-from vsim.strategy.average import Average, compress
-from vsim.strategy.base import Algorithm
+from vsim.strategy.average import compress
 from vsim.strategy.compression import StatisticalQuantizer, TileTopK
+from vsim.strategy.fields import algorithm
 from vsim.strategy.outer import SharedWeights
 from vsim.strategy.when import When, sync_interval
 
 
-class SparseLoCoCommunicator(SharedWeights):
-    """DiLoCo that sends the largest entries of every tile, with few bits each.
+@algorithm
+class SparseLoCoStrategy(SharedWeights):
+    """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
+    arXiv:2508.15706].
 
         θ_k ← inner optimizer(θ_k, g_k)
         after every H-th step:  e_k ← β·e_k + (φ − θ_k);  q_k = Q(the k largest entries of every tile of e_k)
@@ -29,6 +31,7 @@ class SparseLoCoCommunicator(SharedWeights):
         quantization_bits: bits per value, 1 to 8; None: values are sent as they are.
         error_feedback: β in [0, 1].
         outer_lr: α, the outer learning rate.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: 14 bits for each of 64 entries of a tile of 4096, every H steps. In general, with n = min(k, h·w) values
     per tile (h, w), V values in all tiles and b bits per value, the payload is
@@ -40,32 +43,25 @@ class SparseLoCoCommunicator(SharedWeights):
     Deviation from the authors' code: one table for every 1024 values, not for every tensor.
     """
 
-    def __init__(
-        self,
-        *,
-        H: int | When = 30,
-        topk: int = 64,
-        chunk: int = 64,
-        quantization_bits: int | None = 2,
-        error_feedback: float = 0.95,
-        outer_lr: float = 1.0,
-    ) -> None:
-        self.H = sync_interval(H)
+    family = "local steps"
+
+    H: int | When = 30
+    topk: int = 64
+    chunk: int = 64
+    quantization_bits: int | None = 2
+    error_feedback: float = 0.95
+    outer_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.H = sync_interval(self.H)
         with naming("quantization_bits"):
-            quantizer = None if quantization_bits is None else StatisticalQuantizer(quantization_bits)
-        self.average = Average(compress(TileTopK(topk, chunk, "packed", quantizer), error_feedback))
-        self.outer_lr = real_number("outer_lr", outer_lr, above=0)
+            quantizer = None if self.quantization_bits is None else StatisticalQuantizer(self.quantization_bits)
+        self.average = compress(TileTopK(self.topk, self.chunk, "packed", quantizer), self.error_feedback)
+        self.outer_lr = real_number("outer_lr", self.outer_lr, above=0)
+        super().__post_init__()
 
     def sync(self, cluster: Cluster) -> None:
         phi = self.outer_weights
         mean = self.average(phi - cluster.weights, cluster, "outer gradient")  # mean_k q_k, shared (P,)
         phi.sub_(mean, alpha=self.outer_lr)
         cluster.weights.copy_(phi)
-
-
-class SparseLoCoStrategy(Algorithm, of=SparseLoCoCommunicator):
-    """DiLoCo that sends the largest entries of every tile, with two bits each: SparseLoCo [Sarfi et al. 2025,
-    arXiv:2508.15706].
-    """
-
-    family = "local steps"

@@ -12,15 +12,19 @@ from torch.optim import Optimizer
 from vsim.arguments import one_of, real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.collectives import Pending
+from vsim.cluster.optim import OptimSpec
 from vsim.cluster.optimizers import JointOptimizers, evaluating
-from vsim.strategy.average import AverageLike, average_of
-from vsim.strategy.base import Algorithm, CommunicationModule, Optim
+from vsim.strategy.average import Averaging
+from vsim.strategy.base import Algorithm, Optim
+from vsim.strategy.fields import algorithm, state
 from vsim.strategy.fragments import PATTERNS, Fragments, checked_fragments, first_step, fragments_of
 from vsim.strategy.outer import outer_optimizer, outer_spec
 
 
-class StreamingDiLoCoCommunicator(CommunicationModule):
-    """Sync as in DiLoCo, but one fragment of the weights at a time, and apply the result later.
+@algorithm
+class StreamingDiLoCoStrategy(Algorithm):
+    """DiLoCo, one fragment of the layers at a time, while training continues: Streaming DiLoCo [Douillard et al. 2025,
+    arXiv:2501.18512].
 
         θ_k ← inner optimizer(θ_k, g_k)
         fragment i of P, after step ⌊(i+1)·H/P⌋ and every H steps from there:  send Δ_k = φ − θ_k
@@ -31,7 +35,7 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     Args:
         H: inner steps between two syncs of one fragment, at least P. The paper uses 100.
-        outer_optim, outer_lr: see `DiLoCoCommunicator`.
+        outer_optim, outer_lr: see `DiLoCoStrategy`.
         fragments: P; or P lists of names of parameters or of modules (with all their parameters). Default: a fragment
             for each layer. Layers are the numbered modules, such as blocks.3; parameters of no layer (embedding, final
             norm, head) are in the first fragment. With more fragments than layers, modules inside the layers take the
@@ -43,62 +47,68 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
             nodes' weights are the same either way; only the global model φ differs, from sending until due.
         average: merges the Δ_k of each fragment, such as "mean" or, in the paper, compress(FP4()); see
             `vsim.strategy.average`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 
     Payload: each fragment's weights, or the messages of `average`, every H steps.
 
     Deviations from the paper: H and τ count steps of the run, not of a fragment.
     """
 
-    outer_weights: Tensor  # φ, shared (P,)
-    outer_optims: list[Optimizer]  # one for each fragment
-    pending: list[tuple[int, Pending]]  # (number of a fragment, its Δ (n,)), the oldest first
-    derived = ("outer_gradient", "parts")
+    family = "local steps"
+    derived = ("outer_gradient", "pieces")
+    resolved = ("outer_optim", "outer_lr")
 
-    def __init__(
-        self,
-        *,
-        outer_optim: Optim = None,
-        H: int = 100,
-        outer_lr: float | None = None,
-        fragments: Fragments = None,
-        pattern: str = "strided",
-        delay: int = 0,
-        mixing: float = 0.0,
-        outer_step: str = "due",
-        average: AverageLike = "mean",
-    ) -> None:
-        self.H: int = whole_number("H", H)
-        self.outer_optim_spec = outer_spec(outer_optim, outer_lr)
-        self.fragments, self.pattern = checked_fragments(fragments, self.H), one_of("pattern", pattern, PATTERNS)
-        self.delay = whole_number("delay", delay, at_least=0)
+    outer_optim: Optim = None
+    H: int = 100
+    outer_lr: float | None = None
+    fragments: Fragments = None
+    pattern: str = "strided"
+    delay: int = 0
+    mixing: float = 0.0
+    outer_step: str = "due"
+    average: Averaging = Averaging("mean")
+
+    outer_weights: Tensor = state()  # φ, shared (P,)
+    outer_optim_spec: OptimSpec = state()
+    outer_optims: list[Optimizer] = state()  # one for each fragment
+    pending: list[tuple[int, Pending]] = state()  # (number of a fragment, its Δ (n,)), the oldest first
+
+    def __post_init__(self) -> None:
+        self.H = whole_number("H", self.H)
+        self.outer_optim_spec = outer_spec(self.outer_optim, self.outer_lr)
+        self.fragments = checked_fragments(self.fragments, self.H)
+        one_of("pattern", self.pattern, PATTERNS)
+        self.delay = whole_number("delay", self.delay, at_least=0)
         if self.delay >= self.H:
-            raise ValueError(f"delay must be below H, after which a fragment is sent again; got {delay} for H={self.H}")
-        self.outer_step = one_of("outer_step", outer_step, ("due", "send"))
-        if outer_step == "send" and not self.delay:
+            raise ValueError(
+                f"delay must be below H, after which a fragment is sent again; got {self.delay} for H={self.H}"
+            )
+        one_of("outer_step", self.outer_step, ("due", "send"))
+        if self.outer_step == "send" and not self.delay:
             raise TypeError("outer_step='send' has no effect without delay=")
-        self.mixing = real_number("mixing", mixing, at_least=0, at_most=1)
-        self.average = average_of(average, "Streaming DiLoCo")
+        self.mixing = real_number("mixing", self.mixing, at_least=0, at_most=1)
+        super().__post_init__()
 
     @property
     def first_step(self) -> int:
-        return first_step(0, self.H, len(self.parts)) + self.delay
+        return first_step(0, self.H, len(self.pieces)) + self.delay
 
     def setup(self, cluster: Cluster) -> None:
-        self.parts = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)
-        if len(self.parts) > self.H:
-            raise ValueError(f"H must be at least the number of fragments, {len(self.parts)}, got {self.H}")
+        self.pieces = fragments_of(cluster.replicas.layout, self.fragments, self.pattern)
+        if len(self.pieces) > self.H:
+            raise ValueError(f"H must be at least the number of fragments, {len(self.pieces)}, got {self.H}")
         phi = cluster.weights[0].clone()
         self.outer_gradient = torch.zeros_like(phi)  # Δ, shared (P,)
         spec, gradient = self.outer_optim_spec, self.outer_gradient
-        optims = [outer_optimizer(spec, cluster, phi, gradient, part) for part in self.parts]
+        optims = [outer_optimizer(spec, cluster, phi, gradient, part) for part in self.pieces]
         self.keep_shared(outer_weights=phi, outer_optims=optims, pending=[])
-        self.averages = [copy.deepcopy(self.average) for _ in self.parts]
-        for part, average in zip(self.parts, self.averages, strict=True):
+        self.averages = [copy.deepcopy(self.average) for _ in self.pieces]
+        for part, average in zip(self.pieces, self.averages, strict=True):
             average.setup(part.alone(cluster))
 
     def communicate(self, cluster: Cluster) -> None:
-        for i in range(len(self.parts)):
-            if (cluster.step - first_step(i, self.H, len(self.parts))) % self.H == 0:
+        for i in range(len(self.pieces)):
+            if (cluster.step - first_step(i, self.H, len(self.pieces))) % self.H == 0:
                 self.pending.append((i, self._send(cluster, i)))
                 if self.outer_step == "send":
                     self._step(i, self.pending[-1][1].arrived())
@@ -109,22 +119,26 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
                 self._step(i, delta)
             self._mix(cluster, i)
 
+    def syncs_now(self, step: int) -> bool:
+        first = (first_step(i, self.H, len(self.pieces)) + self.delay for i in range(len(self.pieces)))
+        return any(step >= one and (step - one) % self.H == 0 for one in first)
+
     def _send(self, cluster: Cluster, i: int) -> Pending:
         """Start averaging φ − θ_k on fragment i."""
-        part = self.parts[i]
-        label = "outer gradient" if len(self.parts) == 1 else f"outer gradient of fragment {i}"
+        part = self.pieces[i]
+        label = "outer gradient" if len(self.pieces) == 1 else f"outer gradient of fragment {i}"
         phi, rows = part.of(self.outer_weights), part.of(cluster.weights)  # (n,), (R, n)
         return self.averages[i].start_of_distances(phi, rows, part.alone(cluster), label, self.delay)
 
     def _step(self, i: int, delta: Tensor) -> None:
         """φ ← outer optimizer(φ, Δ) on fragment i, with Δ (n,)."""
-        for own, piece in zip(self.parts[i].views(self.outer_gradient), self.parts[i].cut(delta), strict=True):
+        for own, piece in zip(self.pieces[i].views(self.outer_gradient), self.pieces[i].cut(delta), strict=True):
             own.copy_(piece)
         self.outer_optims[i].step()
 
     def _mix(self, cluster: Cluster, i: int) -> None:
         """θ_k ← α θ_k + (1 − α) φ on fragment i."""
-        part = self.parts[i]
+        part = self.pieces[i]
         for own, phi in zip(part.views(cluster.weights), part.views(self.outer_weights), strict=True):
             if self.mixing:
                 own.mul_(self.mixing).add_(phi * (1 - self.mixing))
@@ -136,11 +150,3 @@ class StreamingDiLoCoCommunicator(CommunicationModule):
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluating(JointOptimizers(self.outer_optims), self.outer_weights)
-
-
-class StreamingDiLoCoStrategy(Algorithm, of=StreamingDiLoCoCommunicator):
-    """DiLoCo, one fragment of the layers at a time, while training continues: Streaming DiLoCo [Douillard et al. 2025,
-    arXiv:2501.18512].
-    """
-
-    family = "local steps"

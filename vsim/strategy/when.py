@@ -16,10 +16,10 @@ from typing import Any
 from vsim.arguments import real_number, whole_number
 from vsim.cluster import Cluster
 from vsim.cluster.plan import ComputeSeconds
-from vsim.strategy.configured import Configured
+from vsim.strategy.fields import Given
 
 
-class When(Configured):
+class When(Given):
     """A schedule of syncs. A subclass defines `after`."""
 
     needs_compute = False  # whether syncs depend on compute seconds

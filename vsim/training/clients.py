@@ -125,7 +125,7 @@ class OwnModels:
     """
 
     def __init__(self, strategy: Algorithm, cluster: Cluster, clients: Clients | None) -> None:
-        self._parts, self._clients, self._active = strategy.communication_modules, clients, cluster.active
+        self._parts, self._clients, self._active = strategy.parts, clients, cluster.active
         gather = cluster.collectives.all_gather
         self._present: list[dict[str, Tensor]] = []  # one dict per module: name → rows (K, …) of present nodes
         with cluster.collectives.unbilled():

@@ -41,13 +41,13 @@ def end_round(run: TrackedRun) -> None:
 
 def _shared_bytes(run: TrackedRun) -> int:
     """Return the bytes of the weights that all clients share."""
-    modules = run.strategy.communication_modules
+    modules = run.strategy.parts
     return run.cluster.replicas.weights[0].nbytes - sum(module.personal_bytes for module in modules)
 
 
 def _statistics_bytes(run: TrackedRun) -> int:
     """Return the bytes of a client's running statistics, whose mean over clients the server keeps."""
-    personal = {name for module in run.strategy.communication_modules for name in module.personal_buffers}
+    personal = {name for module in run.strategy.parts for name in module.personal_buffers}
     own = {name: b for name, b in run.cluster.replicas.buffers.items() if name not in personal}
     return sum(b[0].nbytes for b in own.values() if b.is_floating_point() or b.is_complex())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from vsim.records.loggers import Logger, run_loggers
 from vsim.records.progress import Hook
 from vsim.strategy.attack import Attack
 from vsim.strategy.base import Algorithm
-from vsim.strategy.configured import arguments_of
+from vsim.strategy.fields import arguments_of
 
 Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
@@ -128,8 +127,11 @@ class RunSpec:
         """Check the options, and replace them by their checked values. A second check changes nothing."""
         if not isinstance(self.strategy, Algorithm):
             raise TypeError(f"strategy must be a vsim Strategy object, got {self.strategy!r}")
-        if not hasattr(self.strategy, "communication_modules"):
-            raise TypeError(f"{type(self.strategy).__name__}.__init__() must call super().__init__()")
+        if not hasattr(self.strategy, "optim_spec"):
+            raise TypeError(
+                f"{type(self.strategy).__name__}.__init__() must call super().__init__(…), with the options of every "
+                "strategy"
+            )
         if self.attack is not None or self.strategy.attack is not None:
             self._take_attack()
         one_of("backend", self.backend, ("stacked", "process"))
@@ -142,8 +144,7 @@ class RunSpec:
         for name in _FLAGS:
             self._set(name, true_or_false(name, getattr(self, name)))
         if self.num_epochs is not None and self.max_steps is not None:
-            warnings.warn(two_lengths(self.num_epochs, f"max_steps={self.max_steps}"), UserWarning, stacklevel=2)
-            self._set("num_epochs", None)
+            raise TypeError(two_lengths(self.num_epochs, f"max_steps={self.max_steps}"))
         self._set("seed", whole_number("seed", self.seed, at_least=0, at_most=2**63 - 1))
         if not isinstance(self.participation, Participation | None):
             raise TypeError(
@@ -358,8 +359,8 @@ class RunSpec:
 
 
 def two_lengths(num_epochs: int, other: str) -> str:
-    """Return the warning that `other` ends the run, and not the epochs."""
-    return f"num_epochs={num_epochs} has no effect with {other}, which ends the run; leave one of them out"
+    """Return the message of an error about two arguments that end a run."""
+    return f"num_epochs={num_epochs} and {other} both end the run; give one of them"
 
 
 def _minibatch_size(batch_size: int, minibatch_size: int | None, pieces: int | None) -> int | None:

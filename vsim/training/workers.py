@@ -41,7 +41,7 @@ def train_on_clock(workers: Workers) -> Iterator[Step]:
     while run.is_running:
         started, step = time.perf_counter(), Step(run.done + 1, torch.empty(0))
         run.ledger.position.begin(step.number)
-        run.lr = run.strategy.lr
+        run.lr = run.cluster.lr
         with Guard(run.group, run):
             workers.take_step()
         run.seconds += time.perf_counter() - started

@@ -11,6 +11,7 @@ from vsim.strategy.average.base import COUNTS, Average, Mean, Part, Rule
 from vsim.strategy.average.functions import (
     RULES,
     AverageLike,
+    Averaging,
     average_of,
     centered_clip,
     clip,
@@ -32,8 +33,8 @@ from vsim.strategy.average.sending import Clip, Compress
 
 # fmt: off
 __all__ = [
-    "COUNTS", "RDA", "RULES", "TIES", "TSV", "Average", "AverageLike", "CenteredClip", "Clip", "Compress", "Edit",
-    "GeometricMedian", "Iso", "Krum", "Mean", "Median", "Part", "Rule", "TrimmedMean", "average_of", "centered_clip",
-    "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median", "rda", "ties", "trimmed_mean",
-    "tsv",
+    "COUNTS", "RDA", "RULES", "TIES", "TSV", "Average", "AverageLike", "Averaging", "CenteredClip", "Clip",
+    "Compress", "Edit", "GeometricMedian", "Iso", "Krum", "Mean", "Median", "Part", "Rule", "TrimmedMean",
+    "average_of", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso", "krum", "mean", "median",
+    "rda", "ties", "trimmed_mean", "tsv",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from vsim.arguments import a_function, one_of
 from vsim.cluster.collectives import Merge
@@ -76,6 +76,7 @@ def average_of(
         a_function(f"{where}: average", made, "rows, weights")
         made = Own(made)
     result = Average(made)
+    result.refuses_attack = made.refuses_attack if isinstance(made, Average) else ""
     if result.rule.by not in by:
         raise ValueError(f"{where}: average={result} counts by {result.rule.by!r}, and here it may be one of {by}")
     if result.of_moves and not origin:
@@ -90,3 +91,29 @@ def average_of(
     if result.message is not None and arrivals:
         raise ValueError(f"{where}: average={result}: messages arrive one by one here; leave out compress()")
     return result
+
+
+class Averaging:
+    """An attribute `average` that is set to what users write ("mean", clip(1.0), …), and holds an `Average`.
+
+    Args:
+        default: the average of objects that are given none. options: see `average_of`.
+    """
+
+    def __init__(self, default: AverageLike = "mean", **options: Any) -> None:
+        self.default, self.options = default, options
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.of_class = name, average_of(self.default, owner.__name__, **self.options)
+
+    @overload
+    def __get__(self, owner: None, cls: type) -> Averaging: ...
+
+    @overload
+    def __get__(self, owner: object, cls: type | None = None) -> Average: ...
+
+    def __get__(self, owner: object | None, cls: type | None = None) -> Any:
+        return self.default if owner is None else vars(owner).get(self.name, self.of_class)
+
+    def __set__(self, owner: object, value: AverageLike) -> None:
+        vars(owner)[self.name] = average_of(value, type(owner).__name__, **self.options)

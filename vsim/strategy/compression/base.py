@@ -13,13 +13,13 @@ from vsim_kernels import pack_bits, unpack_bits
 from vsim_kernels.alignment import rows_apart
 
 from vsim.cluster import Cluster
-from vsim.strategy.configured import Configured
+from vsim.strategy.fields import Given
 
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 INDEX_BYTES = ("int64", "packed")
 
 
-class Compressor(Configured):
+class Compressor(Given):
     """Average the nodes' vectors with fewer bytes. A subclass defines `exchange`.
 
     Attributes:

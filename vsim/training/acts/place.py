@@ -88,7 +88,7 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
         strategy.clock = VirtualClock(spec.num_nodes, spec.network, spec.compute)
     strategy.begin(cluster)
     # 3. Checks of what the strategy has set up.
-    for own in (strategy, *strategy.communication_modules):
+    for own in (strategy, *(part for part in strategy.parts if part is not strategy)):
         check_rows(own, cluster.weights)
     measured = [encodable(f"{type(strategy).__name__}: a name in columns()", name) for name in strategy.columns()]
     if taken := [name for name in measured if name in (*COLUMNS, *(spec.metrics or ()))]:
@@ -115,7 +115,8 @@ def _place(run: TrackedRun, replicas: Replicas) -> None:
 
 def _warn_of_what_comes_late(strategy: Algorithm, run: TrackedRun) -> None:
     name, plan = type(strategy).__name__, run.presence.plan
-    first_steps = [(f"{name}: {type(module).__name__}", module.first_step) for module in strategy.communication_modules]
+    parts = [(name if part is strategy else f"{name}: {type(part).__name__}", part) for part in strategy.parts]
+    first_steps = [(who, part.first_step) for who, part in parts]
     if isinstance(strategy, AsynchronousStrategy):
         first_steps.append((name, strategy.first_step))
     late = [f"{who} first acts after step {first}" for who, first in first_steps if first > run.steps]
@@ -128,7 +129,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: TrackedRun) -> None:
         attackers = {*attack.attackers(plan.population)}
         if all(attackers.isdisjoint(segment.nodes) for segment in plan.segments(run.steps)):
             late.append(f"{attack}: none of its nodes takes part with participation={run.spec.participation}")
-    warmups = [(f"{name}: H={own.H!r}", getattr(own.H, "warmup_steps", 0)) for own in strategy.communication_modules]
+    warmups = [(f"{name}: H={own.H!r}", getattr(own.H, "warmup_steps", 0)) for own in strategy.parts]
     if strategy.schedule.named:
         warmups.append((f"{name}: lr_scheduler", strategy.schedule.kwargs["warmup_steps"]))
     late += [f"{who}, whose warm-up takes {warmup} steps" for who, warmup in warmups if warmup >= run.steps]
