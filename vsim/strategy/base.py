@@ -412,7 +412,7 @@ class Algorithm(Configured):
             if len(self.cluster.collectives.ledger) > known and self.cluster.resting_nodes:
                 raise TypeError(
                     f"{type(self).__name__}: {type(module).__name__} communicates gradients, and with Sample(epochs=…) "
-                    f"clients that have done their epochs have none at step {self.cluster.step}; give no epochs="
+                    f"or Partial(…) clients that rest have none at step {self.cluster.step}; leave them out"
                 )
 
     def clip(self) -> None:

@@ -48,7 +48,7 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: every node takes H steps; in the paper, a node takes as many steps as it has time for.
+    In the paper, a client takes as many steps as it has time for: Sample(n, of=N, stragglers=Partial(share)).
     """
 
     family = "federated"
