@@ -209,6 +209,13 @@ def test_candidates_pull_the_model_and_push_a_number() -> None:
     assert trainer.ledger.server_wire_bytes - plain.ledger.server_wire_bytes == 6 * 3 * 24
 
 
+def test_a_round_begins_when_losses_are_reported() -> None:
+    """After the latency of 1 s and 4 bytes at 100 kbit/s; the other candidates fetch the model at the same time."""
+    network, compute = vsim.Network("100 kbit/s", "1 s"), Compute(1.0)
+    one, other = (vsim.timeline(trainer, network, compute) for trainer in (chosen(), chosen("size", None)))
+    np.testing.assert_allclose(np.diff((one.seconds - other.seconds)[::3]), 1 + 4 * 8 / 1e5)
+
+
 def test_as_many_candidates_as_clients_are_a_draw_by_size() -> None:
     one, other = chosen(candidates=2), chosen("size", None)
     assert one.ledger.attendance == other.ledger.attendance

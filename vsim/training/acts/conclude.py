@@ -38,7 +38,9 @@ class Conclude:
         if run.concluded and run.model is None and (run.is_alone or not last):
             run.finished_at = run.done if run.done < run.steps else None
             run.model = run.mean_model()
-            outcome = Outcome.of(run.model, run.spec.callbacks) if self.send else None
+            if self.writes or self.send is not None:  # otherwise the run stays with its trainer
+                run.keep_client_models()
+            outcome = Outcome.of(run.model, run.spec.callbacks, run.client_models) if self.send else None
         if self.send is not None:
             self.tell(run, outcome)
         if self.writes and run.has_outcome and run.folder is not None and not (run.folder / "end.json").exists():
