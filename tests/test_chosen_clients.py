@@ -357,5 +357,8 @@ def test_refused_in_runs(tmp_path: Path) -> None:
             progress=False,
         )
     chosen(max_steps=4, save_dir=tmp_path)
+    for number in (2, 6):  # the cohorts that the checkpoint has recorded may be no candidates here
+        with refused(vsim.CheckpointError, "candidates", "participation"):
+            chosen(candidates=number, resume=vsim.load_checkpoint(tmp_path))
     with refused(ValueError, "fork"):
         chosen(resume=vsim.load_checkpoint(tmp_path).fork())

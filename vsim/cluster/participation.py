@@ -677,8 +677,8 @@ class Sample(Participation):
 
     def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment | Candidates]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)
-        waits = self.stragglers is None or self.stragglers.changes_nothing(self.n)
-        rule = None if waits or self.stragglers is None else self.stragglers.begun()
+        rule = self.stragglers
+        rule = None if rule is None or rule.changes_nothing(self.n) else rule.begun()
 
         def settled(first: int, last: int, rule: Stragglers | None, clients: tuple[int, ...]) -> Segment:
             segment = Segment(first, last, clients)

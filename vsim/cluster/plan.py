@@ -140,11 +140,18 @@ class Plan:
         largest = np.argsort(-np.asarray(losses, np.float64), kind="stable")[: self._open.number]
         self._settle(self._open.clients[i] for i in largest)
 
-    def repeat(self, attendance: Sequence[Segment]) -> None:
-        """Choose the clients that took part in the recorded segments of a run that resumes."""
-        for recorded in attendance:
-            if self.candidates(recorded.first):
-                self._settle((*recorded.nodes, *recorded.late))
+    def repeat(self, attendance: Sequence[Segment], step: int) -> None:
+        """Choose the clients that took part up to `step` in a run that resumes, as its ledger has recorded them.
+
+        Of clients that are no candidates, as in a checkpoint of another run, the first candidates stand in.
+        """
+        recorded, first = {own.first: (*own.nodes, *own.late) for own in attendance}, 1
+        while first <= step:
+            if self.candidates(first) and self._open is not None:
+                clients = recorded.get(first, ())
+                fits = clients and {*clients} <= {*self._open.clients}
+                self._settle(clients if fits else self._open.clients[: self._open.number])
+            first = self.segment(first).last + 1
 
     def _settle(self, clients: Iterable[int]) -> None:
         assert self._open is not None

@@ -130,18 +130,20 @@ def _plan_of(spec: RunSpec, batches: BatchSource) -> Plan | None:
     period = min((b - a for a, b in itertools.pairwise((0, *syncs))), default=spec.strategy.period)
     sizes = batches.shard_sizes.numpy().astype(np.float64)
     plan = spec.participation.plan(Round(spec.num_nodes, spec.seed, period, seconds, epochs, syncs, sizes))
-    if plan.candidates(1) and not is_factory(spec.train_dataset):
+    if not plan.candidates(1):
+        return plan
+    if not is_factory(spec.train_dataset):
         raise TypeError(
             f"{spec.participation} compares losses on clients' own data: give a partition(…) or a function f(client, "
             "num_clients, train_dataset) as train_dataset, not a dataset that is dealt anew in each epoch"
         )
-    if spec.start is not None and spec.start.forks and spec.steps_before and plan.candidates(1):
+    if spec.start is not None and spec.start.forks and spec.steps_before:
         raise ValueError(
             f"{spec.participation} cannot begin at step {spec.steps_before + 1} of a fork, as losses decide all of its "
             "rounds: start a new run with model=checkpoint.model(like=…)"
         )
-    if spec.start is not None and not spec.start.forks:
-        plan.repeat(spec.start.ledger.attendance)
+    if spec.start is not None:
+        plan.repeat(spec.start.ledger.attendance, spec.steps_before)
     return plan
 
 
