@@ -33,7 +33,7 @@ TABLE = Table(
     note="The comparison is qualitative: the paper has curves of one run each and no table, so the published value is "
     "only the side of 1 on which a ratio lies. Stragglers take a number of steps drawn uniformly from 1 to that of 20 "
     "epochs, in the paper a number of epochs from 1 to 20. The same clients are stragglers in all runs of a share.",
-    whole="200 rounds instead of 4, about nine hours on two cores: `ROUNDS` in the script.",
+    whole="200 rounds instead of 4, about four hours on two cores: `ROUNDS` in the script.",
     digits=".3g",
     quick_agrees=False,
     is_part=True,

@@ -48,7 +48,8 @@ class FedProxStrategy(Algorithm, of=(AveragingCommunicator, ProximalTerm), names
 
     Payload: all weights every H steps.
 
-    In the paper, a client takes as many steps as it has time for: Sample(n, of=N, stragglers=Partial(share)).
+    Deviations from the paper: every node takes H steps, where in the paper it takes as many as it has time for; clients
+    of Sample(n, of=N, stragglers=Partial(share)) take fewer.
     """
 
     family = "federated"
