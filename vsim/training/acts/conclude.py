@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from vsim.core.failing import Guard
 from vsim.training.acts.moment import Moment, Send
 from vsim.training.outcome import Outcome
 from vsim.training.race_folder import write_end
@@ -39,7 +40,8 @@ class Conclude:
             run.finished_at = run.done if run.done < run.steps else None
             run.model = run.mean_model()
             if self.writes or self.send is not None:  # otherwise the run stays with its trainer
-                run.keep_client_models()
+                with Guard(run.group, run):  # a strategy's own global weights may be wrong
+                    run.keep_client_models()
             outcome = Outcome.of(run.model, run.spec.callbacks, run.client_models) if self.send else None
         if self.send is not None:
             self.tell(run, outcome)
