@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.arguments import retold
 from vsim.cluster.plan import Nodes
-from vsim.cluster.randomness import isolated
-from vsim.data.batches import validation_examples
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import explained
-from vsim.training.models_measured import Models, cut, examples_at_once, measured_together
+from vsim.training.models_measured import Models, examples_of, measured_together
 from vsim.training.tracked import TrackedRun
 
 
@@ -39,22 +34,14 @@ def choose(run: TrackedRun, step: int) -> Nodes:
 
 def _loss(run: TrackedRun, client: int) -> float:
     """Return the loss of the global model on a client's training data."""
-    group, spec, replicas = run.group, run.spec, run.cluster.replicas
-    executor, device = group.executor, replicas.weights.device
+    group, executor, replicas = run.group, run.group.executor, run.cluster.replicas
     buffers = {name: b[:1] for name, b in replicas.buffers.items()}
-    model = Models(replicas.weights[:1], buffers, spec.seed, [run.rows.start if executor.objective.differs else 0])
-    batch: Any = None
+    model = Models(replicas.weights[:1], buffers, run.spec.seed, [run.rows.start if executor.objective.differs else 0])
+    when = f"in the loss of candidate {client} after step {run.done}"
+    batch, pieces = examples_of(run, run.presence.batches.datasets[client], sys.maxsize, when)
     try:
-        with isolated(spec.seed, device):  # a dataset may draw from the global generators
-            collate = (spec.dataloader_kwargs or {}).get("collate_fn")
-            batch = validation_examples(run.presence.batches.datasets[client], sys.maxsize, collate).batch
-        batch = tree_map(lambda t: t.to(device), batch)
-        pieces = cut(batch, len(tree_leaves(batch)[0]), examples_at_once(run))
         with using_threads(1) if group.is_small else nullcontext():
             measured, _ = measured_together(executor, [model], pieces, executor.for_evaluation(model.python[0]))
     except Exception as error:
-        when = f"in the loss of candidate {client} after step {run.done}"
-        if batch is None:
-            raise retold(error, f"{when}: {error}")  # noqa: B904
         raise explained(error, executor.objective, batch, 0, when)  # noqa: B904
     return float(measured.losses[0])
