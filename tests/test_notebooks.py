@@ -23,7 +23,7 @@ EXPECTED: dict[str, list[str]] = {
         r"\d +QSR +H = 4 +-?0\.\d+",
         r"two levels, outer step +\d",
     ],
-    "attacks": [r"none +label flip +sign flip", r"\ncentered clipping +\d+\.\d", r"Partition\(classes"],
+    "attacks": [r"none +label flip +sign flip", r"\ncentered clipping +\d+\.\d", r"Partition\(dirichlet"],
     "compression_quality": [
         r"<table>\n",
         r"DiLoCo, H = (\d+) +</td><td>\1× .*(holds|open|fails)",  # averages every H-th step: H times less

@@ -294,3 +294,58 @@ def test_processes_measure_the_same() -> None:
         for options in ({}, {"backend": "process", "threads_per_process": 1})
     )
     np.testing.assert_array_equal(ours, theirs)
+
+
+def of_clients(run: Any) -> list[dict[str, torch.Tensor]]:
+    return [run.client_model(k).state_dict() for k in range(7)]
+
+
+def assert_equal(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_comparison_has_the_clients_models(tmp_path: Path) -> None:
+    """Each has the loss that was measured in the run, whether or not the client was drawn."""
+    comparison = compared(max_steps=4)
+    drawn = {client for segment in comparison["FedAvg"].ledger.attendance for client in segment.nodes}
+    assert len(drawn) < 7
+    for name, run in comparison.items():
+        found = [run.client_model(k).eval()(classes(k, 7, False)[:]).item() for k in range(7)]
+        assert found == pytest.approx(run.history.client_val_losses, rel=1e-5), name
+        assert len(set(found)) == 7
+        of_one = {tuple(state["layers.0.weight"].flatten().tolist()) for state in of_clients(run)}
+        assert len(of_one) == (len(drawn) + 1 if name == "DittoStrategy" else 1)
+    comparison.to_json(tmp_path / "read.json")
+    with refused(ValueError, "client_model"):
+        vsim.Comparison.from_json(tmp_path / "read.json")["FedAvg"].client_model(0)
+    with refused(ValueError, "client … 7"):
+        comparison["FedPerStrategy"].client_model(7)
+    stored = Sample(3, of=7, store=tmp_path / "clients")
+    with refused(ValueError, "store"):
+        compared(participation=stored, max_steps=4)["DittoStrategy"].client_model(0)
+
+
+def test_absent_nodes_have_no_model_in_a_comparison() -> None:
+    options: dict[str, Any] = {**ALL, "participation": Schedule({4: [0, 2]}), "max_steps": 6}
+    for strategy in (FedPerStrategy(H=2), FedAvgStrategy(H=2)):
+        run = vsim.compare(Normed(), classes, strategies={"one": strategy}, **options)["one"]
+        run.client_model(2)
+        if strategy.is_personal:
+            with refused(ValueError, "node 1"):
+                run.client_model(1)
+
+
+@pytest.mark.slow
+def test_processes_give_back_the_clients_models(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"deterministic": True, "max_steps": 5}
+    processes: dict[str, Any] = {"backend": "process", "threads_per_process": 1}
+    for strategy in PERSONAL:
+        whole = of_clients(measured(strategy, **options))
+        assert_equal(of_clients(measured(strategy, **options, **processes)), whole)
+    ours, theirs = (compared(**options, **own) for own in ({}, {**processes, "num_processes": 2}))
+    for name, run in ours.items():
+        assert_equal(of_clients(theirs[name]), of_clients(run))
+    trainer = measured(PERSONAL[-1], **options, **processes, participation=Sample(3, of=7, store=tmp_path))
+    with refused(ValueError, "store"):
+        trainer.client_model(0)

@@ -17,7 +17,7 @@ from separate import own_examples as dataset
 from torch.utils.data import Subset
 
 import vsim
-from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Sample, Schedule, Trace
+from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Partial, Sample, Schedule, Trace
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
 from vsim.process import NodeFailure
@@ -172,11 +172,29 @@ def test_schedules_of_failures_and_joins(case: int) -> None:
         (DittoStrategy(H=2, lr=1e-2), None),
         (FedAvgStrategy(H=2, lr=1e-2), OverCommit(1.5)),
         (FedAvgStrategy(H=2, lr=1e-2), Deadline(2.2)),  # at times one of the two
+        (FedAvgStrategy(H=2, lr=1e-2), Partial(0.5)),
+        (FedAvgStrategy(H=2, lr=1e-2), Partial(0.5, drop=True)),
     ],
 )
 def test_cohorts(strategy: Strategy, stragglers: Any) -> None:
-    compute = None if stragglers is None else Compute(1.0, jitter=0.5)
-    check_equal(strategy, num_nodes=2, participation=Sample(2, of=5, stragglers=stragglers), compute=compute)
+    plan = Sample(2, of=5, stragglers=stragglers)
+    compute = Compute(1.0, jitter=0.5) if plan.needs_compute else None
+    check_equal(strategy, num_nodes=2, participation=plan, compute=compute)
+
+
+@pytest.mark.usefixtures("processes_stay")
+@pytest.mark.parametrize("stragglers", [None, pytest.param(Deadline(2.2), marks=pytest.mark.slow)])
+def test_losses_choose_the_same_clients(stragglers: Any, tmp_path: Path) -> None:
+    """The first process measures candidates, also if no client of the round is its own; and so after a resume."""
+    plan = Sample(2, of=5, select="power_of_choice", candidates=4, stragglers=stragglers)
+    compute = Compute(1.0, jitter=0.5) if plan.needs_compute else None
+    own: dict[str, Any] = {"num_nodes": 2, "participation": plan, "compute": compute, "val_interval": 1}
+    check_equal(FedBNStrategy(H=2, lr=1e-2), **own)
+    whole = trained(FedBNStrategy(H=2, lr=1e-2), **own)
+    for stop in (3, 4):
+        saved = tmp_path / str(stop)
+        trained(FedBNStrategy(H=2, lr=1e-2), **{**own, "max_steps": stop}, **PROCESSES, save_dir=saved)
+        assert_same_run(trained(FedBNStrategy(H=2, lr=1e-2), **own, save_dir=saved, resume=True), whole)
 
 
 # Checkpoints and interrupts -------------------------------------------------------------------------------------------

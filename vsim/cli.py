@@ -32,6 +32,7 @@ from vsim.cluster.participation import (
     Dropout,
     DropSlowest,
     OverCommit,
+    Partial,
     Participation,
     Sample,
     Trace,
@@ -82,7 +83,7 @@ GPT_SHAPE = {"block_size": 32, "layers": 2, "width": 64, "heads": 4}
 # The figures of a command's result, next to its data.
 _FIGURES = {"comparison": ("comparison.png", "winners.png"), "sweep": ("sweep.png", "heatmap.png")}
 PARTICIPATION: dict[str, type[Participation]] = {
-    cls.__name__.lower(): cls for cls in (Dropout, DayNight, Trace, Deadline, DropSlowest, OverCommit, Sample)
+    cls.__name__.lower(): cls for cls in (Dropout, DayNight, Trace, Deadline, DropSlowest, OverCommit, Partial, Sample)
 }
 # Functions that an option's value may call, such as topk(0.01); all other values are Python literals or text.
 CALLABLES: dict[str, Callable[..., Any]] = {

@@ -633,6 +633,7 @@ def _compared(run: TrackedRun) -> ComparedRun:
         run.stopped_at,
         [one for one in run.spec.callbacks if not getattr(one, "here", False)],
         run.spec.strategy,
+        client_models=run.client_models,
     )
 
 

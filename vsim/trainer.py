@@ -47,6 +47,7 @@ from vsim.shapes import check_apart
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fields import arguments_of
 from vsim.training.callbacks import Relay, telling_exit, with_hooks
+from vsim.training.clients import ClientModels
 from vsim.training.elsewhere import each, for_elsewhere
 from vsim.training.fit import fit, prepare, steps
 from vsim.training.interrupt import Interrupted
@@ -126,6 +127,7 @@ class Trainer:
         self.loggers: list[Logger] = []
         self.run_label: str | None = None
         self._last: TrackedRun | Checkpoint | None = None  # what resume=True resumes if there is no save_dir
+        self._client_models: ClientModels | None = None  # of the last run, if it trained in other processes
 
     @property
     def ledger(self) -> Ledger:
@@ -308,6 +310,7 @@ class Trainer:
             spec = self.spec(label, **options)
             device = self.device_of(spec)
             self.history, self.strategy = History(self.run_label or name, spec.num_nodes, spec.population), None
+            self._client_models = None
             if spec.start is not None:
                 spec.start.fill(self.history)
             self.loggers = [] if is_other_rank else spec.loggers
@@ -331,13 +334,14 @@ class Trainer:
             client: the number of the node or client, 0 to N − 1.
 
         Raises:
-            ValueError: there was no run in this process: none yet, or a run with backend="process"; or the node was
-                absent at the end.
+            ValueError: no run has ended yet; the node was absent at the end; or, after a run with backend="process",
+                the clients' state is in the folder of Sample(store=…).
         """
+        if self._client_models is not None:
+            return self._client_models.model(client, like=self.model)
         if not isinstance(self._last, TrackedRun):
             raise ValueError(
-                "client_model() needs a run of the simulator, which keeps the state of clients in this process: call "
-                "fit() first, without backend='process'"
+                "client_model() needs a run: call fit() first, without Sample(store=…) if it has backend='process'"
             )
         return RunView(self._last).client_model(client)
 
@@ -414,6 +418,7 @@ class Trainer:
                 if not saving.wanted:
                     shutil.rmtree(saving.folder, ignore_errors=True)
         (outcome,) = outcomes
+        self._client_models = outcome.client_models
         relay.end(outcome.callbacks)
         return outcome.model(like=self.model)
 

@@ -13,15 +13,27 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from vsim.arguments import a_path, countable, given, known_keywords, one_of, real_number, whole_number
-from vsim.cluster.plan import BYTES_OF_A_CLIENT, Plan, Round, Segment
+from vsim.arguments import (
+    a_list,
+    a_path,
+    countable,
+    given,
+    known_keywords,
+    one_of,
+    real_number,
+    true_or_false,
+    whole_number,
+)
+from vsim.cluster.plan import BYTES_OF_A_CLIENT, Candidates, Plan, Round, Segment
 from vsim.cluster.randomness import PARTICIPATION, generator
 from vsim.cluster.store import Store
 from vsim.reading import read_text
@@ -470,6 +482,77 @@ class OverCommit(Stragglers):
         return min(wanted, len(arrivals)), 0.0
 
 
+class Partial(Stragglers):
+    """Let some clients of a round take fewer local steps than the others, or drop them; for `Sample`.
+
+    A client that has taken its E_k ≤ E steps rests until the round ends, and its weights are averaged as they are then
+    [Li et al. 2018, FedProx, arXiv:1812.06127]. E is the length of the round or, with `epochs`, the steps of the
+    client's epochs.
+
+    Args:
+        share: the share of each cohort that takes fewer steps, in [0, 1]; the number of clients is rounded down. Which
+            clients these are, and their E_k, uniform in 1 … E, are drawn in each round from the seed.
+        steps: (N,) the most steps of each client, at least 1, instead of `share`: E_k = min(E, steps[k]).
+        drop: whether the work of these clients is lost, as in FedAvg; if False, it counts, as in FedProx. At least one
+            client of a cohort is kept.
+
+    Deviations from the paper: E_k is a number of steps; in the paper, it is a number of epochs.
+    """
+
+    needs_compute = False
+
+    @known_keywords
+    def __init__(self, share: float | None = None, *, steps: Any = None, drop: bool = False) -> None:
+        if (share is None) == (steps is None):
+            raise TypeError(f"Partial takes share or steps, one of them; got share={share!r}, steps={steps!r}")
+        self.share = None if share is None else real_number("share", share, at_least=0, at_most=1)
+        self.steps: tuple[int, ...] | None = None
+        if steps is not None:
+            self.steps = tuple(whole_number("steps of a client", own) for own in a_list("steps", steps))
+        self.drop = true_or_false("drop", drop)
+        if self.drop and self.share == 1:
+            raise ValueError("share must be below 1 with drop=True, got 1: no client of a round would be left")
+
+    def changes_nothing(self, num_nodes: int) -> bool:
+        return self.share == 0
+
+    def plan(self, given: Round) -> Plan:
+        raise TypeError(f"{self} is for clients, which start each round afresh: Sample(n, of=N, stragglers={self})")
+
+    def count(self, arrivals: NDArray[np.float64], wanted: int, steps: int) -> tuple[int, float]:
+        raise NotImplementedError("Partial goes by steps, not by arrivals")
+
+    def check(self, n: int, of: int) -> None:
+        """Raise a ValueError if this has no effect on cohorts of n, or is for another number of clients than `of`."""
+        if self.share and int(self.share * n * _ROUNDING) == 0:
+            raise ValueError(f"share={self.share} of a cohort of {n} is less than one client; give at least 1/{n}")
+        if self.steps is not None and len(self.steps) != of:
+            raise ValueError(f"steps must have a number for each of the {of} clients, got {len(self.steps)}")
+
+    def segment(self, drawn: Segment, wanted: int, given: Round, local: NDArray[np.int64] | None = None) -> Segment:
+        nodes = np.array(drawn.nodes)
+        whole = np.full(len(nodes), drawn.last - drawn.first + 1) if local is None else local[nodes]
+        own = whole.copy()  # E_k
+        if self.steps is not None:
+            own = np.minimum(own, np.array(self.steps)[nodes])
+            fewer = own < whole
+        else:
+            assert self.share is not None
+            stream = generator(given.seed, PARTICIPATION, drawn.first, 1)  # the round's other draws stay as they are
+            fewer = np.zeros(len(nodes), dtype=bool)
+            fewer[torch.randperm(len(nodes), generator=stream)[: int(self.share * len(nodes) * _ROUNDING)]] = True
+            parts = torch.rand(len(nodes), generator=stream, dtype=torch.float64).numpy()
+            own[fewer] = 1 + np.floor(parts * whole).astype(np.int64)[fewer]
+        if not self.drop:
+            return drawn._replace(steps=tuple(own.tolist()))
+        if fewer.all():
+            fewer[own.argmax()] = False
+        return drawn._replace(nodes=tuple(nodes[~fewer].tolist()), late=tuple(nodes[fewer].tolist()))
+
+
+SELECTIONS = ("uniform", "size", "power_of_choice")
+
+
 class Sample(Participation):
     """Draw a cohort of n clients from a population of N for each round, without replacement; one row trains one client.
 
@@ -486,7 +569,13 @@ class Sample(Participation):
         epochs: passes of each client through its data per round, rounded up to whole batches; the client then rests
             until the round ends. The round must be long enough for the client with the most data. None: clients take
             all steps of a round.
-        stragglers: `Deadline`, `DropSlowest` or `OverCommit`; None: wait for all clients.
+        select: how to draw a cohort. "uniform": all clients alike. "size": in proportion to their numbers of examples,
+            one client after the other. "power_of_choice": draw `candidates` clients by size, which fetch the global
+            model and report its loss on all of their data; those with the largest losses train, and ties are broken at
+            random [Cho et al. 2020, arXiv:2010.01243]. With the last two, a plain mean is meant, the default of most
+            strategies: an average by examples would count a client's size twice.
+        candidates: for "power_of_choice", their number, from n to N.
+        stragglers: `Deadline`, `DropSlowest`, `OverCommit` or `Partial`; None: wait for all clients.
         available: `DayNight`, `ByLabel`, `Availability` or `Dropout`, which decides from which clients a cohort is
             drawn. If fewer than n clients are available, the cohort is smaller. None: all clients.
         store: a folder for the clients' state, with one file per tensor (in a comparison, one folder per run); None:
@@ -494,12 +583,18 @@ class Sample(Participation):
             folder.
     """
 
+    # Instances hold only what differs, so that plain samples have the descriptions of earlier versions.
+    select = "uniform"
+    candidates: int | None = None
+
     @known_keywords
     def __init__(
         self,
         n: int,
         *,
         of: int,
+        select: str = "uniform",
+        candidates: int | None = None,
         rounds: int | None = None,
         epochs: float | None = None,
         stragglers: Stragglers | None = None,
@@ -512,8 +607,11 @@ class Sample(Participation):
         self.rounds = None if rounds is None else whole_number("rounds", rounds)
         self.epochs = None if epochs is None else real_number("epochs", epochs, above=0)
         if not isinstance(stragglers, Stragglers | None):
-            raise TypeError(f"stragglers must be Deadline, DropSlowest or OverCommit, got {stragglers!r}")
+            raise TypeError(f"stragglers must be Deadline, DropSlowest, OverCommit or Partial, got {stragglers!r}")
+        if isinstance(stragglers, Partial):
+            stragglers.check(self.n, self.of)
         self.stragglers = stragglers
+        self._choose_selection(select, candidates)
         if not isinstance(available, ByChance | None):
             raise TypeError(f"available must be DayNight, ByLabel, Availability or Dropout, got {available!r}")
         if available is not None and available.rounds is not None:
@@ -523,16 +621,35 @@ class Sample(Participation):
         if self.store is not None and self.changes_nothing(n):
             raise ValueError(f"store has no effect in {self}: all {n} clients take part in all rounds; leave it out")
 
+    def _choose_selection(self, select: str, candidates: int | None) -> None:
+        if one_of("select", select, SELECTIONS) != "uniform":
+            self.select = select
+            if self.n == self.of:
+                raise ValueError(f"select={select!r} has no effect where all {self.of} clients are drawn; leave it out")
+        if (candidates is None) == (select == "power_of_choice"):
+            raise TypeError(
+                f"candidates belongs to select='power_of_choice': give both or none, got candidates={candidates!r} "
+                f"with select={select!r}"
+            )
+        if candidates is not None:
+            self.candidates = whole_number("candidates", candidates, at_least=self._drawn, at_most=self.of)
+
+    @property
+    def _drawn(self) -> int:
+        """The number of clients drawn for a cohort, of which some may be late."""
+        factor = 1.0 if self.stragglers is None else self.stragglers.factor
+        return min(self.of, math.ceil(factor * self.n / _ROUNDING))
+
     @property
     def needs_compute(self) -> bool:  # type: ignore[override]
-        return self.stragglers is not None
+        return self.stragglers is not None and self.stragglers.needs_compute
 
     def population(self, num_nodes: int) -> int:
         return self.of
 
     def changes_nothing(self, num_nodes: int) -> bool:
-        own = self.epochs, self.stragglers, self.available
-        return num_nodes == self.n == self.of and own == (None, None, None)
+        waits = self.stragglers is None or self.stragglers.changes_nothing(num_nodes)
+        return num_nodes == self.n == self.of and waits and self.epochs is None and self.available is None
 
     def eligible(self, num_nodes: int) -> set[int]:
         return super().eligible(num_nodes) if self.available is None else self.available.eligible(self.of)
@@ -555,24 +672,43 @@ class Sample(Participation):
                 "strategy sync less often, or give rounds="
             )
         store = None if self.store is None else Store(self.store)
-        return Plan(self._segments(given, rounds), self.of, renews=True, store=store)
+        favours = self.select != "uniform"
+        return Plan(self._segments(given, rounds), self.of, renews=True, store=store, favours=favours)
 
-    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment]:
+    def _segments(self, given: Round, rounds: Iterator[tuple[int, int]]) -> Iterator[Segment | Candidates]:
         local = None if self.epochs is None else self._local_steps(given)  # (N,)
-        rule = None if self.stragglers is None else self.stragglers.begun()
-        factor = 1.0 if rule is None else rule.factor
-        drawn = min(self.of, math.ceil(factor * self.n / _ROUNDING))
-        for number, (first, last) in enumerate(rounds):
-            stream = generator(given.seed, PARTICIPATION, number)
-            order = torch.randperm(self.of, generator=stream)
-            if self.available is not None:
-                order = order[torch.isin(order, torch.tensor(self.available.present(number, self.of, stream)))]
-            segment = Segment(first, last, tuple(sorted(order[:drawn].tolist())))
+        rule = self.stragglers
+        rule = None if rule is None or rule.changes_nothing(self.n) else rule.begun()
+
+        def settled(first: int, last: int, rule: Stragglers | None, clients: tuple[int, ...]) -> Segment:
+            segment = Segment(first, last, clients)
             if rule is not None:
                 segment = rule.segment(segment, self.n, given, local)
-            if local is not None:
+            if local is not None and not segment.steps:
                 segment = segment._replace(steps=tuple(local[list(segment.nodes)].tolist()))
-            yield segment
+            return segment
+
+        for number, (first, last) in enumerate(rounds):
+            stream = generator(given.seed, PARTICIPATION, number)
+            order = self._order(given, stream)
+            if self.available is not None:
+                order = order[torch.isin(order, torch.tensor(self.available.present(number, self.of, stream)))]
+            drawn = tuple(sorted(order[: self._drawn].tolist()))
+            if self.candidates is None:
+                yield settled(first, last, rule, drawn)
+                continue
+            until_then = settled(first, last, copy.deepcopy(rule), drawn)  # the rule hears of each round once
+            clients = tuple(order[: self.candidates].tolist())
+            yield Candidates(clients, len(drawn), partial(settled, first, last, rule), until_then)
+
+    def _order(self, given: Round, stream: torch.Generator) -> Tensor:
+        """Draw clients one after the other, without replacement: all alike, or in proportion to their size."""
+        if self.select == "uniform":
+            return torch.randperm(self.of, generator=stream)
+        # The first of independent exponential clocks that run at the clients' sizes is client k's with probability
+        # n_k / Σ n, and the rest run on as if they started again.
+        clocks = -np.log1p(-torch.rand(self.of, generator=stream, dtype=torch.float64).numpy()) / given.sizes
+        return torch.from_numpy(np.argsort(clocks, kind="stable"))
 
     def _local_steps(self, given: Round) -> NDArray[np.int64]:
         assert self.epochs is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,6 +38,21 @@ class Segment(NamedTuple):
     steps: tuple[int, ...] = ()
 
 
+class Candidates(NamedTuple):
+    """A round whose clients are known once candidates have reported their losses.
+
+    Attributes:
+        clients: the candidates, in the order in which they were drawn. number: how many of them take part.
+        settled: f(clients that take part, in ascending order) → the round's segment.
+        segment: the segment in which the first `number` candidates take part; it holds until losses are reported.
+    """
+
+    clients: Nodes
+    number: int
+    settled: Callable[[Nodes], Segment]
+    segment: Segment
+
+
 class Round(NamedTuple):
     """The facts about a run from which its plan is made.
 
@@ -46,6 +61,7 @@ class Round(NamedTuple):
         seconds: the compute seconds of nodes, if known.
         epochs: (N,) the number of steps in an epoch of each node or client.
         syncs: the steps of all syncs of the run, given if intervals differ; `period` is then the shortest interval.
+        sizes: (N,) the number of examples of each node or client.
     """
 
     num_nodes: int
@@ -54,6 +70,7 @@ class Round(NamedTuple):
     seconds: ComputeSeconds | None = None
     epochs: NDArray[np.float64] | None = None
     syncs: tuple[int, ...] = ()
+    sizes: NDArray[np.float64] | None = None
 
     def rounds(self, rounds: int | None, what: str) -> Iterator[tuple[int, int]]:
         """Yield the first and the last step of every round: `rounds` steps each, or by default from sync to sync.
@@ -85,18 +102,26 @@ class Plan:
     """The nodes that take part in a run, segment by segment.
 
     Args:
-        segments: an endless iterator over consecutive segments, from step 1 on.
+        segments: an endless iterator over consecutive segments, or candidates for them, from step 1 on.
         population: the number of nodes, or clients, that may take part.
         renews: whether every segment is a round of clients, which start from the global weights with fresh optimizers.
             Otherwise nodes keep their state, and a joining node copies the state of another node.
         store: a folder for the clients' state; None: memory.
+        favours: whether some clients are drawn more often than others by their size or loss.
     """
 
     def __init__(
-        self, segments: Iterator[Segment], population: int, renews: bool = False, store: Store | None = None
+        self,
+        segments: Iterator[Segment | Candidates],
+        population: int,
+        renews: bool = False,
+        store: Store | None = None,
+        favours: bool = False,
     ) -> None:
-        self.population, self.renews, self.store = population, renews, store
-        self._coming, self._known = segments, [next(segments)]
+        self.population, self.renews, self.store, self.favours = population, renews, store, favours
+        self._coming, self._known = segments, list[Segment]()
+        self._open: Candidates | None = None  # of the last known segment, until their losses are reported
+        self._append_next()
         # The number of a segment; each node's completed steps and number of joins before this segment.
         self._number, self._steps, self._times = 0, *np.zeros((2, population), dtype=np.int64)
 
@@ -104,8 +129,50 @@ class Plan:
         """Return the segment that contains step number `step`, from 1."""
         return self._known[self._number_of(step)]
 
+    def candidates(self, step: int) -> Nodes:
+        """Return the clients whose losses decide who takes part in the segment of `step`; () if that is decided."""
+        segment = self.segment(step)
+        return self._open.clients if self._open is not None and segment is self._known[-1] else ()
+
+    def choose(self, losses: Sequence[float]) -> None:
+        """Let the candidates with the largest losses take part; `losses` are in the order of `candidates`."""
+        assert self._open is not None
+        largest = np.argsort(-np.asarray(losses, np.float64), kind="stable")[: self._open.number]
+        self._settle(self._open.clients[i] for i in largest)
+
+    def repeat(self, attendance: Sequence[Segment], step: int) -> None:
+        """Choose the clients that took part up to `step` in a run that resumes, as its ledger has recorded them.
+
+        Of clients that are no candidates, as in a checkpoint of another run, the first candidates stand in.
+        """
+        recorded, first = {own.first: (*own.nodes, *own.late) for own in attendance}, 1
+        while first <= step:
+            if self.candidates(first) and self._open is not None:
+                clients = recorded.get(first, ())
+                fits = clients and {*clients} <= {*self._open.clients}
+                self._settle(clients if fits else self._open.clients[: self._open.number])
+            first = self.segment(first).last + 1
+
+    def _settle(self, clients: Iterable[int]) -> None:
+        assert self._open is not None
+        self._known[-1], self._open = self._open.settled(tuple(sorted(clients))), None
+
+    def _append_next(self) -> None:
+        if self._open is not None:
+            raise ValueError(
+                f"losses decide which clients take part from step {self._known[-1].first} on, so that rounds after it "
+                "are known only during training"
+            )
+        coming = next(self._coming)
+        self._open = coming if isinstance(coming, Candidates) else None
+        self._known.append(coming.segment if isinstance(coming, Candidates) else coming)
+
     def segments(self, steps: int) -> Iterator[Segment]:
-        """Yield the segments of a run of that many steps."""
+        """Yield the segments of a run of that many steps.
+
+        Raises:
+            ValueError: losses that are not known yet decide which clients take part.
+        """
         step = 1
         while step <= steps:
             segment = self.segment(step)
@@ -145,7 +212,7 @@ class Plan:
 
     def _number_of(self, step: int) -> int:
         while self._known[-1].last < step:
-            self._known.append(next(self._coming))
+            self._append_next()
         return bisect_left(self._known, step, key=lambda segment: segment.last)
 
     def _count_to(self, number: int) -> None:

@@ -54,6 +54,7 @@ class Batches:
         of_all: takes a number for each of `datasets`; returns the numbers for the datasets of all processes' nodes.
 
     Attributes:
+        datasets: the shared dataset, or one for each node held here.
         lengths: the number of examples of the shared dataset, or of each node's dataset.
         steps_per_epoch: steps until every example has been seen.
         epoch_steps: (K,) steps until a node has seen its own examples. shard_sizes: (K,) their number.
@@ -78,19 +79,19 @@ class Batches:
         self.order = order if held is None or len(held) == num_nodes else order.of_nodes(held)
         self.steps_per_epoch, self.epoch_steps = self.order.steps_per_epoch, self.order.epoch_steps
         self.shard_sizes = self.order.shard_sizes
-        self._datasets, self._of_all = list(datasets), of_all
+        self.datasets, self._of_all = list(datasets), of_all
         self._gather = None if options else in_one_gather(datasets)
         self._options = options
         self._seed = seed
 
     def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
         """Return a list of number(dataset) for the datasets of all nodes, or for the one dataset that nodes share."""
-        return self._of_all([number(dataset) for dataset in self._datasets])
+        return self._of_all([number(dataset) for dataset in self.datasets])
 
     @property
     def shared_in_memory(self) -> Dataset[Any] | None:
         """The dataset that the nodes share, if it is held in tensors; else None."""
-        return self._datasets[0] if len(self._datasets) == 1 and self._gather is not None else None
+        return self.datasets[0] if len(self.datasets) == 1 and self._gather is not None else None
 
     @property
     def num_rows(self) -> int:
@@ -126,10 +127,10 @@ class Batches:
         """Load any dataset by one DataLoader, whose batches hold the samples of all nodes in the nodes' order."""
         # A worker_init_fn may access the user's own dataset: load from it, one example at a time.
         begin = self._options.get("worker_init_fn")
-        one_by_one = len(self._datasets) == 1 and begin is not None
+        one_by_one = len(self.datasets) == 1 and begin is not None
         own = {"collate_fn": _Collate(self._options.get("collate_fn"), len(nodes), not one_by_one)}
         yield from DataLoader(
-            self._datasets[0] if one_by_one else _OfNodes(self._datasets, nodes),
+            self.datasets[0] if one_by_one else _OfNodes(self.datasets, nodes),
             batch_sampler=map(_one_by_one if one_by_one else _by_node, order),
             generator=generator(self._seed, LOADER),
             **{**self._options, **own, "worker_init_fn": _Beginning(begin)},
@@ -486,6 +487,7 @@ def _length(dataset: Dataset[Any]) -> int:
 class BatchSource(Protocol):
     """The source of a run's batches: `vsim.data.batches.Batches`, or one node's loader."""
 
+    datasets: list[Dataset[Any]]
     lengths: list[int]
     steps_per_epoch: int
     epoch_steps: Tensor

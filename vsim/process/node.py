@@ -107,8 +107,8 @@ class NodeBatches:
         # With participation, a process may compute for any node.
         self._all_here = spec.participation is not None
         whose = range(everyone) if self._all_here else range(rank, rank + 1)
-        self._datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
-        self._dataset, self._own = self._datasets[0], is_factory(spec.train_dataset)
+        self.datasets = resolve(spec.train_dataset, everyone, whose, True, "train_dataset")
+        self._dataset, self._own = self.datasets[0], is_factory(spec.train_dataset)
         self._collectives = collectives
         lengths = self.of_datasets(len)  # type: ignore[arg-type]
         order = Order(lengths, everyone, spec.batch_size, spec.shuffle, spec.seed, drop_last)
@@ -121,7 +121,7 @@ class NodeBatches:
 
     def of_datasets(self, number: Callable[[Dataset[Any]], int]) -> list[int]:
         """See `Batches`. All processes must call this at the same time."""
-        own = [number(dataset) for dataset in self._datasets]
+        own = [number(dataset) for dataset in self.datasets]
         if self._all_here:
             return own
         with self._collectives.unbilled():
@@ -132,7 +132,7 @@ class NodeBatches:
         """See `Batches`; here `nodes` must hold one node."""
         own = copy.copy(self)
         ((own._node, own._missed),) = zip(nodes, missed, strict=True)
-        own._dataset = self._datasets[own._node if self._own else 0]
+        own._dataset = self.datasets[own._node if self._own else 0]
         return own
 
     def from_step(self, start_step: int = 0) -> Iterator[Any]:

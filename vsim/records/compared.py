@@ -47,6 +47,7 @@ class ComparedRun:
         trained: the strategy that was trained; None if the run was read from a file.
         measured_less: if `Comparison.at` has priced the run for another size: AllReduce's bytes divided by the run's,
             at the trained size; else None.
+        client_models: the models of the clients; see `client_model`.
     """
 
     history: History
@@ -59,6 +60,24 @@ class ComparedRun:
     callbacks: Sequence[Any] = ()
     trained: Any = None
     measured_less: float | None = None
+    client_models: Any = None
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return the model of a node, or of any client of a population, at the end of the run; see `Trainer`.
+
+        Args:
+            client: the number of the node or client, 0 to N − 1.
+
+        Raises:
+            ValueError: the run did not end, was read from a file, or keeps the clients' state in the folder of
+                Sample(store=…); or the node was absent at the end.
+        """
+        if self.client_models is None or self.model is None:
+            raise ValueError(
+                "client_model() needs a run that has ended since Python started, and whose clients' state is not in "
+                "the folder of Sample(store=…)"
+            )
+        return self.client_models.model(client, like=self.model)
 
     @property
     def ledger(self) -> Ledger:

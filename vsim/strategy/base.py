@@ -358,7 +358,7 @@ class Algorithm(Given):
             if len(self.cluster.collectives.ledger) > known and self.cluster.resting_nodes:
                 raise TypeError(
                     f"{type(self).__name__}: {type(part).__name__} communicates gradients, and with Sample(epochs=…) "
-                    f"clients that have done their epochs have none at step {self.cluster.step}; give no epochs="
+                    f"or Partial(…) clients that rest have none at step {self.cluster.step}; leave them out"
                 )
 
     def clip_gradients(self) -> None:

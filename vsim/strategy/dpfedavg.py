@@ -93,6 +93,10 @@ class DPFedAvgStrategy(RoundAverage):
 
     def setup(self, cluster: Cluster) -> None:
         super().setup(cluster)
+        if self.noise_multiplier and cluster.plan is not None and cluster.plan.favours:
+            raise ValueError(
+                "DP-FedAvg: ε assumes that all clients are drawn alike: give Sample(select='uniform'), or no noise"
+            )
         self.keep_shared(rounds={}, begun=0)
 
     def sync(self, cluster: Cluster) -> None:

@@ -30,7 +30,8 @@ class FedProxStrategy(RoundAverage):
 
     Payload: all weights every H steps.
 
-    Deviations from the paper: every node takes H steps; in the paper, a node takes as many steps as it has time for.
+    Deviations from the paper: every node takes H steps, where in the paper it takes as many as it has time for; clients
+    of Sample(n, of=N, stragglers=Partial(share)) take fewer.
     """
 
     family = "federated"

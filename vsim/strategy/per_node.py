@@ -82,7 +82,7 @@ class Strategy(Algorithm):
         if self.defines_step and cluster.plan is not None and cluster.plan.segment(1).steps:
             raise TypeError(
                 f"{type(self).__name__} defines step(), in which it communicates and steps its optimizer; with "
-                "Sample(epochs=…) clients that have done their epochs rest between the two"
+                "Sample(epochs=…) or Partial(…) clients rest between the two"
             )
         super().begin(cluster)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from vsim.arguments import whole_number
 from vsim.cluster.cluster import Cluster
+from vsim.cluster.replicas import Replicas
 from vsim.cluster.state import Lasting, Stateful, of_clients, owners, placements_of
 from vsim.cluster.store import Store
 from vsim.strategy.base import Algorithm
@@ -150,6 +153,75 @@ class OwnModels:
             else:
                 raise ValueError(f"node {client} does not take part at the end of the run, and has no model of its own")
         return weights, own_buffers
+
+
+@dataclass
+class ClientModels:
+    """The models that clients use at the end of a run; held without the run, and sent by processes.
+
+    Attributes:
+        population: the number of nodes or clients. weights (P,), buffers: of the global model.
+        places: client → its row. other: the row of all other clients; None: they have no model.
+        columns: (p,) the weights that differ from the global model's on some client. rows: (n, p) their values.
+        own_buffers: name → stacked buffers (n, …), for buffers that differ.
+    """
+
+    population: int
+    weights: Tensor
+    buffers: Mapping[str, Tensor]
+    places: dict[int, int]
+    other: int | None
+    columns: Tensor
+    rows: Tensor
+    own_buffers: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, strategy: Algorithm, clients: Clients | None, weights: Tensor, buffers: Mapping[str, Tensor]
+    ) -> ClientModels:
+        """Return the models that have the global weights and buffers, with personal values put in."""
+        cluster, known = strategy.cluster, set[int]()
+        if strategy.is_personal:
+            known = {*cluster.active, *(() if clients is None else clients.kept)}
+        rest = [] if strategy.is_personal and clients is None else [*({*range(cluster.population)} - known)][:1]
+        made = OwnModels(strategy, cluster, clients)  # in every process
+        differ, odd = torch.zeros_like(weights, dtype=torch.bool), set[str]()
+        for client in (*known, *rest):  # twice, so that no more than one whole model is in memory
+            own, own_buffers = made(client, weights, buffers)
+            differ |= own != weights
+            odd |= {name for name, b in buffers.items() if not torch.equal(own_buffers[name], b)}
+        columns, rows = differ.nonzero().flatten(), list[Tensor]()
+        of_buffers: dict[str, list[Tensor]] = {name: [] for name in odd}
+        for client in (*known, *rest):
+            own, own_buffers = made(client, weights, buffers)
+            rows.append(own[columns].cpu())
+            for name, stored in of_buffers.items():
+                stored.append(own_buffers[name].cpu())
+        return cls(
+            cluster.population,
+            weights.cpu().clone(),
+            {name: b.cpu().clone() for name, b in buffers.items()},
+            {client: row for row, client in enumerate(known)},
+            len(known) if rest else None,
+            columns.cpu(),
+            torch.stack(rows),
+            {name: torch.stack(stored) for name, stored in of_buffers.items()},
+        )
+
+    def model(self, client: int, like: nn.Module) -> nn.Module:
+        """Return a client's model, as a copy of the module `like`.
+
+        Raises:
+            ValueError: the client is a node that was absent at the end, and has no personal values.
+        """
+        client = whole_number("client", client, at_least=0, at_most=self.population - 1)
+        row = self.places.get(client, self.other)
+        if row is None:
+            raise ValueError(f"node {client} does not take part at the end of the run, and has no model of its own")
+        weights = self.weights.clone()
+        weights[self.columns] = self.rows[row]
+        buffers = {**self.buffers, **{name: own[row] for name, own in self.own_buffers.items()}}
+        return Replicas.of(like, 1, torch.device("cpu")).as_module(weights, buffers, like=like)
 
 
 def lasting(strategy: Algorithm, placement: str) -> list[Tensor]:

@@ -48,7 +48,7 @@ def train_elsewhere(race: Race, launch: Callable[[Race, Receive], object]) -> No
                 if message.record is not None:
                     run.history.continue_from(History.from_plain(message.record[0]))
                 if message.weights is not None:
-                    run.model = message.model(like=run.spec.model)
+                    run.model, run.client_models = message.model(like=run.spec.model), message.client_models
                     relays[number].end(message.callbacks)
             else:
                 relays[number](message)

@@ -9,12 +9,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from vsim.arguments import retold
-from vsim.cluster.randomness import isolated
 from vsim.core.group import Group
-from vsim.data.batches import validation_examples
 from vsim.engine import VmapExecutor
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import explained
@@ -22,8 +18,8 @@ from vsim.training.clients import OwnModels
 from vsim.training.finetune import fine_tuned
 from vsim.training.models_measured import (
     Models,
-    cut,
     examples_at_once,
+    examples_of,
     measured_together,
     of_cluster,
 )
@@ -69,7 +65,7 @@ def _measured_on(
     own_python = executor.objective.differs
     candidates = [of_cluster(own, own_python) for own in runs]
     models = [Models(m.weights[:1], {n: b[:1] for n, b in m.buffers.items()}, m.seed, m.python[:1]) for m in candidates]
-    objective, device = executor.for_evaluation(models[0].python[0]), models[0].weights.device
+    objective = executor.for_evaluation(models[0].python[0])
     own_models = {
         row: OwnModels(own.strategy, own.cluster, own.presence.clients)
         for row, own in enumerate(runs)
@@ -77,13 +73,10 @@ def _measured_on(
     }
     found = torch.full((2, len(runs), len(datasets)), math.nan, dtype=torch.float64)  # losses, accuracies where known
     for number, dataset in enumerate(datasets if 0 in run.nodes else ()):
-        batch: Any = None
+        data = f"data of client {number}" if of == "client" else "test data"
+        when = f"in the validation on the {data} after step {run.done}"
+        batch, pieces = examples_of(run, dataset, most, when)
         try:
-            with isolated(run.spec.seed, device):  # a dataset may draw from the global generators
-                collate = (run.spec.dataloader_kwargs or {}).get("collate_fn")
-                batch = validation_examples(dataset, most, collate).batch
-            batch = tree_map(lambda t: t.to(device), batch)
-            pieces = cut(batch, len(tree_leaves(batch)[0]), batch_size)
             for row, own_model in own_models.items():
                 _, buffers, *_ = candidates[row]
                 own = own_model(number, candidates[row].weights[0], {name: b[0] for name, b in buffers.items()})
@@ -93,10 +86,6 @@ def _measured_on(
             with using_threads(1) if group.is_small else nullcontext():
                 measured, _ = measured_together(executor, models, pieces, objective)
         except Exception as error:
-            data = f"data of client {number}" if of == "client" else "test data"
-            when = f"in the validation on the {data} after step {run.done}"
-            if batch is None:
-                raise retold(error, f"{when}: {error}")  # noqa: B904
             raise explained(error, executor.objective, batch, 0, when)  # noqa: B904
         found[0, :, number] = measured.losses
         if measured.accuracies is not None:

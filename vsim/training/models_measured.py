@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
-from vsim.cluster.randomness import EVALUATION, generator
+from vsim.arguments import retold
+from vsim.cluster.randomness import EVALUATION, generator, isolated
 from vsim.cluster.replicas import Views
+from vsim.data.batches import validation_examples
 from vsim.engine import Executor
 from vsim.engine.executor import bits_of
 from vsim.engine.indices import is_off_cpu
@@ -65,6 +68,19 @@ def cut(batch: Any, count: int, size: int) -> list[Any]:
     if count == len(tree_leaves(batch)[0]) <= size:
         return [batch]  # not cut, so its tensors need not begin with an example dimension
     return [tree_map(lambda t, a=a: t[a : min(a + size, count)], batch) for a in range(0, count, size)]
+
+
+def examples_of(run: TrackedRun, dataset: Dataset[Any], most: int | None, when: str) -> tuple[Any, list[Any]]:
+    """Return up to `most` examples of a dataset on the run's device, as one batch and in pieces; errors say `when`."""
+    spec, device = run.spec, run.cluster.weights.device
+    try:
+        with isolated(spec.seed, device):  # a dataset may draw from the global generators
+            collate = (spec.dataloader_kwargs or {}).get("collate_fn")
+            batch = validation_examples(dataset, most, collate).batch
+        batch = tree_map(lambda t: t.to(device), batch)
+        return batch, cut(batch, len(tree_leaves(batch)[0]), examples_at_once(run))
+    except Exception as error:
+        raise retold(error, f"{when}: {error}")  # noqa: B904
 
 
 def measured_together(

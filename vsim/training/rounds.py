@@ -1,12 +1,15 @@
 """Rounds of clients: rows are dealt to other clients, and all start from the global model.
 
 end_round     clients leave: their state is stored (unbilled), what they push is billed, rows become the global model
+choose        losses decide which clients take part, if so asked: see `vsim.training.choosing`
 move_to       only if the next round has more or fewer rows: see `vsim.training.moving`
 begin_round   clients arrive: what they pull is billed, their state is loaded, their streams are seeded
 feed          their batches: see `vsim.training.feeding`
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -53,8 +56,12 @@ def _statistics_bytes(run: TrackedRun) -> int:
 
 
 @torch.no_grad()
-def begin_round(run: TrackedRun, step: int) -> None:
-    """Assign the rows to the clients of the round that begins at `step`, whose pulls are events of this step."""
+def begin_round(run: TrackedRun, step: int, candidates: Sequence[int] = ()) -> None:
+    """Assign the rows to the clients of the round that begins at `step`, whose pulls are events of this step.
+
+    Args:
+        candidates: the clients that reported their losses, for which those that do not take part pulled, too.
+    """
     cluster, strategy, plan = run.cluster, run.strategy, run.plan
     collectives, replicas, segment = cluster.collectives, cluster.replicas, plan.segment(step)
     nodes = segment.nodes
@@ -63,6 +70,12 @@ def begin_round(run: TrackedRun, step: int) -> None:
     # This only bills the pull, also of late clients: the rows already hold the weights.
     billing = StackedCollectives(run.ledger, sorted((*nodes, *segment.late))) if segment.late else collectives
     billing.pull(replicas.weights[0], label="pull", payload_bytes=pulled)
+    if candidates:
+        if others := sorted({*candidates} - {*nodes, *segment.late}):
+            stack = StackedCollectives(run.ledger, others)
+            stack.pull(replicas.weights[0], label="pull of candidates", payload_bytes=pulled)
+        reports = torch.zeros(len(candidates), 1)
+        StackedCollectives(run.ledger, sorted(candidates)).push(reports, label="losses of candidates")
     forget(strategy.optim)
     assert run.presence.clients is not None
     run.presence.clients.arrive(cluster)

@@ -128,7 +128,23 @@ def _plan_of(spec: RunSpec, batches: BatchSource) -> Plan | None:
     epochs = batches.epoch_steps.numpy().astype(np.float64)
     syncs = spec.strategy.syncs(spec.max_steps, seconds)
     period = min((b - a for a, b in itertools.pairwise((0, *syncs))), default=spec.strategy.period)
-    return spec.participation.plan(Round(spec.num_nodes, spec.seed, period, seconds, epochs, syncs))
+    sizes = batches.shard_sizes.numpy().astype(np.float64)
+    plan = spec.participation.plan(Round(spec.num_nodes, spec.seed, period, seconds, epochs, syncs, sizes))
+    if not plan.candidates(1):
+        return plan
+    if not is_factory(spec.train_dataset):
+        raise TypeError(
+            f"{spec.participation} compares losses on clients' own data: give a partition(…) or a function f(client, "
+            "num_clients, train_dataset) as train_dataset, not a dataset that is dealt anew in each epoch"
+        )
+    if spec.start is not None and spec.start.forks and spec.steps_before:
+        raise ValueError(
+            f"{spec.participation} cannot begin at step {spec.steps_before + 1} of a fork, as losses decide all of its "
+            "rounds: start a new run with model=checkpoint.model(like=…)"
+        )
+    if spec.start is not None:
+        plan.repeat(spec.start.ledger.attendance, spec.steps_before)
+    return plan
 
 
 def _grouped(runs: Sequence[TrackedRun]) -> list[list[TrackedRun]]:

@@ -23,7 +23,7 @@ from vsim.core.run import WHAT_HELPS, Diverged, Run
 from vsim.data.batches import BatchSource
 from vsim.records.history import History
 from vsim.records.progress import Recorder
-from vsim.training.clients import Clients
+from vsim.training.clients import ClientModels, Clients
 from vsim.training.spec import RunSpec
 
 
@@ -115,6 +115,8 @@ class TrackedRun(Run):
         starts: whether no row is recorded yet; False in a resumed run.
         concluded: whether the last step is reported and saved, and `on_end` of the callbacks has been called.
         model: the mean of the nodes' final models, once a run of a comparison is complete.
+        client_models: the models that clients use, once a run of a comparison or in processes is complete; None if the
+            clients' state is in a folder.
         finished_at: the step after which a callback ended the run early.
     """
 
@@ -128,6 +130,7 @@ class TrackedRun(Run):
     starts: bool = field(default=True, init=False)
     concluded: bool = field(default=False, init=False)
     model: nn.Module | None = field(default=None, init=False)
+    client_models: ClientModels | None = field(default=None, init=False)
     finished_at: int | None = field(default=None, init=False)
 
     @classmethod
@@ -269,6 +272,14 @@ class TrackedRun(Run):
         """Return the mean of the nodes' models as an ordinary module."""
         cluster = self.cluster
         return cluster.replicas.as_module(self.mean_weights(), cluster.mean_buffers(), like=self.spec.model)
+
+    def keep_client_models(self) -> None:
+        """Keep the clients' models for the time after the run; not those of clients whose state is in a folder."""
+        if self.strategy.is_personal and self.presence.plan is not None and self.presence.plan.store is not None:
+            return
+        with torch.no_grad(), self.strategy.evaluation():
+            given = self.evaluated_weights(), self.cluster.mean_buffers()
+            self.client_models = ClientModels.of(self.strategy, self.presence.clients, *given)
 
     def mean_weights(self) -> Tensor:
         """Return the mean over the nodes (P,) of the weights that the strategy evaluates."""

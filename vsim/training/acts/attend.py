@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vsim.arguments import naming
+from vsim.cluster.plan import Nodes
 from vsim.core.group import Group
 from vsim.training.acts.moment import Moment
+from vsim.training.choosing import choose
 from vsim.training.feeding import feed
 from vsim.training.moving import arrange, join, kept_view, move_to
 from vsim.training.rounds import begin_round, end_round
@@ -37,7 +39,7 @@ def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], ste
     | | event of step | in the row of step |
     | --- | --- | --- |
     | clients of the old round push (`end_round`) | t | t + 1, as row t is recorded |
-    | clients of the new round pull (`begin_round`) | t + 1 | t + 1 |
+    | candidates pull and report losses, clients of the new round pull (`begin_round`) | t + 1 | t + 1 |
     | joining nodes copy their peer (`join`) | t + 1 | t + 1 |
     | what the strategy sends when nodes change (`change_nodes`) | t + 1 | t + 1 |
 
@@ -56,11 +58,12 @@ def _attend(groups: Sequence[Group[TrackedRun]], runs: Sequence[TrackedRun], ste
 def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step: int) -> None:
     """Give a group the rows of `step`, in which a segment of these runs' plans begins."""
     # 1. A round ends with its rows where they are; only then do rows move, which may be fewer or more.
-    moving = {}
+    moving, candidates = {}, dict[TrackedRun, Nodes]()
     for run in beginning:
         with naming(run.spec.label if group.several else ""):
             if run.presence.clients is not None:
                 end_round(run)
+                candidates[run] = choose(run, step)
             if _changes(run, step):
                 moving[run] = move_to(run, step)
     if is_new := bool(moving) or _are_to_go(group):
@@ -69,9 +72,9 @@ def _change_rows(group: Group[TrackedRun], beginning: Sequence[TrackedRun], step
     for run in beginning:
         run.ledger.position.begin(step, "start")
         if run.presence.clients is not None:
-            begin_round(run, step)
+            begin_round(run, step, candidates[run])
     # 3. Fetch the batches of the nodes that are present now. A new run's first nodes have theirs since the setup.
-    if is_new or any(run.presence.clients is not None and not run.starts for run in beginning):
+    if is_new or any(candidates[run] or not run.starts for run in candidates):
         feed(group)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from vsim.core.failing import Guard
 from vsim.training.acts.moment import Moment, Send
 from vsim.training.outcome import Outcome
 from vsim.training.race_folder import write_end
@@ -38,7 +39,10 @@ class Conclude:
         if run.concluded and run.model is None and (run.is_alone or not last):
             run.finished_at = run.done if run.done < run.steps else None
             run.model = run.mean_model()
-            outcome = Outcome.of(run.model, run.spec.callbacks) if self.send else None
+            if self.writes or self.send is not None:  # otherwise the run stays with its trainer
+                with Guard(run.group, run):  # a strategy's own global weights may be wrong
+                    run.keep_client_models()
+            outcome = Outcome.of(run.model, run.spec.callbacks, run.client_models) if self.send else None
         if self.send is not None:
             self.tell(run, outcome)
         if self.writes and run.has_outcome and run.folder is not None and not (run.folder / "end.json").exists():

@@ -125,7 +125,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: TrackedRun) -> None:
         if len(first.nodes) == run.spec.num_nodes and run.steps <= first.last < sys.maxsize:
             late.append(f"{type(run.spec.participation).__name__}: nodes first leave after step {first.last}")
     attack = strategy.attack
-    if plan is not None and attack is not None:
+    if plan is not None and attack is not None and not plan.candidates(1):
         attackers = {*attack.attackers(plan.population)}
         if all(attackers.isdisjoint(segment.nodes) for segment in plan.segments(run.steps)):
             late.append(f"{attack}: none of its nodes takes part with participation={run.spec.participation}")
