@@ -95,7 +95,9 @@ def test_fedprox_pulls_partial_work_too() -> None:
 @pytest.mark.parametrize("options", [{}, {"epochs": 2}])
 def test_a_share_of_0_is_bitwise_no_partial_work(options: dict[str, Any]) -> None:
     whole, same = (
-        fitted(FedAvgStrategy(inner_optim=SGD, H=2), Sample(2, of=3, **options, **own), Distance(), centred, max_steps=6)
+        fitted(
+            FedAvgStrategy(inner_optim=SGD, H=2), Sample(2, of=3, **options, **own), Distance(), centred, max_steps=6
+        )
         for own in ({}, {"stragglers": Partial(0.0)})
     )
     assert_same_record(same.history, whole.history)
@@ -274,7 +276,9 @@ def test_losses_choose_among_all_others_rules(options: dict[str, Any]) -> None:
 def test_runs_of_a_comparison_choose_for_themselves() -> None:
     """Runs share a matrix, and differ in their clients."""
     strategies = {
-        name: FedAvgStrategy(inner_optim=SGD, H=3, lr=None) if name == "a" else FedPerStrategy(H=3, lr=0.05, personal="bias")
+        name: FedAvgStrategy(inner_optim=SGD, H=3, lr=None)
+        if name == "a"
+        else FedPerStrategy(H=3, lr=0.05, personal="bias")
         for name in ("a", "b")
     }
     torch.manual_seed(0)
@@ -334,7 +338,11 @@ def test_refused_in_runs(tmp_path: Path) -> None:
     ):
         with refused(TypeError, said):
             Trainer(Distance(), data).fit(
-                strategy=FedAvgStrategy(inner_optim=SGD, H=2), participation=plan, num_nodes=2, max_steps=4, batch_size=4
+                strategy=FedAvgStrategy(inner_optim=SGD, H=2),
+                participation=plan,
+                num_nodes=2,
+                max_steps=4,
+                batch_size=4,
             )
     with refused(TypeError, "gradients", "Partial"):
         fitted(
