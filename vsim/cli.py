@@ -43,6 +43,7 @@ from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
+from vsim.records.columns import headings
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.losses import measured_at, note
@@ -50,7 +51,7 @@ from vsim.records.report.page import report as page_of
 from vsim.records.spent import amount
 from vsim.records.summary import tuning
 from vsim.records.swept import Sweep
-from vsim.records.tables import in_short, text_table
+from vsim.records.tables import HOURS, Heading, in_short, text_table
 from vsim.saved import files_at, read_comparisons
 from vsim.strategy import (
     COMPARED,
@@ -300,7 +301,8 @@ def time(command: commands.Time) -> int:
         )
     size = in_short(command.parameters)
     print(f"{size} parameters, {command.nodes} nodes, {command.steps:,} steps\n{on!r}, {computing!r}\n")
-    print(text_table(rows, "simple", ["strategy"], on_demand=(), width=_width()))
+    shown = [*headings("hours", "utilization", "payload MB/node"), Heading("{unit} per step", HOURS)]
+    print(text_table(rows, "simple", ["strategy"], width=_width(), headings=shown))
     return 0
 
 

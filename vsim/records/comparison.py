@@ -13,6 +13,7 @@ from typing_extensions import Self
 from vsim.arguments import a_list, a_text, encodable, one_of, true_or_false
 from vsim.network import Compute, Network
 from vsim.records import best, cheapest, crossings, differences, fronts, provenance, resized, summary, winners
+from vsim.records.columns import Asked
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.describe import Conditions
 from vsim.records.history import History, holding_a_record, read_json, write_csv, write_json
@@ -165,16 +166,19 @@ class Comparison(Runs):
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with a row per strategy, seed and step: strategy, seed and the columns of `History`.
 
-        With a `client_val_dataset`, the last row of each run has the table's columns on clients, too.
+        The last row of each run has some of the table's columns, too: those on clients, with a `client_val_dataset`;
+        and "MB per accuracy point".
         """
         import pandas as pd
 
-        frames, columns = [], dict[str, None]()
+        frames, columns, asked = [], dict[str, None](), Asked(self)
+        at_end = [column for column in asked.columns if column.is_at_end]
         for titles, run in self._titled_runs():
-            frame, on_clients = run.history.to_pandas(), summary.on_clients(self, run)
-            columns |= dict.fromkeys([*frame, *on_clients])  # some strategies have their own columns
-            for name, value in on_clients.items():
-                frame[name] = [*[math.nan] * (len(frame) - 1), value][-len(frame) :] if len(frame) else []
+            frame = run.history.to_pandas()
+            columns |= dict.fromkeys([*frame, *(column.name for column in at_end)])  # some strategies have their own
+            for column in at_end:
+                value = column.of(asked.of(run))
+                frame[column.name] = [*[math.nan] * (len(frame) - 1), value][-len(frame) :] if len(frame) else []
             frames.append(frame.assign(**titles))
         return pd.concat(frames, ignore_index=True)[[*titles, *columns]]
 

@@ -16,6 +16,7 @@ from vsim.arguments import brief, given, naming
 from vsim.cluster.ledger import Ledger
 from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import seconds_on
+from vsim.records.columns import headings
 from vsim.records.comparison import Comparison
 from vsim.records.plots import Looks
 from vsim.records.size_order import CALLED, FAR, Order, order
@@ -196,7 +197,8 @@ class Decision:
                     last: own.why or ahead,
                 }
             )
-        return text_table(rows, format, ["strategy"])
+        shown = headings("hours", "dollars", "wire MB/node", "utilization")
+        return text_table(rows, format, ["strategy"], headings=shown)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw `map`.

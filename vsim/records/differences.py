@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from vsim.arguments import one_of
 from vsim.records.best import Best, best
+from vsim.records.columns import Asked
 from vsim.records.compared import ComparedRun, Runs
 from vsim.records.losses import by_seed
 from vsim.records.statistics import Difference
 from vsim.records.statistics import differences as paired_differences
-from vsim.records.summary import on_clients
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,8 +24,8 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
         to: the strategy to compare with, if you chose it before you saw the results; p is then adjusted for the pairs
             with `to`. Default: the best. Because the results choose the best, p is then adjusted for all pairs of
             strategies, as it is for `to=comparison.best()`.
-        of: a column of `History`, whose last value is compared, or a column of the table on clients, such as
-            "client accuracy, worst tenth". A run that diverged or failed has no value.
+        of: a column of `History`, whose last value is compared, or a column of `rows`, such as "client accuracy, worst
+            tenth". A run that diverged or failed has no value.
         level: the confidence level of all tests together, in (0, 1).
 
     Returns:
@@ -43,13 +43,17 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
     import pandas as pd
 
     to = best(comparison) if to is None else one_of("to", to, comparison)
-    columns = dict.fromkeys(column for history in comparison.all_histories for column in history.columns)
-    one_of("of", of, [*columns, *on_clients(comparison, comparison.all_runs[0])])
+    asked = Asked(comparison, priced=comparison.pricing())
+    measured = dict.fromkeys(column for history in comparison.all_histories for column in history.columns)
+    computed = {column.name: column for column in asked.columns}
+    one_of("of", of, [*measured, *computed])
 
-    def last(run: ComparedRun) -> float:
-        return run.history.last(of) if of in run.history.columns else on_clients(comparison, run).get(of, math.nan)
+    def value(run: ComparedRun) -> float:
+        if of not in measured:
+            return computed[of].of(asked.of(run))
+        return run.history.last(of) if of in run.history.columns else math.nan
 
-    rows = paired_differences(by_seed(comparison, last), to, level, chosen=isinstance(to, Best))
+    rows = paired_differences(by_seed(comparison, value), to, level, chosen=isinstance(to, Best))
     frame = pd.DataFrame(rows, columns=["strategy", *Difference._fields, "seeds", "seeds_needed"])
     frame.insert(1, "to", str(to))
     needed = [row["seeds_needed"] for row in rows]

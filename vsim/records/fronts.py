@@ -140,7 +140,7 @@ class Front:
                 linestyle="none",
                 label=literal(row["strategy"] + (" †" if row["tied"] else "")),
             )
-        ax.set(xlabel=kind.label.replace("per node", f"per {self.per}"), ylabel=self.loss, ylim=(low - pad, high + pad))
+        ax.set(xlabel=kind.label.replace("{each}", self.per), ylabel=self.loss, ylim=(low - pad, high + pad))
         styled(ax)
         if 0 < len(known) <= _NAMED:
             add_legend(ax, Looks(self.looks.by_name), {}, own, inside=False)

@@ -236,7 +236,7 @@ MARKED_POINTS = 12
 class XAxis(NamedTuple):
     """The x axis of curves: a column of `History`, or a function of a history, divided by its unit.
 
-    The axis is logarithmic if `is_bytes` or `is_wide`.
+    The axis is logarithmic if `is_bytes` or `is_wide`. In the label, "{each}" stands for "node" or "client".
     """
 
     column: str | Callable[[History], NDArray[np.float64]]
@@ -252,7 +252,7 @@ class XAxis(NamedTuple):
     def title(self, histories: Iterable[History]) -> str:
         """Return the label for these runs; for cohorts, bytes are per client on average."""
         of_cohorts = self.is_bytes and any(history.is_of_cohorts for history in histories)
-        return self.label.replace("per node", "per client") if of_cohorts else self.label
+        return self.label.replace("{each}", "client" if of_cohorts else "node")
 
 
 X_AXES = {
@@ -261,9 +261,9 @@ X_AXES = {
     "tokens": XAxis("tokens", 1, "tokens"),
     "round": XAxis(lambda history: rounds(history), 1, "round"),
     "payload": XAxis(
-        lambda history: history.bytes_per_node("payload"), 1e6, "payload communicated per node (MB)", True
+        lambda history: history.bytes_per_node("payload"), 1e6, "payload communicated per {each} (MB)", True
     ),
-    "wire": XAxis(lambda history: history.bytes_per_node("wire"), 1e6, "sent on the wire per node (MB)", True),
+    "wire": XAxis(lambda history: history.bytes_per_node("wire"), 1e6, "sent on the wire per {each} (MB)", True),
     "seconds": XAxis("seconds", 1, "seconds of the simulation"),
 }
 

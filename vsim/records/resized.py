@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vsim.arguments import given, naming
+from vsim.records.columns import times_less
 from vsim.records.compared import Runs
-from vsim.records.summary import times_less
 from vsim.shapes import naming_layers, without_values
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ def unused(uses: Mapping[str, Use]) -> str:
 
 
 class Cost(NamedTuple):
-    """A cost of training: the column of a front, its name in the figure, and the unit of the column."""
+    """A cost of training: the column of a front, its name in the figure ("{each}": node or client), and its unit."""
 
     column: str
     label: str
@@ -150,8 +150,8 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    "wire": Cost("wire MB", "sent on the wire per node (MB)", 1e6),
-    "payload": Cost("payload MB", "payload communicated per node (MB)", 1e6),
+    "wire": Cost("wire MB", "sent on the wire per {each} (MB)", 1e6),
+    "payload": Cost("payload MB", "payload communicated per {each} (MB)", 1e6),
     "time": Cost("hours", "hours on the network", 3600.0),
     "cost": Cost("dollars", "dollars", 1.0),
 }

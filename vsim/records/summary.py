@@ -7,25 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from vsim.arguments import true_or_false, whole_number
-from vsim.cluster.traffic import traffic
-from vsim.records.compared import ComparedRun, Runs, brief_list
-from vsim.records.crossings import crossing_of, never, noise
-from vsim.records.history import CONSENSUS, TESTED
-from vsim.records.losses import begun, compare_finals, diverged, final_loss, legend, measured_at, note, sound
-from vsim.records.spent import AnyCompute, AnyNetwork, Priced, amount, amount_text, forming_bytes, until
-from vsim.records.tables import (
-    CLIENT_ACCURACIES,
-    CLIENT_LOSSES,
-    ON_DEMAND,
-    Marks,
-    in_short,
-    quoted,
-    size_text,
-    text_table,
-)
+from vsim.records.columns import Asked, times_less
+from vsim.records.compared import Runs, brief_list
+from vsim.records.crossings import never, noise
+from vsim.records.losses import begun, compare_finals, diverged, legend, measured_at, note, sound
+from vsim.records.spent import AnyCompute, AnyNetwork, amount_text, forming_bytes
+from vsim.records.tables import Marks, in_short, quoted, size_text, text_table
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
 
@@ -46,13 +34,12 @@ def rows(
     runs differ, a column "<column> std" follows: the sample's standard deviation. Some columns:
 
     - fewer bytes than AllReduce: AllReduce's wire bytes in these steps, divided by the strategy's; NaN if that is 0.
+    - MB per accuracy point: the wire bytes for each percentage point of the final accuracy; in a table on demand.
     - wire and payload MB/client: for cohorts, means over all clients, next to "busiest client MB" and "server MB".
     - client accuracy: with a `client_val_dataset`, mean over clients, 10th percentile, mean of the worst tenth, and
-      worst client; without accuracies, "client loss", with the 90th percentile.
-    - consensus distance: of gossip, the nodes' distance from their mean at the last validation; in a table on
-      demand.
-      Then the deviation over clients, the Gini coefficient, and in comparisons with an `attack`, the means over honest
-      clients and over attackers.
+      worst client; then the deviation over clients, the Gini coefficient, and in comparisons with an `attack`, the
+      means over honest clients and over attackers. Without accuracies, "client loss", with the 90th percentile.
+    - consensus distance: of gossip, the nodes' distance from their mean at the last validation; in a table on demand.
     - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.
     - time used, wire used and so on: with a budget, the used shares.
 
@@ -64,106 +51,20 @@ def rows(
     """
     if true_or_false("stays", stays) and loss is None:
         raise TypeError("stays=True has no effect without loss=")
-    priced, found = comparison.pricing(network, compute), []
-    known = [column for column in ("global_accuracy", CONSENSUS, *TESTED) if comparison.has(column)]
+    asked, found = Asked(comparison, loss, stays, comparison.pricing(network, compute)), []
     for name in comparison.order:
         runs = comparison.runs(name)
-        numbers = {run: _numbers(comparison, run, known, loss, stays, priced) for run in runs}
+        results = {run: asked.of(run) for run in runs}
         row: dict[str, Any] = {**comparison.labels(name)}
-        for column in numbers[runs[0]]:
-            to_loss = loss is not None and column.endswith(f" to {loss:g}")
-            values = [numbers[run][column] for run in (begun(runs) if to_loss else sound(runs))]
-            row[column] = statistics.fmean(values)
+        for column in asked.columns:
+            values = [column.of(results[run]) for run in (begun(runs) if column.is_to_loss else sound(runs))]
+            row[column.name] = statistics.fmean(values)
             if len(set(values)) > 1 and all(map(math.isfinite, values)):
-                row[f"{column} std"] = statistics.stdev(values)
+                row[f"{column.name} std"] = statistics.stdev(values)
         if not all(run.ended for run in comparison.all_runs):
             row["note"] = note(comparison, name)
         found.append(row)
     return found
-
-
-def _numbers(
-    runs: Runs, run: ComparedRun, known: Sequence[str], target: float | None, stays: bool, priced: Priced
-) -> dict[str, float]:
-    """Return the columns of the table for one run, in their order; `known` lists the optional columns to include."""
-    history, ledger, validated = run.history, run.ledger, runs.loss_column == "global_loss"
-    steps, loss = int(history.last("step")) if len(history) else 0, final_loss(runs, run)
-    found = {runs.loss_title: loss, "perplexity": math.inf if loss >= 700 else math.exp(loss)}
-    if validated and "global_accuracy" in known:
-        found["accuracy"] = math.nan if math.isnan(loss) else history.last("global_accuracy")
-    for column in filter(known.__contains__, (CONSENSUS, *TESTED)):
-        found[column.replace("_", " ")] = math.nan if run.diverged_at is not None else history.last(column)
-    found |= on_clients(runs, run)
-    found["steps"] = steps
-    if runs.of_clients:  # the busiest client's bytes depend on the draw of clients; the mean does not
-        sent = ledger.total_wire_bytes / ledger.num_nodes
-        found |= {"wire MB/client": sent / 1e6, "payload MB/client": float(ledger.node_payload_bytes.mean()) / 1e6}
-        found |= {"busiest client MB": ledger.wire_bytes / 1e6, "server MB": ledger.server_wire_bytes / 1e6}
-    else:
-        sent = history.last("wire_bytes")
-        found |= {"wire MB/node": sent / 1e6, "payload MB/node": history.last("payload_bytes") / 1e6}
-    found["fewer bytes than AllReduce"] = times_less(runs, run)
-    found["seconds to simulate"] = history.last("seconds")
-    if validated:
-        found["validation seconds"] = history.last("validation_seconds")
-    if target is not None:
-        at = crossing_of(runs, run, target, stays)
-        found[f"steps to {target:g}"] = at.step
-        found[f"wire MB to {target:g}"] = until(history, at, runs.spent(run, "wire")) / 1e6
-    used = {"wire": ledger.total_wire_bytes if runs.of_clients else sent, "examples": history.last("examples")}
-    if priced is not None:
-        timeline = history.time(*priced) if steps else None  # None: interrupted before the first step
-        found["hours"] = float(timeline.seconds[-1]) / 3600 if timeline else math.nan
-        found["utilization"] = timeline.utilization if timeline else math.nan
-        used |= {"time": 3600 * found["hours"], "cost": timeline.dollars if timeline else math.nan}
-        if priced[1].dollars_per_hour is not None:
-            found["dollars"] = used["cost"]
-        if target is not None:
-            found[f"hours to {target:g}"] = until(history, at, runs.spent(run, "time", priced)) / 3600
-    budget = {of: amount(of, most, "budget") for of, most in runs.budget.items() if of in used}
-    return found | {f"{of} used": used[of] / most for of, most in budget.items()}
-
-
-def on_demand(runs: Runs) -> list[str]:
-    """Return the columns that a table of these runs shows only on request."""
-    lengths = {history.config.get("max_steps") for history in runs.all_histories}
-    return [*ON_DEMAND, *([] if len(lengths) > 1 or runs.budget else ["steps"])]
-
-
-def times_less(runs: Runs, run: ComparedRun) -> float:
-    """Return AllReduce's bytes on the wire in the steps of a run, divided by the run's; NaN if the run sent nothing."""
-    of_one_step = traffic("all_reduce", run.history.num_nodes, run.ledger.server)
-    steps = run.history.last("step")
-    if runs.of_clients:
-        sent, of_allreduce = run.ledger.total_wire_bytes, float(of_one_step.total)
-    else:
-        sent, of_allreduce = run.history.last("wire_bytes"), float(of_one_step.busiest)
-    return of_allreduce * (runs.allreduce_bytes * steps) / sent if sent else math.nan
-
-
-def on_clients(runs: Runs, run: ComparedRun) -> dict[str, float]:
-    """Return the columns on the performance of each client's model on its data; empty if no run measured it."""
-    measured, history = frozenset().union(*(one.measured_on_clients for one in runs.all_histories)), run.history
-    if "accuracies" in measured:
-        titles, values, sign = CLIENT_ACCURACIES, history.client_val_accuracies, 1
-    elif "losses" in measured:
-        titles, values, sign = CLIENT_LOSSES, history.client_val_losses, -1
-    else:
-        return {}
-    titles = titles if "attacked" in measured else titles[:-2]
-    if not len(values) or np.isnan(values).all() or run.diverged_at is not None:
-        return dict.fromkeys(titles, math.nan)
-    known = ~np.isnan(values)  # leave out clients without a label that counts
-    bad = history.attacked_clients if len(history.attacked_clients) else np.zeros(len(values), dtype=bool)
-    of_kind = [float(values[known & kind].mean()) if (known & kind).any() else math.nan for kind in (~bad, bad)]
-    values = values[known]
-    ordered = sign * np.sort(sign * values)  # the worst client first
-    worst = ordered[: math.ceil(len(values) / 10)]
-    percentile = np.percentile(values, 10 if sign > 0 else 90)
-    n = len(values)
-    gini = float(np.sort(values) @ (2 * np.arange(n) - n + 1)) / (n * values.sum()) if values.any() else 0.0
-    numbers = (values.mean(), percentile, worst.mean(), ordered[0], values.std(), gini, *of_kind)
-    return dict(zip(titles, map(float, numbers), strict=False))
 
 
 def table(
@@ -182,7 +83,7 @@ def table(
 
     Args:
         format: one of tabulate's: "simple", "github", "html", "latex", "latex_booktabs", …
-        columns: the columns of `rows` to show, in this order; default: all but some, see `on_demand`.
+        columns: the columns of `rows` to show, in this order; default: all that fit a page of most comparisons.
         digits: digits after the point, for all columns or by column.
         loss: adds the cost of reaching this loss, see `rows`; marks strategies that never reach it.
         network, compute: add hours; see `rows`.
@@ -203,6 +104,7 @@ def table(
         whole_number("width", width)
     order, title = comparison.order, comparison.loss_title
     shown = rows(comparison, loss, network, compute, stays=stays)
+    known = Asked(comparison, loss, stays, comparison.pricing(network, compute)).columns
     without, at = diverged(comparison), measured_at(comparison)
     missed = {} if loss is None else never(comparison, loss, stays)
     for name, row in zip(order, shown, strict=True):
@@ -211,7 +113,7 @@ def table(
         elif not any(run.ended for run in comparison.runs(name)) and not row["note"].endswith(f" step {at[name]}"):
             row["note"] += f" (loss of step {at[name]})" if at[name] else " (no loss yet)"
         if name in missed:
-            row |= {key: missed[name] for key in row if key.endswith(f" to {loss:g}")}
+            row |= {column.name: missed[name] for column in known if column.is_to_loss}
         if comparison.sampled:
             row["validated on"] = ", ".join(dict.fromkeys(h.validated_on for h in comparison.histories[name]))
     has_loss = columns is None or (isinstance(columns, list | tuple) and title in columns)
@@ -223,9 +125,8 @@ def table(
     notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
     notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
     titles = list(comparison.labels(order[0])) if order else []
-    return text_table(
-        shown, format, titles, columns, digits, marks, notes, comparison.title, on_demand(comparison), width
-    )
+    on_demand = [column.name for column in known if not column.shown(comparison)]
+    return text_table(shown, format, titles, columns, digits, marks, notes, comparison.title, on_demand, width, known)
 
 
 # Notes below a table; each is a list of one text, or empty ------------------------------------------------------------

@@ -8,55 +8,93 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vsim.arguments import a_text, given, one_of, whole_number
 
-# Digits after the point, if not 2: more for losses and bytes, fewer for times and counts.
-_SPREAD = (", worst tenth", ", worst", ", deviation", ", Gini", ", honest", ", attackers")
-CLIENT_LOSSES, CLIENT_ACCURACIES = (
-    tuple(f"client {name}{which}" for which in ("", f", {percentile}th percentile", *_SPREAD))
-    for name, percentile in (("loss", 90), ("accuracy", 10))
-)
-SIMULATED = "seconds to simulate"
-DIGITS = {
-    **dict.fromkeys(("validation loss", "training loss", "test loss", "consensus distance", *CLIENT_LOSSES), 4),
-    **dict.fromkeys((SIMULATED, "validation seconds"), 1),
-}
 # Characters that stand for LaTeX commands, because tabulate would escape the commands.
 _BOLD, _END, _DAGGER, _PHANTOM = "\ue000", "\ue001", "\ue002", "\ue003"
 _COMMANDS = {_BOLD: r"\textbf{", _END: "}", _DAGGER: r"\rlap{$^{\dagger}$}", _PHANTOM: r"\phantom{"}
 _NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?( %|×|)")
 _MARKDOWN = ("github", "pipe")
-_USED = tuple(f"{of} used" for of in ("time", "cost", "wire", "examples"))  # shares of a budget
-PERCENT, _TIMES = (
-    ("accuracy", "test accuracy", "utilization", *CLIENT_ACCURACIES, *_USED),
-    ("fewer bytes than AllReduce",),
-)
-# Columns that a table shows only on request, because a table with all columns is wider than a page.
-ON_DEMAND = (
-    *("perplexity", "payload MB/node", "payload MB/client", "busiest client MB", "validation seconds"),
-    *("consensus distance", *CLIENT_LOSSES, *CLIENT_ACCURACIES),
-)
 _PAGE = 110  # characters
-# Word in the name of a column → the units in which a table may show it: name, size in the first word's unit.
-_SECONDS = (("milliseconds", 1e-3), ("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0), ("days", 86400.0))
-UNITS = {
-    "MB": tuple((name, 10.0 ** (3 * i - 6)) for i, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))),
-    "hours": tuple((name, size / 3600) for name, size in _SECONDS),
-    "seconds": _SECONDS[1:],
-}
-_LONG, _MANY = 3, 1e4  # times are in days from 3 on; the largest number of a column is below 10,000 of its unit
 UNDECIDED = "not significantly different from the best{} (p > 0.05; paired t-tests, Holm over all pairs)"
 
 
+class Measure(NamedTuple):
+    """What the numbers of a column measure, which says how they are shown.
+
+    Attributes:
+        own: the unit of the numbers, which is in the column's name; "" if they have none.
+        units: the units in which a table may show them, ascending: name, size in `own`, and the least number of this
+            unit that is shown in it.
+        digits: digits after the point. fine: whether there are more if the smallest number needs them for two
+            significant ones. whole_from: there are none if all numbers are at least this.
+        factor: what the numbers are multiplied by. sign: what follows each of them.
+        exact: whether even a large number has all its digits.
+    """
+
+    own: str = ""
+    units: tuple[tuple[str, float, float], ...] = (("", 1.0, 0.5),)
+    digits: int = 2
+    fine: bool = False
+    whole_from: float = math.inf
+    factor: float = 1.0
+    sign: str = ""
+    exact: bool = False
+
+
+_SECONDS = (("seconds", 1.0, 0.5), ("minutes", 60.0, 0.5), ("hours", 3600.0, 0.5), ("days", 86400.0, 3.0))
+NUMBER, COUNT = Measure(), Measure(digits=0, exact=True)
+SHARE, TIMES = Measure(digits=1, factor=100.0, sign=" %"), Measure(digits=1, whole_from=99.95, sign="×")
+DOLLARS = Measure(fine=True, whole_from=100)
+MEGABYTES = Measure(
+    "MB",
+    tuple((name, 10.0 ** (3 * i - 6), 0.5) for i, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))),
+    fine=True,
+)
+SECONDS = Measure("seconds", _SECONDS, fine=True)
+_OF_AN_HOUR = tuple((name, size / 3600, least) for name, size, least in (("milliseconds", 1e-3, 0.5), *_SECONDS))
+HOURS = Measure("hours", _OF_AN_HOUR, fine=True)
+_MANY = 1e4  # the largest number of a column is below 10,000 of its unit
+
+
+@dataclass(frozen=True)
+class Heading:
+    """How a column of a table is shown. A column without one shows text, or numbers with two digits.
+
+    Attributes:
+        title: the heading; "{unit}" stands for the unit of the numbers, which a table chooses.
+        measure: what the numbers measure. digits: digits after the point, if not the measure's.
+        unit_of: the name of the column whose unit this one has, too.
+        is_first_out: whether a narrow table leaves it out before all others.
+    """
+
+    title: str
+    measure: Measure = NUMBER
+    digits: int | None = None
+    unit_of: str = ""
+    is_first_out: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the column in rows and files: the title, with the unit that the numbers have there."""
+        return self.title.replace("{unit}", self.measure.own)
+
+
 class Unit(NamedTuple):
-    """How a column shows its numbers: its heading, the factor of all numbers, their digits and the sign behind them."""
+    """How a column shows its numbers: its heading, the factor of all numbers, their digits and the sign behind them.
+
+    Attributes:
+        exact: whether even a large number has all its digits.
+    """
 
     heading: str
     factor: float = 1.0
     digits: int = 2
     sign: str = ""
+    exact: bool = False
 
 
 _PLAIN = Unit("")
@@ -86,8 +124,9 @@ def text_table(
     marks: Marks | None = None,
     notes: Sequence[str] = (),
     caption: str = "",
-    on_demand: Sequence[str] = ON_DEMAND,
+    on_demand: Sequence[str] = (),
     width: int | None = None,
+    headings: Iterable[Heading] = (),
 ) -> str:
     """Return rows of numbers and text as a table. All numbers of a column have one unit, which its heading names.
 
@@ -96,8 +135,8 @@ def text_table(
             number.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
-        columns: the other columns to show, in this order; default: all but `on_demand`. By default, notes stand below
-            a text table if their column would make it wider than a page.
+        columns: the other columns to show, in this order; default: all but those `on_demand`. By default, notes stand
+            below a text table if their column would make it wider than a page.
         digits: digits after the point, for all columns or by column; default: by column.
         marks: the values to mark: † if a value does not differ significantly from the best, bold (LaTeX) for the best.
             Lines below the table explain the † and how rows were compared.
@@ -105,6 +144,7 @@ def text_table(
         caption: caption of a LaTeX table, which is then a float with a label; "": a bare tabular.
         width: the most characters in a line of a "simple" table: headings are broken, columns are left out and notes
             are wrapped to fit. Default: no limit.
+        headings: how columns are shown, see `Heading`.
 
     Raises:
         TypeError: `columns` is not a list of names.
@@ -124,8 +164,10 @@ def text_table(
     if columns is None:
         columns = [name for name in known if name not in on_demand]
     shown = [*titles, *(name for name in columns if name not in titles)]
-    alike = {key: [other for other in shown if _quantity(other) == _quantity(key)] for key in shown}
-    units = {key: unit_of(key, [row[other] for other in alike[key] for row in rows]) for key in shown}
+    by_title = {heading.name: heading for heading in headings}
+    heads = {key: by_title.get(key) or Heading(key) for key in shown}
+    alike = {key: [other for other in shown if _of_unit(heads[other]) == _of_unit(heads[key])] for key in shown}
+    units = {key: unit_of(heads[key], [row[other] for other in alike[key] for row in rows]) for key in shown}
     units |= {key: units[key]._replace(digits=digits) for key, digits in own.items() if key in units}
     by_name = {key: [cell(row[key], row.get(f"{key} std"), units[key]) for row in rows] for key in shown}
     if latex:
@@ -144,7 +186,7 @@ def text_table(
         del header["note"]
         below += [f"{name}: {note}" for name, note in zip(names, by_name.pop("note"), strict=True) if note]
     if width is not None and simple:
-        below += _fitted(header, by_name, len(titles) + 1, width)
+        below += _fitted(header, by_name, len(titles) + 1, width, {key for key in shown if heads[key].is_first_out})
     below += [*([f"† {marks.legend}"] if marks.undecided else []), *marks.remarks] if marks else []
     if width is not None and simple:
         below = [line for note in below for line in textwrap.wrap(note, max(width, 20), break_long_words=False)]
@@ -156,18 +198,20 @@ def _width(header: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[str
     return sum(max(map(len, [*header[key], *cells[key]])) + 2 for key in header) - 2
 
 
-def _fitted(header: dict[str, list[str]], cells: dict[str, list[str]], least: int, width: int) -> list[str]:
+def _fitted(
+    header: dict[str, list[str]], cells: dict[str, list[str]], least: int, width: int, first_out: AbstractSet[str]
+) -> list[str]:
     """Fit a table into a width: break its headings, then leave out columns from the right; return a note on these.
 
     Args:
-        least: the number of columns that are always shown.
+        least: the number of columns that are always shown. first_out: the columns that are left out before all others.
     """
     if _width(header, cells) > width:
         for key, (heading,) in header.items():
             narrowest = max(map(len, [*heading.split(), *cells[key]]))
             header[key] = textwrap.wrap(heading, narrowest, break_on_hyphens=False)
     left_out: list[str] = []
-    for key in sorted([*header][least:], key=lambda key: (key == SIMULATED, [*header].index(key)), reverse=True):
+    for key in sorted([*header][least:], key=lambda key: (key in first_out, [*header].index(key)), reverse=True):
         if _width(header, cells) <= width:
             break
         left_out.insert(0, " ".join(header.pop(key)))
@@ -289,48 +333,44 @@ def in_short(parameters: float) -> str:
     return f"{parameters:.3g}"
 
 
-def unit_of(key: str, values: Iterable[Any]) -> Unit:
+def unit_of(heading: Heading, values: Iterable[Any]) -> Unit:
     """Return how a column shows these numbers: in the largest unit in which all are at least a half, with equal digits.
 
     The largest number stays below 10,000 if a larger unit allows it, and the smallest has two significant digits.
 
-    >>> unit_of("wire MB/node", [225.6e6, 3.9e6])
-    Unit(heading='wire TB/node', factor=1e-06, digits=2, sign='')
-    >>> unit_of("hours to 1.5", [0.25, 0.02]).heading
+    >>> unit_of(Heading("wire {unit}/node", MEGABYTES), [225.6e6, 3.9e6])
+    Unit(heading='wire TB/node', factor=1e-06, digits=2, sign='', exact=False)
+    >>> unit_of(Heading("{unit} to 1.5", HOURS), [0.25, 0.02]).heading
     'minutes to 1.5'
     """
+    own = heading.measure
     sizes = [size for value in values if not isinstance(value, str) and math.isfinite(value) and (size := abs(value))]
-    if key in PERCENT:
-        return Unit(key, 100.0, 1, " %")
-    if key in _TIMES:
-        return Unit(key, digits=1 if min(sizes, default=1.0) < 99.95 else 0, sign="×")
-    word = next((word for word in UNITS if re.search(rf"\b{word}\b", key)), "")
-    if not word and key != "dollars":
-        return Unit(key, digits=0 if key.startswith("steps") else DIGITS.get(key, 2))
-    units = UNITS.get(word, ((key, 1.0),))
     least, most = min(sizes, default=1.0), max(sizes, default=1.0)
-    place = max(
-        (i for i, (name, size) in enumerate(units) if least >= size * (_LONG if name == "days" else 0.5)), default=0
-    )
-    while most >= _MANY * units[place][1] and place < len(units) - 1:
-        place += 1
-    name, size = units[place] if sizes else (word, 1.0)  # a column of zeros is in the unit of its name
-    digits = 0 if key == "dollars" and least >= 100 else DIGITS.get(key, 2)
-    if sizes and key not in DIGITS:
+    name, size = own.own, 1.0  # a column of zeros is in the unit of its name
+    if sizes:
+        place = max((i for i, (_, unit, fewest) in enumerate(own.units) if least >= unit * fewest), default=0)
+        while most >= _MANY * own.units[place][1] and place < len(own.units) - 1:
+            place += 1
+        name, size, _ = own.units[place]
+    digits = own.digits if heading.digits is None else heading.digits
+    if sizes and least >= own.whole_from:
+        digits = 0
+    if sizes and own.fine and heading.digits is None:
         digits = min(max(digits, 1 - math.floor(math.log10(least / size))), 9)
-    return Unit(re.sub(rf"\b{word}\b", name, key) if word else key, 1 / size, digits)
+    return Unit(heading.title.replace("{unit}", name), own.factor / size, digits, own.sign, own.exact)
 
 
-def _quantity(key: str) -> str:
-    """Return what columns share whose units are equal: hours and "hours to 2" are shown in minutes, say, or in days."""
-    return "hours" if key.startswith("hours to ") else key
+def _of_unit(heading: Heading) -> str:
+    """Return the name of the column that says in which unit this one is shown."""
+    return heading.unit_of or heading.name
 
 
 def cell(value: Any, deviation: float | None = None, unit: Unit = _PLAIN) -> str:
     """Return the text of a cell: the number, and its standard deviation if there is one, with the same number of
     digits.
 
-    >>> [cell(value, 0.5, unit_of("validation loss", [value])) for value in (1.25, 123456.5)]
+    >>> loss = Heading("validation loss", digits=4)
+    >>> [cell(value, 0.5, unit_of(loss, [value])) for value in (1.25, 123456.5)]
     ['1.2500 ± 0.5000', '123456']
     """
     if isinstance(value, str):
@@ -339,6 +379,6 @@ def cell(value: Any, deviation: float | None = None, unit: Unit = _PLAIN) -> str
         return "–"
     value *= unit.factor
     digits = unit.digits if abs(value) < 1e5 else 0
-    form = f".{digits}f" if abs(value) < 1e9 or unit.heading == "steps" else ".3g"
+    form = f".{digits}f" if abs(value) < 1e9 or unit.exact else ".3g"
     spread = f"{unit.factor * (deviation or 0.0):{form}}"
     return f"{value:{form}}{f' ± {spread}' if spread.strip('0.') else ''}{unit.sign}"  # unless 0 in the digits shown

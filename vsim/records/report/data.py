@@ -21,6 +21,7 @@ from vsim.network.planes import Planes, planes
 from vsim.network.timeline import around_first_event
 from vsim.records import summary
 from vsim.records.cache import Cache
+from vsim.records.columns import COLUMNS, Asked, Column, headings
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import doubts
 from vsim.records.history import CONSENSUS, History, mean_present
@@ -31,7 +32,7 @@ from vsim.records.plots import Y_LABELS, Look, rounds
 from vsim.records.provenance import Provenance, describe
 from vsim.records.spent import AnyCompute, AnyNetwork, forming_bytes
 from vsim.records.statistics import Ranking, contenders
-from vsim.records.tables import DIGITS, PERCENT, UNITS, cell, quoted, unit_of
+from vsim.records.tables import HOURS, MEGABYTES, Heading, cell, quoted, unit_of
 
 # Initial values of the sliders if neither the caller nor the comparison gives a network or compute.
 NETWORK, COMPUTE = "1 Gbit/s, 20 ms", 1.0
@@ -117,6 +118,7 @@ class _Page:
         unpriced = copy.copy(comparison)
         unpriced.network = unpriced.compute = None
         rows = dict(zip(comparison.order, summary.rows(unpriced), strict=True))
+        table, live = Asked(unpriced).columns, [column for column in COLUMNS if column.is_live]
         (found, remarks), diverged, ties = compare_finals(comparison), diverged_in(comparison), ties_in(comparison)
         values, places = by_seed(comparison), {name: i for i, name in enumerate(rows)}
         ranked, looks, compared = contenders(values), comparison.looks(), compared_runs(comparison)
@@ -141,12 +143,9 @@ class _Page:
                     "timeline": self._timeline(own[0].history),
                 }
             )
-        first = next(iter(rows.values()))
         for run in runs:
             run["note"] = _without_paths(run["note"])
-        titles = list(comparison.labels(next(iter(rows))))
-        table = [key for key in first if not key.endswith(" std") and key not in titles and key != "note"]
-        seeds, more = max(len(run["seeds"]) for run in runs), summary.on_demand(comparison)
+        seeds = max(len(run["seeds"]) for run in runs)
         return {
             "title": comparison.title,
             "trained": comparison.trained,
@@ -154,13 +153,12 @@ class _Page:
             "answer": self._answer(found, values),
             "loss": comparison.loss_column,
             "columns": {column: _LABELS.get(column, column.replace("_", " ")) for column in self.columns},
-            "titles": titles,
-            "table": [key for key in table if key not in more],
-            "more": [key for key in table if key in more],
+            "titles": list(comparison.labels(next(iter(rows)))),
+            "table": [column.name for column in table if column.shown(comparison)],
+            "more": [column.name for column in table if not column.shown(comparison)],
+            "live": [_key(column) for column in live],
+            "headings": {_key(one): _heading(one) for one in (*table, *live, Heading("wire {unit}", MEGABYTES))},
             "lossTitle": comparison.loss_title,
-            "percent": PERCENT,
-            "digits": DIGITS,
-            "units": UNITS,
             "undecided": legend(found),
             "remarks": [
                 *summary.budgeted(comparison),
@@ -200,7 +198,8 @@ class _Page:
         best = _joined(found.best)
         ends = f"{best} {'end' if len(found.best) > 1 else 'ends'} with the lowest {self.comparison.loss_title}"
         mean = float(np.mean(own))
-        ends += f", {cell(mean, unit=unit_of(self.comparison.loss_title, [mean]))}."
+        (title,) = headings(self.comparison.loss_title)
+        ends += f", {cell(mean, unit=unit_of(title, [mean]))}."
         seeds = max(map(len, losses.values()))
         if not found.tested:
             few = "One seed does" if seeds == 1 else "The seeds that all have do"
@@ -395,6 +394,30 @@ class _Page:
             if span.step >= first and (times := span.of_node(node)) is not None and times[1] > times[0]
         ]
         return {"steps": [first, last], "nodes": len(nodes), "bars": bars[:_MOST_BARS]} if bars else None
+
+
+def _key(own: Heading) -> str:
+    """Return the name of a column on the page, where one to a loss is to the target of the slider."""
+    return own.to("target").name if isinstance(own, Column) else own.name
+
+
+def _heading(own: Heading) -> dict[str, Any]:
+    """Return how the page shows a column, from its record."""
+    measure = own.measure
+    return {
+        # On the page, where there are other times, too, that of a whole run says which one it is.
+        "title": "{unit} on the network" if own.name == "hours" else own.title,
+        **{"own": measure.own, "units": measure.units, "factor": measure.factor, "sign": measure.sign},
+        "digits": measure.digits if own.digits is None else own.digits,
+        "fine": measure.fine and own.digits is None,
+        "wholeFrom": measure.whole_from if math.isfinite(measure.whole_from) else None,
+        "exact": measure.exact,
+        "unitOf": own.unit_of or _key(own),
+        "isHours": measure is HOURS,
+        "scales": isinstance(own, Column) and own.scales,
+        "isPriced": isinstance(own, Column) and own.is_priced,
+        "isToLoss": isinstance(own, Column) and own.is_to_loss,
+    }
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -37,42 +37,41 @@
   const duration = (v) => (!finite(v) ? "–" : v < 1 ? delay(v) : scaled(v, [[172800, ""], [3600, "h"], [60, "min"], [1, "s"]]));
   const took = (v) => (finite(v) && v >= 172800 ? `${digits(v / 86400)} days` : duration(v));
 
-  /** How a column shows its numbers, as `vsim.records.tables.unit_of`: [heading, factor, digits, sign]. */
-  const unitOf = (key, values) => {
+  /** How a column shows its numbers, as `vsim.records.tables.unit_of`: [heading, factor, digits, sign, exact]. */
+  const unitOf = (own, values) => {
     const sizes = values.filter((v) => finite(v) && v).map(Math.abs), least = Math.min(...sizes), most = Math.max(...sizes);
-    if (P.percent.includes(key)) return [key, 100, 1, "\u00a0%"];
-    if (key.startsWith("fewer bytes")) return [key, 1, !sizes.length || least < 99.95 ? 1 : 0, "×"];
-    const own = key in P.digits ? P.digits[key] : key === "dollars" && sizes.length && least >= 100 ? 0 : 2, word = Object.keys(P.units).find((one) => new RegExp(`\\b${one}\\b`).test(key));
-    if (!word && key !== "dollars") return [key, 1, key.startsWith("steps") ? 0 : own, ""];
-    const units = word ? P.units[word] : [[key, 1]];
-    let place = Math.max(0, ...units.map(([name, size], i) => (least >= size * (name === "days" ? 3 : 0.5) ? i : 0)));
-    while (most >= 1e4 * units[place][1] && place < units.length - 1) place += 1;
-    const [name, size] = sizes.length ? units[place] : [word || key, 1];
-    const n = sizes.length && !(key in P.digits) ? Math.min(9, Math.max(own, 1 - Math.floor(Math.log10(least / size)))) : own;
-    return [word ? key.replace(new RegExp(`\\b${word}\\b`), name) : key, 1 / size, n, ""];
+    let name = own.own, size = 1, n = own.digits;
+    if (sizes.length) {
+      let place = Math.max(0, ...own.units.map(([, of, fewest], i) => (least >= of * fewest ? i : 0)));
+      while (most >= 1e4 * own.units[place][1] && place < own.units.length - 1) place += 1;
+      [name, size] = own.units[place];
+      if (own.wholeFrom !== null && least >= own.wholeFrom) n = 0;
+      if (own.fine) n = Math.min(9, Math.max(n, 1 - Math.floor(Math.log10(least / size))));
+    }
+    return [own.title.replace("{unit}", () => name), own.factor / size, n, own.sign.replace(" ", "\u00a0"), own.exact];
   };
   /** As `vsim.records.tables.cell`. */
-  const cell = (value, sd, [heading, factor, most, sign]) => {
+  const cell = (value, sd, [, factor, most, sign, exact]) => {
     if (typeof value === "string") return value;
     if (!finite(value)) return "–";
     const v = factor * value, n = Math.abs(v) < 1e5 ? most : 0;
     const short = (w) => w.toPrecision(3).replace("e+", "e").replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
-    const text = (w) => (Math.abs(v) < 1e9 || heading === "steps" ? w.toFixed(n) : short(w));
+    const text = (w) => (Math.abs(v) < 1e9 || exact ? w.toFixed(n) : short(w));
     const spread = text(finite(sd) ? factor * sd : 0);
     return text(v) + (/[1-9]/.test(spread) ? ` ±\u00a0${spread}` : "") + sign;
   };
   /** A number of a column that stands alone: [heading, text]. */
   const single = (key, value, sd) => {
-    const unit = unitOf(key, [value]);
+    const unit = unitOf(P.headings[key], [value]);
     return [unit[0], cell(value, sd, unit)];
   };
 
   let unit = TIMES[1]; // of time on the network, one for the whole page: [seconds, name]
   /** How a column of hours shows its numbers: in the page's unit, otherwise as `unitOf`. */
-  const pageTime = (key, values) => {
+  const pageTime = (own, values) => {
     const factor = 3600 / unit[0], sizes = values.filter((v) => finite(v) && v).map((v) => Math.abs(v) * factor);
     const n = sizes.length ? Math.min(9, Math.max(2, 1 - Math.floor(Math.log10(Math.min(...sizes))))) : 2;
-    return [key === "hours" ? `${unit[1]} on the network` : key.replace(/^hours/, unit[1]), factor, n, ""];
+    return [own.title.replace("{unit}", () => unit[1]), factor, n, "", false];
   };
   const timeUnit = (seconds) => TIMES.find(([own]) => seconds >= 2 * own) || TIMES[TIMES.length - 1];
 
@@ -709,7 +708,7 @@
     let cursor = -1;
     const show = (one, screen) => {
       const i = P.runs.indexOf(one.run), own = rows[i];
-      showTip(one.run.name, ["", ""], [[P.lossTitle, single(P.lossTitle, one.loss)[1] + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], single("wire MB", ...own.wire), ["time", `${cell(...own.hours, pageTime("hours", own.hours))} ${unit[1]}`],
+      showTip(one.run.name, ["", ""], [[P.lossTitle, single(P.lossTitle, one.loss)[1] + (one.ends ? `, ${one.ends.map((v) => digits(v, 4)).join(" to ")}` : "")], single("wire MB", ...own.wire), ["time", `${cell(...own.hours, pageTime(P.headings.hours, own.hours))} ${unit[1]}`],
         ...(state.price ? [single("dollars", ...own.dollars)] : []), ["", front.includes(one) ? "on the front" : tied(one) ? "dominated, but tied" : one.run.ranked ? "dominated" : "a run has no result"]], ...screen);
     };
     readable(host, "loss for its cost, plot; arrow keys go from run to run", (px, py, sx, sy) => {
@@ -763,19 +762,25 @@
   const metric = (run, row) => {
     if (state.shade === "loss") return run.row[P.lossTitle];
     const own = row[state.shade];
-    return Array.isArray(own) ? own[0] * (state.shade.startsWith("hours") ? 3600 / unit[0] : 1) : NaN;
+    return Array.isArray(own) ? own[0] * (P.headings[state.shade].isHours ? 3600 / unit[0] : 1) : NaN;
   };
-  const SHADES = { loss: "loss", hours: "time", "hours to target": "time to target", "wire MB to target": "wire MB to target" };
+  /** What a map of settings shows: its name in the list, and beside the map. */
+  const SHADES = {
+    loss: ["loss", () => P.lossTitle],
+    hours: ["time", () => unit[1]],
+    "hours to target": ["time to target", () => `${unit[1]} to target`],
+    "wire MB to target": ["wire MB to target", () => "wire MB to target"],
+  };
   const drawSweep = (rows) => {
     if (!P.varied.length) return;
-    if (state.shade.startsWith("hours") && !isPriced()) {
+    if (state.shade !== "loss" && P.headings[state.shade].isPriced && !isPriced()) {
       for (const host of [$("heat"), $("parallel")]) empty(host, unpriced());
       return;
     }
     const values = P.runs.map((run, i) => metric(run, rows[i])), known = values.filter(finite);
     const low = Math.min(...known), high = Math.max(...known);
     const colour = (v) => shade(high > low ? 1 - (v - low) / (high - low) : 0.5);
-    const name = state.shade === "loss" ? P.lossTitle : state.shade.replace("hours", unit[1]);
+    const name = SHADES[state.shade][1]();
     drawHeat(rows, values, colour, name);
     drawParallel(rows, values, colour, name);
   };
@@ -840,19 +845,18 @@
 
   // The table ------------------------------------------------------------------------------------------------------------
 
-  const COLUMN_OF = { target: ["steps to target", "wire MB to target", "hours to target"] };
+  const isLive = (key) => P.live.includes(key);
   const columnsShown = () => {
-    const own = P.table.filter((key) => !COLUMN_OF.target.includes(key)), more = state.all === "1" ? P.more : [];
-    const timed = ["hours", "utilization", ...(state.price ? ["dollars"] : []), ...COLUMN_OF.target];
-    const live = isPriced() ? timed : COLUMN_OF.target.slice(0, 2);
-    return [...own.slice(0, -1), ...more, ...own.slice(-1), ...live].filter((key, i, all) => all.indexOf(key) === i);
+    const more = state.all === "1" ? P.more : [], own = (key) => P.headings[key];
+    const live = P.live.filter((key) => (isPriced() || !own(key).isPriced) && (state.price || key !== "dollars"));
+    const byLoss = [...live.filter((key) => !own(key).isToLoss), ...live.filter((key) => own(key).isToLoss)];
+    return [...P.table.slice(0, -1), ...more, ...P.table.slice(-1), ...byLoss];
   };
-  const isLive = (key) => ["hours", "utilization", "dollars", ...COLUMN_OF.target].includes(key);
   const valueOf = (run, row, key) => {
     if (isLive(key)) return Array.isArray(row[key]) ? row[key] : [row[key], 0];
     if (P.titles.includes(key)) return [run.labels[key], 0];
     if (key === P.lossTitle && run.diverged) return [run.diverged, 0];
-    const size = key.includes("MB") ? state.size : 1, value = run.row[key];
+    const size = P.headings[key].scales ? state.size : 1, value = run.row[key];
     return [finite(value) ? value * size : value, finite(run.row[`${key} std`]) ? run.row[`${key} std`] * size : 0];
   };
   let table = { form: "" }; // the table built last: if the form is the same, only its cells change
@@ -868,14 +872,15 @@
         return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true }) * (down ? -1 : 1);
       });
     }
-    const quantity = (key) => (key.startsWith("hours to ") ? "hours" : key);
-    const units = Object.fromEntries(columns.map((key) => [key, (key.startsWith("hours") ? pageTime : unitOf)(key, columns.filter((other) => quantity(other) === quantity(key))
-      .flatMap((other) => P.runs.map((run, i) => valueOf(run, rows[i], other)[0])))]));
+    const units = Object.fromEntries(columns.map((key) => {
+      const own = P.headings[key], alike = columns.filter((other) => P.headings[other].unitOf === own.unitOf);
+      return [key, (own.isHours ? pageTime : unitOf)(own, alike.flatMap((other) => P.runs.map((run, i) => valueOf(run, rows[i], other)[0])))];
+    }));
     const said = (i, key) => {
       const [value, sd] = valueOf(P.runs[i], rows[i], key);
       return [cell(value, sd, units[key]) + (key === P.lossTitle && P.runs[i].mark === "tied" ? "\u00a0†" : ""), finite(value) ? value : null];
     };
-    const heading = (key) => (key in units ? units[key][0] : key).replace("to target", `to ${digits(state.target, 4)}`);
+    const heading = (key) => (key in units ? units[key][0] : key).replace("{loss}", () => digits(state.target, 4));
     const arrow = (key) => (by === key ? (down ? " ▼" : " ▲") : "");
     const form = [pages.indexOf(P), dark.matches, columns, [...state.hide], state.sort].join("|");
     if (form === table.form) {
@@ -1053,7 +1058,7 @@
     }
     for (const [key, allowed] of Object.entries(choices())) if (own.has(key) && allowed.includes(own.get(key))) state[key] = own.get(key);
     const sort = own.get("sort") || "";
-    if ([...P.titles, ...P.table, ...P.more, "hours", "utilization", "dollars", ...COLUMN_OF.target].includes(sort.replace(/^-/, ""))) state.sort = sort;
+    if ([...P.titles, ...P.table, ...P.more, ...P.live].includes(sort.replace(/^-/, ""))) state.sort = sort;
     for (const i of (own.get("hide") || "").split(".")) if (/^\d+$/.test(i) && Number(i) < P.runs.length) state.hide.add(Number(i));
     if (/^\d+$/.test(own.get("run") || "") && Number(own.get("run")) < P.runs.length) state.run = Number(own.get("run"));
   };
@@ -1150,7 +1155,7 @@
     fill($("cost"), Object.entries(COSTS).map(([key, [text]]) => [key, text]), state.cost);
     fill($("heatx"), P.varied.map((key) => [key, key]), state.heatx);
     fill($("heaty"), P.varied.map((key) => [key, key]), state.heaty);
-    fill($("shade"), Object.entries(SHADES), state.shade);
+    fill($("shade"), Object.entries(SHADES).map(([key, [text]]) => [key, text]), state.shade);
     fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
     $("what").hidden = !P.strategies.length;
     $("strategies").replaceChildren(...P.strategies.flatMap(([names, text, settings]) => [el("dt", {}, el("bdi", {}, names)), el("dd", {}, text, settings ? el("div", { class: "remark" }, settings) : null)]));
