@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vsim
-from vsim.records import columns
-from vsim.records.columns import COLUMNS, Column
-from vsim.records.tables import MEGABYTES
+from vsim.analysis import columns
+from vsim.analysis.columns import COLUMNS, Column
+from vsim.analysis.tables import MEGABYTES
 from vsim.strategy import AloneStrategy, FedAvgStrategy, SimpleReduceStrategy
 
 DATA = TensorDataset(torch.linspace(-3, 3, 16)[:, None], torch.arange(16) % 4 // 3)  # a quarter of class 1

@@ -23,13 +23,15 @@ from matplotlib.figure import Figure
 
 import vsim
 from vsim import History
+from vsim.analysis.columns import headings
+from vsim.analysis.overview import overview
+from vsim.analysis.summary import tuning
+from vsim.analysis.tables import HOURS, MEGABYTES, Heading, Marks, text_table
 from vsim.data import digits, partition
+from vsim.figures.looks import COLOURS, looks_of
+from vsim.history.curves import X_AXES, bands
+from vsim.history.history import COLUMNS
 from vsim.models import MLP
-from vsim.records.columns import headings
-from vsim.records.history import COLUMNS
-from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
-from vsim.records.summary import tuning
-from vsim.records.tables import HOURS, MEGABYTES, Heading, Marks, text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 

@@ -399,7 +399,7 @@ def test_the_names_of_the_earlier_modules_are_the_same_objects() -> None:
 
     for module in (communicate_optimize_strategy, federated_averaging, both, base, sparta):
         assert all(getattr(module, name) is getattr(vsim.strategy, name) for name in module.__all__)
-    assert all(getattr(vsim.logger, name) is getattr(vsim.records.loggers, name) for name in vsim.logger.__all__)
+    assert all(getattr(vsim.logger, name) is getattr(vsim.history.loggers, name) for name in vsim.logger.__all__)
     for module, name in ((optim, "OptimSpec"), (diloco, "DiLoCoStrategy"), (demo, "DeMoStrategy")):
         assert getattr(module, name) is getattr(vsim.strategy, name)
     with pytest.raises(ValueError, match="optimizer must be one of"):

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "sweep", "trainer", "tune", "verify"}
-BELOW_TRAINING = "arguments checkpoint cluster core data engine extras figures network records strategy"
+FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "records", "sweep", "trainer", "tune", "verify"}
+BELOW_TRAINING = "analysis arguments checkpoint cluster core data engine extras figures history network strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.
 MOST_CALLS, MOST_FILES_OF_CALLS = 14, 7
@@ -139,6 +139,19 @@ def test_what_is_below_training_does_not_import_it() -> None:
     assert {
         name for name in BELOW_TRAINING.split() if rooms().get(name, set()) & {"training", "process", *FACES}
     } == set()
+
+
+def test_the_record_of_a_run_knows_nothing_of_comparisons() -> None:
+    assert rooms()["history"] <= {
+        "arguments",
+        "cluster",
+        "extras",
+        "figures",
+        "network",
+        "reading",
+        "version",
+        "writing",
+    }
 
 
 def test_the_core_knows_nothing_of_what_happens_between_its_steps() -> None:

@@ -15,12 +15,12 @@ from errors import refused
 
 import vsim
 from vsim import ComparedRun, Comparison, Event, History, Network
+from vsim.analysis.report.data import content
+from vsim.analysis.tables import HOURS
+from vsim.analysis.winners import Winners
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.network.planes import planes
-from vsim.records.report.data import content
-from vsim.records.tables import HOURS
-from vsim.records.winners import Winners
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy
 from vsim_cli import main
 

@@ -23,18 +23,18 @@ from made import run
 
 import vsim
 from vsim import Compute, Network
+from vsim.analysis.columns import COLUMNS
+from vsim.analysis.crossings import never
+from vsim.analysis.fronts import within
+from vsim.analysis.losses import compare_finals
+from vsim.analysis.report.data import _heading
+from vsim.analysis.report.page import report
+from vsim.analysis.tables import HOURS, MEGABYTES, SECONDS, Heading, Unit, cell, unit_of
 from vsim.data import digits
 from vsim.figures.paper import PlainLocator
+from vsim.history.curves import limits
+from vsim.history.reached import crossing
 from vsim.models import MLP
-from vsim.records.columns import COLUMNS
-from vsim.records.crossings import never
-from vsim.records.fronts import within
-from vsim.records.losses import compare_finals
-from vsim.records.plots import limits
-from vsim.records.report.data import _heading
-from vsim.records.report.page import report
-from vsim.records.statistics import crossing
-from vsim.records.tables import HOURS, MEGABYTES, SECONDS, Heading, Unit, cell, unit_of
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
 from vsim.watch import Watch

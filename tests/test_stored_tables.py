@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from documents import ROOT, blocks
 
-from vsim.records.columns import COLUMNS
-from vsim.records.tables import HOURS, UNDECIDED, Heading
+from vsim.analysis.columns import COLUMNS
+from vsim.analysis.tables import HOURS, UNDECIDED, Heading
 
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
