@@ -78,6 +78,12 @@ def test_megabytes_per_accuracy_point_by_hand(comparison: vsim.Comparison, tmp_p
     assert [run["row"][POINT] for run in shown["runs"]] == pytest.approx([row[POINT] for row in rows.values()])
 
 
+def test_rows_are_a_frame(comparison: vsim.Comparison) -> None:
+    frame = pd.DataFrame(comparison.rows(network="1 Gbit/s", compute=1.0)).set_index("strategy")
+    assert frame["hours"].tolist() == pytest.approx([4 / 3600] * 3, rel=1e-3) and frame["wire MB/node"]["alone"] == 0
+    assert list(frame) == [key for key in comparison.rows(network="1 Gbit/s", compute=1.0)[0] if key != "strategy"]
+
+
 def test_there_is_no_price_of_a_point_without_points() -> None:
     data = TensorDataset(DATA.tensors[0], torch.zeros(16, dtype=torch.long))
     options: Any = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False, "loss_fn": F.cross_entropy}

@@ -14,8 +14,8 @@ from made import check_refusals, run, texts
 from made import comparison as made
 
 import vsim
-from vsim.analysis.fronts import dominating
 from vsim.analysis.losses import compare_finals
+from vsim.analysis.questions.pareto import dominating
 from vsim.analysis.spent import amount
 from vsim.analysis.statistics import paired
 from vsim.network import Compute

@@ -15,9 +15,9 @@ from errors import refused
 
 import vsim
 from vsim import ComparedRun, Comparison, Event, History, Network
+from vsim.analysis.questions.winners import Winners
 from vsim.analysis.report.data import content
 from vsim.analysis.tables import HOURS
-from vsim.analysis.winners import Winners
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.network.planes import planes

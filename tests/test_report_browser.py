@@ -25,8 +25,8 @@ import vsim
 from vsim import Compute, Network
 from vsim.analysis.columns import COLUMNS
 from vsim.analysis.crossings import never
-from vsim.analysis.fronts import within
 from vsim.analysis.losses import compare_finals
+from vsim.analysis.questions.pareto import within
 from vsim.analysis.report.data import _heading
 from vsim.analysis.report.page import report
 from vsim.analysis.tables import HOURS, MEGABYTES, SECONDS, Heading, Unit, cell, unit_of

@@ -17,8 +17,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import vsim
+from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.analysis.racing import Race
-from vsim.analysis.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.figures.looks import looks_of
 from vsim.network import Compute
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, SparseLoCoStrategy

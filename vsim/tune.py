@@ -16,7 +16,7 @@ from torch import nn
 
 from vsim.analysis.compared import ComparedRun
 from vsim.analysis.comparison import Comparison
-from vsim.analysis.fronts import COSTS
+from vsim.analysis.questions.pareto import COSTS
 from vsim.analysis.search import Search
 from vsim.arguments import a_function, a_list, a_path, a_text, given, naming, one_of, whole_number
 from vsim.checkpoint.folder import locked

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from vsim.analysis.comparison import Comparison
-from vsim.analysis.decision import Decision, decided
 from vsim.analysis.losses import by_seed, compare_finals
+from vsim.analysis.questions.decide import Decision, decide
 from vsim.analysis.size_order import Order, order, silent_sizes
 from vsim.analysis.tables import UNDECIDED, aligned, with_notes
 from vsim.arguments import a_text, countable, given, naming, one_of, real_number, true_or_false, whole_number
@@ -194,7 +194,7 @@ class Ladder:
         for name in strategies or {}:
             one_of("strategies: a name", name, self.names)
         steps, said = self._steps_at(to, max_steps, tokens_per_step)
-        return decided(
+        return decide(
             self.largest,
             self.to_pandas(),
             to,

@@ -5,132 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.analysis.asked import Asked
 from vsim.analysis.compared import ComparedRun, Runs
-from vsim.analysis.crossings import crossing_of
-from vsim.analysis.losses import final_loss
-from vsim.analysis.spent import Priced, amount, until
+from vsim.analysis.on_clients import Clients, on_clients
+from vsim.analysis.result import Result
 from vsim.analysis.tables import COUNT, DOLLARS, HOURS, MEGABYTES, NUMBER, SECONDS, SHARE, TIMES, Heading, Measure
 from vsim.cluster.traffic import traffic
 from vsim.history.history import CONSENSUS
-from vsim.history.reached import Crossing
-from vsim.network import Timeline
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of a table, which says which columns it has.
-
-    Attributes:
-        runs: the comparison. loss: the target of the columns to a loss. stays: see `Comparison.steps_to`.
-        priced: the network and compute from which hours are derived.
-    """
-
-    runs: Runs
-    loss: float | None = None
-    stays: bool = False
-    priced: Priced = None
-
-    @cached_property
-    def is_validated(self) -> bool:
-        """Whether the loss that is compared is of validation."""
-        return self.runs.loss_column == "global_loss"
-
-    @cached_property
-    def of_clients(self) -> bool:
-        """Whether cohorts of a larger population trained."""
-        return self.runs.of_clients
-
-    @cached_property
-    def on_clients(self) -> frozenset[str]:
-        """What some run measured on each client's own data: "losses", "accuracies", "attacked"."""
-        return frozenset().union(*(history.measured_on_clients for history in self.runs.all_histories))
-
-    @cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """The columns of the table, in their order."""
-        return tuple(column.to(self.loss) for column in COLUMNS if column.is_in(self))
-
-    def of(self, run: ComparedRun) -> Result:
-        """Return what the columns of a run are computed from."""
-        return Result(self, run)
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """A run as columns read it; what several of them need is computed once."""
-
-    asked: Asked
-    run: ComparedRun
-
-    def last(self, column: str) -> float:
-        """Return the last value of a column of the run's `History`; NaN if there is none."""
-        return self.run.history.last(column)
-
-    @cached_property
-    def loss(self) -> float:
-        """The final loss; NaN for a run that diverged."""
-        return final_loss(self.asked.runs, self.run)
-
-    @property
-    def accuracy(self) -> float:
-        """The last accuracy of a run with a final loss."""
-        return math.nan if math.isnan(self.loss) else self.last("global_accuracy")
-
-    @property
-    def steps(self) -> int:
-        """The completed steps."""
-        return int(self.last("step")) if len(self.run.history) else 0
-
-    @property
-    def wire_bytes(self) -> float:
-        """The bytes on the wire of the busiest node; for cohorts, of a client on average, whatever was drawn."""
-        if self.asked.of_clients:
-            return self.run.ledger.total_wire_bytes / self.run.ledger.num_nodes
-        return self.last("wire_bytes")
-
-    @cached_property
-    def at_loss(self) -> Crossing:
-        """Where the run reaches the loss that was asked for."""
-        assert self.asked.loss is not None
-        return crossing_of(self.asked.runs, self.run, self.asked.loss, self.asked.stays)
-
-    def to_loss(self, of: str) -> float:
-        """Return the cost of the loss that was asked for, see `vsim.analysis.spent.spent`."""
-        return until(self.run.history, self.at_loss, self.asked.runs.spent(self.run, of, self.asked.priced))
-
-    @cached_property
-    def timeline(self) -> Timeline | None:
-        """The times of the steps on the network; None for a run that was interrupted before the first."""
-        assert self.asked.priced is not None
-        return self.run.history.time(*self.asked.priced) if self.steps else None
-
-    @property
-    def seconds(self) -> float:
-        """The time on the network."""
-        return float(self.timeline.seconds[-1]) if self.timeline else math.nan
-
-    @property
-    def dollars(self) -> float:
-        """The cost of all nodes."""
-        return self.timeline.dollars if self.timeline else math.nan
-
-    def used(self, of: str) -> float:
-        """Return the share of a budget that the run used."""
-        ledger = self.run.ledger
-        costs: dict[str, Callable[[], float]] = {
-            "wire": lambda: ledger.total_wire_bytes if self.asked.of_clients else self.wire_bytes,
-            "examples": lambda: self.last("examples"),
-            "time": lambda: self.seconds,
-            "cost": lambda: self.dollars,
-        }
-        return costs[of]() / amount(of, self.asked.runs.budget[of], "budget")
 
 
 def _always(_: Asked) -> bool:
@@ -152,8 +40,8 @@ class Column(Heading):
     Attributes:
         of: returns the number of one run. With several seeds, a row has the mean.
         when: whether a table has the column, given what was asked of it.
-        shown: whether a text table shows it if it was not asked for by name, given the comparison; the page then has it
-            among all others.
+        shown: whether a text table has it unasked, given the comparison; otherwise `columns=` names it, and the page
+            has it under "all columns".
         scales: whether the number grows in proportion to the model, as bytes do: the page's slider multiplies it.
         is_to_loss: whether it is there only for a `loss`. The title has "{loss}" then, a row is the mean over all runs
             that began, and a strategy that never reaches the loss has a word instead.
@@ -184,48 +72,6 @@ class Column(Heading):
         return replace(self, title=self.title.replace("{loss}", loss if isinstance(loss, str) else f"{loss:g}"))
 
 
-# Numbers on clients ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Clients:
-    """The values of a run's clients, of those that have one; and which of them attacked."""
-
-    values: Floats
-    attacked: NDArray[np.bool_]
-    higher_is_better: bool
-
-    @property
-    def worst_first(self) -> Floats:
-        return np.sort(self.values) if self.higher_is_better else -np.sort(-self.values)
-
-    def percentile(self) -> float:
-        return float(np.percentile(self.values, 10 if self.higher_is_better else 90))
-
-    def worst_tenth(self) -> float:
-        return float(self.worst_first[: math.ceil(len(self.values) / 10)].mean())
-
-    def gini(self) -> float:
-        n = len(self.values)
-        ranks = 2 * np.arange(n) - n + 1
-        return float(np.sort(self.values) @ ranks) / (n * self.values.sum()) if self.values.any() else 0.0
-
-    def mean_of(self, attackers: bool) -> float:
-        own = self.values[self.attacked == attackers]
-        return float(own.mean()) if len(own) else math.nan
-
-
-def _on_clients(what: str, of: Callable[[_Clients], float], result: Result) -> float:
-    """Return a number on the clients' "losses" or "accuracies"; NaN for a run that diverged or measured none."""
-    history, is_accuracy = result.run.history, what == "accuracies"
-    values = history.client_val_accuracies if is_accuracy else history.client_val_losses
-    known = ~np.isnan(values)  # leave out clients without a label that counts
-    if not known.any() or result.run.diverged_at is not None:
-        return math.nan
-    attacked = history.attacked_clients if len(history.attacked_clients) else np.zeros(len(values), dtype=bool)
-    return of(_Clients(values[known], attacked[known], is_accuracy))
-
-
 def _client_columns(what: str, title: str, measure: Measure, digits: int | None, percentile: str) -> list[Column]:
     """Return the columns on the clients' "losses" or "accuracies"; of both, a table has the accuracies."""
 
@@ -235,13 +81,13 @@ def _client_columns(what: str, title: str, measure: Measure, digits: int | None,
     def is_of_attack(asked: Asked) -> bool:
         return is_shown(asked) and "attacked" in asked.on_clients
 
-    numbers: list[tuple[str, Callable[[_Clients], float], Callable[[Asked], bool]]] = [
+    numbers: list[tuple[str, Callable[[Clients], float], Callable[[Asked], bool]]] = [
         ("", lambda clients: float(clients.values.mean()), is_shown),
-        (f", {percentile} percentile", _Clients.percentile, is_shown),
-        (", worst tenth", _Clients.worst_tenth, is_shown),
+        (f", {percentile} percentile", Clients.percentile, is_shown),
+        (", worst tenth", Clients.worst_tenth, is_shown),
         (", worst", lambda clients: float(clients.worst_first[0]), is_shown),
         (", deviation", lambda clients: float(clients.values.std()), is_shown),
-        (", Gini", _Clients.gini, is_shown),
+        (", Gini", Clients.gini, is_shown),
         (", honest", lambda clients: clients.mean_of(attackers=False), is_of_attack),
         (", attackers", lambda clients: clients.mean_of(attackers=True), is_of_attack),
     ]
@@ -250,7 +96,7 @@ def _client_columns(what: str, title: str, measure: Measure, digits: int | None,
             f"client {title}{which}",
             measure,
             digits,
-            of=partial(_on_clients, what, of),
+            of=partial(on_clients, what, of),
             when=when,
             shown=_on_demand,
             is_at_end=True,
@@ -418,6 +264,11 @@ COLUMNS: tuple[Column, ...] = (
         for of in ("wire", "time", "cost", "examples")
     ),
 )
+
+
+def columns_of(asked: Asked) -> list[Column]:
+    """Return the columns of the table of what was asked, in their order."""
+    return [column.to(asked.loss) for column in COLUMNS if column.is_in(asked)]
 
 
 def headings(*names: str) -> list[Heading]:

@@ -318,13 +318,16 @@ class Runs(Mapping[str, ComparedRun]):
         """Return the cost (T,) of a run up to every row; see `vsim.analysis.spent.spent`."""
         return spent(run.history, of, self.allreduce_bytes, priced)
 
+    def prices(self, network: AnyNetwork, compute: AnyCompute) -> tuple[AnyNetwork, AnyCompute]:
+        """Return what time and cost are derived from: what a question was given, or else the comparison's."""
+        return self.network if network is None else network, self.compute if compute is None else compute
+
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
         """Return the network and compute for deriving hours: the given ones, or else the comparison's.
 
         If both are missing, return None unless they are `needed`. Otherwise, a TypeError names a missing argument.
         """
-        network = self.network if network is None else network
-        compute = self.compute if compute is None else compute
+        network, compute = self.prices(network, compute)
         if network is None and compute is None and not needed:
             return None
         return Network.of(network), Compute.of(compute)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from typing_extensions import Self
 
-from vsim.analysis import best, cheapest, crossings, differences, fronts, provenance, resized, summary, winners
-from vsim.analysis.columns import Asked
+from vsim.analysis import provenance, summary
+from vsim.analysis.asked import Asked
+from vsim.analysis.columns import columns_of
 from vsim.analysis.compared import ComparedRun, Runs
 from vsim.analysis.losses import diverged, sound
 from vsim.analysis.overview import overview
+from vsim.analysis.questions import at, best, cheapest, differences, pareto, steps_to, winners
+from vsim.analysis.result import Result
 from vsim.analysis.spent import AnyCompute, AnyNetwork
 from vsim.arguments import a_list, a_text, encodable, one_of, true_or_false
 from vsim.figures.legends import PAGE
@@ -52,10 +55,10 @@ class Comparison(Runs):
     best = best.best
     cheapest = cheapest.cheapest
     differences = differences.differences
-    pareto = fronts.pareto
+    pareto = pareto.pareto
     winners = winners.winners
-    steps_to = crossings.steps_to
-    at = resized.at
+    steps_to = steps_to.steps_to
+    at = at.at
     describe = provenance.describe
     rows = summary.rows
     table = summary.table
@@ -175,13 +178,13 @@ class Comparison(Runs):
         """
         import pandas as pd
 
-        frames, columns, asked = [], dict[str, None](), Asked(self)
-        at_end = [column for column in asked.columns if column.is_at_end]
+        frames, columns, asked = [], dict[str, None](), Asked.of(self)
+        at_end = [column for column in columns_of(asked) if column.is_at_end]
         for titles, run in self._titled_runs():
             frame = run.history.to_pandas()
             columns |= dict.fromkeys([*frame, *(column.name for column in at_end)])  # some strategies have their own
             for column in at_end:
-                value = column.of(asked.of(run))
+                value = column.of(Result(asked, run))
                 frame[column.name] = [*[math.nan] * (len(frame) - 1), value][-len(frame) :] if len(frame) else []
             frames.append(frame.assign(**titles))
         return pd.concat(frames, ignore_index=True)[[*titles, *columns]]
@@ -273,8 +276,7 @@ class Comparison(Runs):
 
     def _x_axis(self, x: str, network: AnyNetwork, compute: AnyCompute) -> str | XAxis:
         if isinstance(x, str) and x == "time":
-            network = self.network if network is None else network
-            compute = self.compute if compute is None else compute
+            network, compute = self.prices(network, compute)
         return x_axis(x, self.all_histories, network, compute)
 
     def figure(

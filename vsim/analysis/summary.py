@@ -7,13 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vsim.analysis.columns import Asked, times_less
+from vsim.analysis.asked import Asked
+from vsim.analysis.columns import columns_of, times_less
 from vsim.analysis.compared import Runs
 from vsim.analysis.crossings import never, noise
 from vsim.analysis.losses import begun, compare_finals, diverged, legend, measured_at, note, sound
+from vsim.analysis.result import Result
 from vsim.analysis.spent import AnyCompute, AnyNetwork, amount_text, forming_bytes
 from vsim.analysis.tables import Marks, text_table
-from vsim.arguments import true_or_false, whole_number
+from vsim.arguments import whole_number
 from vsim.figures.words import brief_list, in_short, quoted, size_text
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
@@ -50,14 +52,16 @@ def rows(
             hours to `loss`; see `vsim.timeline`; default: the comparison's.
         stays: see `steps_to`.
     """
-    if true_or_false("stays", stays) and loss is None:
-        raise TypeError("stays=True has no effect without loss=")
-    asked, found = Asked(comparison, loss, stays, comparison.pricing(network, compute)), []
+    return _rows(Asked.of(comparison, loss, network, compute, stays=stays))
+
+
+def _rows(asked: Asked) -> list[dict[str, Any]]:
+    comparison, columns, found = asked.runs, columns_of(asked), []
     for name in comparison.order:
         runs = comparison.runs(name)
-        results = {run: asked.of(run) for run in runs}
+        results = {run: Result(asked, run) for run in runs}
         row: dict[str, Any] = {**comparison.labels(name)}
-        for column in asked.columns:
+        for column in columns:
             values = [column.of(results[run]) for run in (begun(runs) if column.is_to_loss else sound(runs))]
             row[column.name] = statistics.fmean(values)
             if len(set(values)) > 1 and all(map(math.isfinite, values)):
@@ -104,8 +108,8 @@ def table(
     if width is not None:
         whole_number("width", width)
     order, title = comparison.order, comparison.loss_title
-    shown = rows(comparison, loss, network, compute, stays=stays)
-    known = Asked(comparison, loss, stays, comparison.pricing(network, compute)).columns
+    asked = Asked.of(comparison, loss, network, compute, stays=stays)
+    shown, known = _rows(asked), columns_of(asked)
     without, at = diverged(comparison), measured_at(comparison)
     missed = {} if loss is None else never(comparison, loss, stays)
     for name, row in zip(order, shown, strict=True):

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from vsim.analysis import summary
+from vsim.analysis.asked import Asked
 from vsim.analysis.cache import Cache
-from vsim.analysis.columns import COLUMNS, Asked, Column, headings
+from vsim.analysis.columns import COLUMNS, Column, columns_of, headings
 from vsim.analysis.compared import ComparedRun, Runs
 from vsim.analysis.crossings import doubts
 from vsim.analysis.losses import by_seed, compare_finals, compared_runs, final_loss, legend, loss_interval, note, sound
@@ -91,8 +92,7 @@ class _Page:
         typed = any(str(call).startswith("vsim ") for call in comparison.calls)
         typed |= any(re.match(r"[a-z0-9_-]+:\w+=", name) for name in comparison)
         self.comparison = comparison.in_words() if typed else comparison
-        network = comparison.network if network is None else network
-        compute = comparison.compute if compute is None else compute
+        network, compute = comparison.prices(network, compute)
         self.assumed = [what for what, own in (("network", network), ("compute", compute)) if own is None]
         self.network = Network.of(NETWORK if network is None else network)
         self.compute = Compute.of(COMPUTE if compute is None else compute)
@@ -117,7 +117,7 @@ class _Page:
         unpriced = copy.copy(comparison)
         unpriced.network = unpriced.compute = None
         rows = dict(zip(comparison.order, summary.rows(unpriced), strict=True))
-        table, live = Asked(unpriced).columns, [column for column in COLUMNS if column.is_live]
+        table, live = columns_of(Asked.of(unpriced)), [column for column in COLUMNS if column.is_live]
         (found, remarks), diverged, ties = compare_finals(comparison), diverged_in(comparison), ties_in(comparison)
         values, places = by_seed(comparison), {name: i for i, name in enumerate(rows)}
         ranked, looks, compared = contenders(values), comparison.looks(), compared_runs(comparison)

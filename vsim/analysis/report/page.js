@@ -486,7 +486,7 @@
     return { bits: spaced(...b, n[0]), delays: spaced(...l, n[1]) };
   };
   const EQUAL = 1 + 1e-9;
-  /** As `vsim.analysis.winners.Winners`: the first strategy on a network, and the strategies tied with it. */
+  /** As `vsim.analysis.questions.winners.Winners`: the first strategy on a network, and the strategies tied with it. */
   let raced = { key: "" }; // the last map, on which the network's sliders move only the mark
   const racers = () => {
     const found = [], missing = [], spots = [], known = new Map(); // where clocks are read: runs share them
@@ -641,7 +641,7 @@
     hours: ["time", () => `time on the network (${unit[1]})`],
     dollars: ["dollars", () => "dollars, of all nodes"],
   };
-  /** As `vsim.analysis.fronts.within`: the range of losses to show; higher losses are outside it, and bars are cut. */
+  /** As `vsim.analysis.questions.pareto.within`: the range of losses to show; higher losses are outside it, and bars are cut. */
   const within = (all) => {
     const losses = all.map((one) => one.loss).sort((a, b) => a - b), share = (p) => mixed(losses, between(losses.map((_, i) => i), p * (losses.length - 1)));
     const most = share(0.75) + 3 * Math.max(share(0.75) - share(0.25), 0.05 * Math.abs(share(0.5)));
@@ -658,7 +658,7 @@
     const sorted = [...all].sort((a, b) => a.cost - b.cost || a.loss - b.loss);
     let last = { loss: Infinity };
     const front = sorted.filter((one) => one.run.ranked && (one.loss < last.loss ? (last = one) : one.loss === last.loss && one.cost === last.cost));
-    /** As `vsim.analysis.fronts.Front`: dominated only by runs whose losses do not differ significantly. */
+    /** As `vsim.analysis.questions.pareto.Front`: dominated only by runs whose losses do not differ significantly. */
     const tied = (one) => one.run.ranked && sorted.every((other) => !other.run.ranked || other.cost > one.cost || other.loss > one.loss ||
       (other.cost === one.cost && other.loss === one.loss) || one.run.ties.includes(other.i));
     const costs = all.map((one) => one.cost).filter((v) => v > 0), free = all.some((one) => !(one.cost > 0));

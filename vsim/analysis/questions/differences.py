@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from vsim.analysis.best import Best, best
-from vsim.analysis.columns import Asked
+from vsim.analysis.asked import Asked
+from vsim.analysis.columns import columns_of
 from vsim.analysis.compared import ComparedRun, Runs
 from vsim.analysis.losses import by_seed
+from vsim.analysis.questions.best import Best, best
+from vsim.analysis.result import Result
 from vsim.analysis.statistics import Difference
 from vsim.analysis.statistics import differences as paired_differences
 from vsim.arguments import one_of
@@ -43,14 +45,14 @@ def differences(comparison: Runs, to: str | None = None, of: str = "global_loss"
     import pandas as pd
 
     to = best(comparison) if to is None else one_of("to", to, comparison)
-    asked = Asked(comparison, priced=comparison.pricing())
+    asked = Asked.of(comparison)
     measured = dict.fromkeys(column for history in comparison.all_histories for column in history.columns)
-    computed = {column.name: column for column in asked.columns}
+    computed = {column.name: column for column in columns_of(asked)}
     one_of("of", of, [*measured, *computed])
 
     def value(run: ComparedRun) -> float:
         if of not in measured:
-            return computed[of].of(asked.of(run))
+            return computed[of].of(Result(asked, run))
         return run.history.last(of) if of in run.history.columns else math.nan
 
     rows = paired_differences(by_seed(comparison, value), to, level, chosen=isinstance(to, Best))

@@ -7,13 +7,14 @@ import warnings
 
 import numpy as np
 
-from vsim.analysis.best import uses
+from vsim.analysis.asked import target
 from vsim.analysis.compared import ComparedRun, Runs
 from vsim.analysis.crossings import never, racers
+from vsim.analysis.questions.best import uses
 from vsim.analysis.racing import Race
 from vsim.analysis.spent import AnyCompute, AnyNetwork, Floats, until, unused
 from vsim.analysis.statistics import contenders
-from vsim.arguments import real_number, true_or_false
+from vsim.arguments import real_number
 from vsim.figures.words import brief_list, quoted
 from vsim.history.reached import Crossing
 
@@ -59,9 +60,8 @@ def cheapest(
     Raises:
         ValueError: no strategy reaches the loss. TypeError: hours need network and compute.
     """
-    loss, hours = real_number("loss", loss), None if hours is None else real_number("hours", hours, above=0)
+    loss, hours = target(loss, stays), None if hours is None else real_number("hours", hours, above=0)
     priced = comparison.pricing(network, compute, needed=hours is not None)
-    true_or_false("stays", stays)
     found, ended, took = racers(comparison, loss, stays), "", dict[str, float]()
     within = whole = {name: own for name, own in found.items() if not any(math.isnan(at.step) for _, at, _ in own)}
     if hours is not None:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from vsim.analysis.columns import headings
 from vsim.analysis.comparison import Comparison
+from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.analysis.size_order import CALLED, FAR, Order, order
 from vsim.analysis.spent import amount, amount_text
 from vsim.analysis.tables import text_table, with_notes
-from vsim.analysis.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.arguments import brief, given, naming
 from vsim.cluster.ledger import Ledger
 from vsim.figures.looks import Looks
@@ -224,7 +224,7 @@ class Decision:
         return "\n".join([self.answer(), "", self.table(), "", *self._notes(), "", repr(self.order)])
 
 
-def decided(
+def decide(
     largest: Comparison,
     losses: pd.DataFrame,
     to: float,

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.analysis.areas import CROWD, LETTERS, OPEN, fill, label
+from vsim.analysis.asked import target
 from vsim.analysis.compared import ComparedRun, Runs
 from vsim.analysis.crossings import doubts, never, racers
 from vsim.analysis.racing import Race
 from vsim.analysis.spent import AnyCompute, forming_seconds
 from vsim.analysis.summary import tuning
 from vsim.analysis.tables import aligned, with_notes
-from vsim.arguments import a_list, true_or_false
+from vsim.arguments import a_list
 from vsim.figures.looks import Looks
 from vsim.figures.style import literal, sized
 from vsim.figures.words import brief_list, quoted, size_text
@@ -65,14 +66,14 @@ def winners(
             a server, too, is that of the comparison's network.
         stays: see `steps_to`.
     """
-    true_or_false("stays", stays)
+    loss = target(loss, stays)
     bits = ascending("bandwidths", bandwidths, BANDWIDTHS, bits_per_second)
     delays = ascending("latencies", latencies, LATENCIES, lambda name, one: delay_of(name, one, at_least=0))
     options = {} if comparison.network is None else comparison.network.options
     options |= {} if collective is None else {"collective": collective}
     grid = np.tile(bits, len(delays)), np.repeat(delays, len(bits)), options
     networks = Network.grid(grid[0], grid[1], **options)
-    node, size = Compute.of(comparison.compute if compute is None else compute), comparison.allreduce_bytes
+    node, size = Compute.of(comparison.prices(None, compute)[1]), comparison.allreduce_bytes
 
     def until_loss(run: ComparedRun, at: Crossing, might: float) -> Floats:
         """Return the three costs (3, L, B) of a run in a `Race`, in seconds."""
