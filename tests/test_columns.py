@@ -117,7 +117,7 @@ def test_columns_that_grow_with_the_model_say_so(comparison: vsim.Comparison) ->
 
 
 def test_the_page_computes_every_live_column() -> None:
-    script = (Path(columns.__file__).parent / "report" / "page.js").read_text(encoding="utf-8")
+    script = (Path(columns.__file__).parent / "report" / "script" / "prices.js").read_text(encoding="utf-8")
     priced = script[script.index("const priced = ") : script.index("return found;", script.index("const priced = "))]
     names = [column.to("target").name for column in COLUMNS if column.is_live]
     assert len(names) == 6 and all(f'"{name}"' in priced for name in names)

@@ -46,7 +46,7 @@ class Column(Heading):
         is_to_loss: whether it is there only for a `loss`. The title has "{loss}" then, a row is the mean over all runs
             that began, and a strategy that never reaches the loss has a word instead.
         is_priced: whether it is there only with a network and compute.
-        is_live: whether the page computes it where its sliders stand: `priced` in page.js does.
+        is_live: whether the page computes it where its sliders stand: `priced` in script/prices.js does.
         is_at_end: whether the last row of each run in `to_pandas` and CSV has it, too.
     """
 

@@ -20,6 +20,9 @@ from vsim.arguments import a_path
 from vsim.version import __version__
 from vsim.writing import replacing
 
+# The parts of the script, in their order.
+_PARTS = ("numbers", "prices", "drawing", "curves", "map", "front", "nodes", "settings", "table", "controls", "page")
+_SCRIPT = [f"script/{name}.js" for name in _PARTS]
 _HEIGHT = 900  # of the frame in a notebook, in pixels
 
 
@@ -108,7 +111,8 @@ def data_of(
 
 
 def _page(title: str, data: str, watch: str, server: str, section: tuple[str, str] | None = None) -> Report:
-    style, script = _part("page.css"), _part("page.js")
+    # One function, so that nothing of the page's is seen from outside.
+    style, script = _part("page.css"), f'"use strict";\n(() => {{\n{"".join(map(_part, _SCRIPT))}}})();\n'
     parts = {
         "title": html.escape(title),
         "version": html.escape(__version__),
