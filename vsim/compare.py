@@ -16,6 +16,7 @@ from torch import nn
 
 from vsim.analysis.compared import ComparedRun
 from vsim.analysis.comparison import Comparison, no_comparison
+from vsim.analysis.conditions import BY_NAME, Conditions
 from vsim.analysis.spent import amount
 from vsim.analysis.swept import Sweep, are_numbers
 from vsim.arguments import (
@@ -38,7 +39,6 @@ from vsim.core.run import Diverged
 from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
-from vsim.history.agreement import BY_NAME, Conditions
 from vsim.history.describe import describe_problem
 from vsim.history.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.network import Compute, Network

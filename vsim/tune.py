@@ -16,6 +16,7 @@ from torch import nn
 
 from vsim.analysis.compared import ComparedRun
 from vsim.analysis.comparison import Comparison
+from vsim.analysis.conditions import Conditions
 from vsim.analysis.questions.pareto import COSTS
 from vsim.analysis.search import Search
 from vsim.arguments import a_function, a_list, a_path, a_text, given, naming, one_of, whole_number
@@ -23,7 +24,6 @@ from vsim.checkpoint.folder import locked
 from vsim.compare import call_text, checked_seeds, compare, config_of, train_entries
 from vsim.data.batches import Data
 from vsim.extras import extra
-from vsim.history.agreement import Conditions
 from vsim.network import Compute, Network
 from vsim.process import from_first_rank, under_torchrun, world_rank
 from vsim.strategy.base import Algorithm

@@ -7,17 +7,17 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from vsim.analysis.conditions import BY_NAME
 from vsim.analysis.spent import BUDGETS, AnyCompute, AnyNetwork, Floats, Priced, amount_text, spent
 from vsim.cluster.ledger import Ledger
 from vsim.figures.looks import MANY, SETTING, Looks, looks_of
 from vsim.figures.words import brief_list, quoted, size_text
-from vsim.history.agreement import BY_NAME
 from vsim.history.curves import Y_LABELS
 from vsim.history.describe import describe
 from vsim.history.history import History
@@ -62,7 +62,7 @@ class ComparedRun:
     callbacks: Sequence[Any] = ()
     trained: Any = None
     measured_less: float | None = None
-    client_models: Any = None
+    client_models: Any = field(default=None, kw_only=True)
 
     def client_model(self, client: int) -> nn.Module:
         """Return the model of a node, or of any client of a population, at the end of the run; see `Trainer`.

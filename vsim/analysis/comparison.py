@@ -14,6 +14,7 @@ from vsim.analysis import provenance, summary
 from vsim.analysis.asked import Asked
 from vsim.analysis.columns import columns_of
 from vsim.analysis.compared import ComparedRun, Runs
+from vsim.analysis.conditions import Conditions
 from vsim.analysis.losses import diverged, sound
 from vsim.analysis.overview import overview
 from vsim.analysis.questions import at, best, cheapest, differences, pareto, steps_to, winners
@@ -22,7 +23,6 @@ from vsim.analysis.spent import AnyCompute, AnyNetwork
 from vsim.arguments import a_list, a_text, encodable, one_of, true_or_false
 from vsim.figures.legends import PAGE
 from vsim.figures.words import brief_list
-from vsim.history.agreement import Conditions
 from vsim.history.curves import XAxis, bands, x_axis
 from vsim.history.formats import holding_a_record, read_json, write_csv, write_json
 from vsim.history.history import History
