@@ -37,12 +37,12 @@ from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.processes.bitwise import Difference
 from vsim.runs.callbacks import Callback, EarlyStopping, KeepBest
-from vsim.trainer import LocalTrainer, Trainer
 from vsim.scale.ladder import Ladder, ladder, load_ladder
 from vsim.search.compare import compare
 from vsim.search.grid import grid
 from vsim.search.sweep import sweep
 from vsim.search.tune import tune
+from vsim.trainer import LocalTrainer, Trainer
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vsim.algorithms.gossip import GraphStrategy
+from vsim.algorithms.graph_strategy import GraphStrategy
 from vsim.algorithms.graphs import MOST_NODES, cycle, mixing
 from vsim.cluster import Cluster
 from vsim.core.fields import algorithm, state

@@ -68,9 +68,8 @@ class DecoupledDiLoCoStrategy(AsynchronousStrategy):
     outer_optim_spec: OptimSpec = state()
 
     outer_gradient: Tensor = state()  # shared (P,)
-    came: list[list[tuple[int, Tensor, float, float]]] = (
-        state()
-    )  # per fragment: node, θ_k (n,), weight, answer's deadline
+    # per fragment: node, θ_k (n,), weight, answer's deadline
+    came: list[list[tuple[int, Tensor, float, float]]] = state()
     closing: list[float] = state()  # per fragment: the time at which its current round ends
     sent: list[list[list[int]]] = state()  # per learner and fragment: the learner's steps and tokens at the last send
     awaited: list[list[bool]] = state()  # per learner and fragment: whether the learner awaits an answer

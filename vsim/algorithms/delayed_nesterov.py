@@ -30,7 +30,8 @@ class DelayedNesterovStrategy(AsynchronousStrategy):
         H: inner steps from pulling φ to sending g, at least 1: H_k of every worker or, with `dylu`, of the fastest.
         buffer: N, arrivals from one update of the momentum to the next. Default K.
         c: the share of the momentum that each step between two updates applies, in [0, 1/N].
-        outer_lr: ε. momentum: β in [0, 1].
+        outer_lr: ε, above 0.
+        momentum: β in [0, 1].
         dylu: dynamic local updates: H_k = ⌊H v_k / v_max⌋, at least 1, where `compute` sets the speed v_k of worker k,
             so that all workers send about equally often.
         inner_optim, lr, …: the options of all strategies; see `Algorithm`.

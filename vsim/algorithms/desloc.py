@@ -21,7 +21,8 @@ class StateAverage(Algorithm):
     """Average one kind of state s of the inner optimizer, after every H-th step: s_k ← mean_j s_j.
 
     Args:
-        name: the optimizer's name for s, such as "exp_avg". H: steps between syncs.
+        name: the optimizer's name for s, such as "exp_avg".
+        H: steps between syncs.
 
     Payload: the bytes of the state, every H steps.
 

@@ -24,12 +24,8 @@ class DittoStrategy(RoundAverage):
     Client k uses v_k, which never leaves the client; v_k and θ_k see the same batches. With λ = 0, v_k ignores φ.
 
     Args:
-        H: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
-            post-local SGD, QSR(…) the quadratic synchronization rule.
-        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
-            made all nodes equal; such an average cannot be used with islands.
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        average: merges the weights; see `FedAvgStrategy`.
         lam: λ, at least 0; 0.1 to 2 in the paper.
         personal_lr: η of the personal models, at least 0. Default: the inner learning rate.
         inner_optim, lr, …: the options of all strategies; see `Algorithm`.

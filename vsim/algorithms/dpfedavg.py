@@ -69,9 +69,8 @@ class DPFedAvgStrategy(RoundAverage):
     delta: float = 1e-5
     average: Averaging = state(default=Averaging("mean"))
 
-    rounds: dict[tuple[float, float], int] = (
-        state()
-    )  # (q, z) → the number of rounds with sampling probability q and noise z
+    # (q, z) → the number of rounds with sampling probability q and noise z
+    rounds: dict[tuple[float, float], int] = state()
     begun: int = state()  # the step of the last sync
 
     def __post_init__(self) -> None:

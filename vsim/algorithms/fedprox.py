@@ -19,12 +19,8 @@ class FedProxStrategy(RoundAverage):
     The optimizer steps on the loss of node k plus μ/2 · ‖θ_k − φ‖². With μ = 0, this is FedAvg.
 
     Args:
-        H: H, local steps between averagings, at least 1, or a schedule of `vsim.strategy.when`: PostLocal(w, H) is
-            post-local SGD, QSR(…) the quadratic synchronization rule.
-        average: merges the weights: "mean", mean("examples"), "median", mean() | clip("median"), …; see
-            `vsim.strategy.average`. An average that needs moves gets the moves since the last sync, which must have
-            made all nodes equal; such an average cannot be used with islands.
         H: local steps of a round, at least 1, or a schedule of `vsim.strategy.when`.
+        average: merges the weights; see `FedAvgStrategy`.
         mu: μ, at least 0; 0.001 to 1 in the paper.
         inner_optim, lr, …: the options of all strategies; see `Algorithm`.
 

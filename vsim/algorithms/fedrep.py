@@ -43,9 +43,8 @@ class FedRepStrategy(FedPerStrategy):
 
     begun: int = state()  # the step after which the round began
     length: int = state()  # the number of steps of the round
-    resting: tuple[Fragment, Tensor] | None = state(
-        default=None
-    )  # during a step: the untrained part, and its weights (R, p)
+    # during a step: the untrained part, and its weights (R, p)
+    resting: tuple[Fragment, Tensor] | None = state(default=None)
 
     def __post_init__(self) -> None:
         most = None

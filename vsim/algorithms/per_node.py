@@ -242,7 +242,11 @@ def _checked_parts(given: Any, where: str) -> list[Algorithm]:
 class CommunicateOptimizeStrategy(Strategy):
     """Let several algorithms communicate in turn, around one inner optimizer.
 
-    See `Algorithm` for the arguments.
+        CommunicateOptimizeStrategy([SPARTAStrategy(p_sparta=0.01), DiLoCoStrategy(H=50)], inner_optim="adamw", lr=1e-3)
+
+    Args:
+        communication_modules: the algorithms, in the order in which they communicate; see `Strategy`.
+        inner_optim, lr, …: the options of all strategies; see `Algorithm`.
     """
 
 

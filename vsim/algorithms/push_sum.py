@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsim.algorithms.gossip import GraphStrategy
+from vsim.algorithms.graph_strategy import GraphStrategy
 from vsim.cluster import Cluster
 from vsim.core.fields import algorithm, state
 

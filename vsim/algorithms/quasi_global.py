@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vsim.algorithms.gossip import GraphStrategy
+from vsim.algorithms.graph_strategy import GraphStrategy
 from vsim.arguments import real_number
 from vsim.cluster import Cluster
 from vsim.cluster.optim import OptimSpec

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vsim.algorithms.gossip import GraphStrategy
+from vsim.algorithms.graph_strategy import GraphStrategy
 from vsim.algorithms.graphs import Edges, edges_of, parts_of
 from vsim.arguments import one_of
 from vsim.cluster import Cluster

@@ -19,8 +19,8 @@ from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
 from vsim.history.history import History
 from vsim.history.loggers.base import perplexity
-from vsim.trainer import Trainer
 from vsim.strategy import Algorithm, DiLoCoStrategy, SPARTADiLoCoStrategy
+from vsim.trainer import Trainer
 
 _OUTER = {"lr": 0.7, "nesterov": True, "momentum": 0.9}
 

@@ -110,9 +110,9 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
             if name in fields and fields[name].init:
                 order.setdefault(name, len(order))
     order |= {name: len(order) + i for i, name in enumerate(OPTIONS)} | {"inner_optim": -1}
-    by_name = {name: p for name, p in found.items() if p.kind is Parameter.KEYWORD_ONLY}
-    by_position = {name: p for name, p in found.items() if name not in by_name}
-    return by_position | dict(sorted(by_name.items(), key=lambda one: order.get(one[0], -1)))
+    # Arguments by position keep their places; those by name follow, and any others at the end.
+    place = {name: order.get(name, -1) if p.kind is Parameter.KEYWORD_ONLY else 0 for name, p in found.items()}
+    return dict(sorted(found.items(), key=lambda one: (one[1].kind, place[one[0]])))
 
 
 def given_by(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def given_by(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
         example = ", ".join([*by_position, *(f"{name}=…" for name in own if name not in by_position), "inner_optim=…"])
         raise TypeError(f"{where} takes arguments by name, {cls.__name__}({example}, …); got {_few(args)} by position")
     try:
-        bound = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind)).bind(*args, **kwargs)
+        bound = inspect.Signature([*parameters.values()]).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{where}: {error}; its arguments: {', '.join(named) or 'none'}") from None
     given: dict[str, Any] = {}

@@ -63,8 +63,8 @@ from vsim.runs.race import Race, copied_callbacks
 from vsim.runs.race_folder import saving_in
 from vsim.runs.spec import RunSpec, takes_options, two_lengths
 from vsim.runs.tracked import TrackedRun
-from vsim.trainer import Trainer
 from vsim.search.grid import made, merged, points, settings_of
+from vsim.trainer import Trainer
 
 
 @takes_options("strategy")

@@ -62,7 +62,8 @@ from vsim.algorithms.selectors import (
 )
 from vsim.algorithms.slowmo import SlowMoStrategy
 from vsim.algorithms.sparseloco import SparseLoCoStrategy
-from vsim.algorithms.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from vsim.algorithms.sparta import SPARTAStrategy
+from vsim.algorithms.sparta_diloco import SPARTADiLoCoStrategy
 from vsim.algorithms.streaming import StreamingDiLoCoStrategy
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.schedule import restarts
