@@ -22,7 +22,7 @@ import pytest
 import torch
 from ranks import Ranks
 
-from vsim.process.launch import PRELOAD
+from vsim.processes.launch import PRELOAD
 
 PRELOAD.extend(["pytest", "hypothesis", "resumed"])  # modules of tests import them in the nodes' processes
 

@@ -18,8 +18,8 @@ from vsim.cluster.collectives import Collectives, Finish
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
+from vsim.core.algorithm import take_step
 from vsim.strategy import Algorithm
-from vsim.strategy.base import take_step
 
 Result = TypeVar("Result")
 

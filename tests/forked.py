@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vsim.process.launch import PRELOAD, _starting
+from vsim.processes.launch import PRELOAD, _starting
 
 
 def context() -> ForkServerContext:

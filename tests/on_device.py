@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 @pytest.fixture(autouse=True)
 def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count without the guard of `run.model`, which reads the parameters after steps 1, 2, 4, … for a callback."""
-    monkeypatch.setattr("vsim.training.callbacks._values", lambda run: {})
+    monkeypatch.setattr("vsim.runs.callbacks._values", lambda run: {})
 
 
 class Counted(Callback):

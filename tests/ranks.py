@@ -15,8 +15,8 @@ import forked
 import torch
 import torch.distributed as dist
 
-from vsim.process import ProcessOptions, run_node, run_ranges
-from vsim.training.spec import RunSpec
+from vsim.processes import ProcessOptions, run_node, run_ranges
+from vsim.runs.spec import RunSpec
 
 
 class Ranks:

@@ -18,8 +18,8 @@ from vsim.checkpoint.folder import checkpoint_path, checkpoints_in
 from vsim.data import digits
 from vsim.history.history import OF_THE_MACHINE, History
 from vsim.models import MLP
+from vsim.runs.view import RunView
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
-from vsim.training.view import RunView
 
 # 29 examples for K = 3 in batches of 4 are 3 steps an epoch, the last of 2: most steps are in the middle of one.
 OPTIONS: dict[str, Any] = {

@@ -24,10 +24,10 @@ from trained import OF_THE_MACHINE, Acts, examples, mlp
 
 import vsim
 from vsim.checkpoint.files import Checkpoint
+from vsim.runs import fit as training
+from vsim.runs.interrupt import Interrupt
+from vsim.runs.tracked import TrackedRun
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training import fit as training
-from vsim.training.interrupt import Interrupt
-from vsim.training.tracked import TrackedRun
 
 ORDER = """Validate, Record, OnStep, Validate again, Amend, CheckWeights, MeasureEnded, Amend again, CheckDeclared, Ask,
 Save, OnEnd, Conclude, Show, Stop, Halve, Attend""".replace("\n", " ").split(", ")

@@ -27,6 +27,7 @@ from vsim.data import digits
 from vsim.models import MLP
 from vsim.network import Compute, Network
 from vsim.network.event_clock import ARRIVAL, RETURN, STEP, TIMER, VirtualClock
+from vsim.runs.workers import Workers
 from vsim.strategy import (
     STRATEGIES,
     AsyncDiLoCoStrategy,
@@ -40,7 +41,6 @@ from vsim.strategy import (
     mean,
     rda,
 )
-from vsim.training.workers import Workers
 
 SPEEDS = Compute(0.8, speeds=[1, 2, 1, 4], jitter=0.3)
 NETWORK = Network("1 Mbit/s", "20 ms")

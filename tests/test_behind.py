@@ -15,11 +15,11 @@ from test_ensemble import Killed, broken, killed_at, quietly
 
 import vsim
 from vsim.checkpoint.folder import checkpoints_in
-from vsim.compare import train_entries
 from vsim.core.group import Group
+from vsim.runs.acts import feed as feeding
+from vsim.runs.feeding import feed
+from vsim.search.compare import train_entries
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
-from vsim.training.acts import feed as feeding
-from vsim.training.feeding import feed
 
 SAVED = 3  # steps between checkpoints; the runs are killed in step 9, and wait at step 6
 KINDS: dict[str, dict[str, Any]] = {  # options of all runs

@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 import vsim
 from vsim import Callback, EarlyStopping, KeepBest, Trainer, load_checkpoint
 from vsim.core.group import train
+from vsim.runs.fit import steps
+from vsim.runs.view import RunView
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, SPARTAStrategy, Strategy
 from vsim.strategy.communicate import all_reduce
-from vsim.training.fit import steps
-from vsim.training.view import RunView
 
 QUICK: dict[str, Any] = {"num_nodes": 2, "max_steps": 6, "batch_size": 5, "progress": False}
 
@@ -683,7 +683,7 @@ def test_only_the_steps() -> None:
     for ours, theirs in zip(run.mean_model().parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     group = trainer.prepare(**options, participation=vsim.Schedule({0: [0], 2: [0, 1]}))
-    with refused(RuntimeError, "step 3 is of nodes [0, 1], and [0] are present", "vsim.training.fit.steps"):
+    with refused(RuntimeError, "step 3 is of nodes [0, 1], and [0] are present", "vsim.runs.fit.steps"):
         list(train(group))
 
 

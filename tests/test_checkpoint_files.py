@@ -27,8 +27,8 @@ from vsim.checkpoint.files import FORMAT, packed
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.randomness import GENERATORS
 from vsim.models import MLP
+from vsim.runs.saving import captured
 from vsim.strategy import DiLoCoStrategy
-from vsim.training.saving import captured
 
 QUICK = ["SPARTA, delayed, 4 bits"]
 NAME = "step-00000007.safetensors"

@@ -22,8 +22,8 @@ import vsim
 from vsim import CheckpointError, load_checkpoint
 from vsim.checkpoint import folder as folders
 from vsim.checkpoint.folder import locked
+from vsim.runs.interrupt import Interrupted
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
-from vsim.training.interrupt import Interrupted
 from vsim.writing import replacing
 
 # What `locked` does, without a second's imports.

@@ -24,9 +24,9 @@ from vsim import Ledger
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.stacked import StackedCollectives
 from vsim.engine.machine import devices_of_nodes
-from vsim.process import distributed
-from vsim.process.distributed import CollectiveFailure, ProcessCollectives, completing, open_group
-from vsim.process.options import backend_for
+from vsim.processes import distributed
+from vsim.processes.distributed import CollectiveFailure, ProcessCollectives, completing, open_group
+from vsim.processes.options import backend_for
 
 
 def test_what_a_collective_returns() -> None:

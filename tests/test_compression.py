@@ -13,6 +13,7 @@ from errors import refused
 from test_demo import tiles_of
 from torch import Tensor
 
+from vsim.algorithms.compression.sparse import random_subset
 from vsim.strategy import (
     FP4,
     QSGD,
@@ -34,7 +35,6 @@ from vsim.strategy import (
     UniformQuantizer,
     compress,
 )
-from vsim.strategy.compression.sparse import random_subset
 
 pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
 

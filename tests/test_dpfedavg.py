@@ -16,12 +16,12 @@ from resumed import fit, trainer_of
 from separate import small_mlp, vectors
 
 from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
+from vsim.algorithms.dpfedavg import epsilon
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
+from vsim.runs.saving import captured
+from vsim.runs.view import RunView
 from vsim.strategy import Algorithm, CommunicateOptimizeStrategy, DPFedAvgStrategy, FedAvgStrategy, OptimSpec
-from vsim.strategy.dpfedavg import epsilon
-from vsim.training.saving import captured
-from vsim.training.view import RunView
 
 SGD = OptimSpec("sgd", lr=0.5)
 

@@ -39,6 +39,11 @@ from vsim.data import digits
 from vsim.engine import Executor, VmapExecutor
 from vsim.engine.proof import Proof
 from vsim.models import MLP
+from vsim.runs import parts
+from vsim.runs.acts.halve import Halve
+from vsim.runs.fit import Orders, prepare, steps
+from vsim.runs.interrupt import Interrupt
+from vsim.runs.tracked import TrackedRun
 from vsim.strategy import (
     Algorithm,
     CommunicateOptimizeStrategy,
@@ -51,11 +56,6 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training import parts
-from vsim.training.acts.halve import Halve
-from vsim.training.fit import Orders, prepare, steps
-from vsim.training.interrupt import Interrupt
-from vsim.training.tracked import TrackedRun
 
 Strategies = Mapping[str, Strategy]
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from vsim.engine import (
 )
 from vsim.engine.executor import minibatches
 from vsim.engine.objective import Objective
+from vsim.runs.evaluate import Evaluator
 from vsim.strategy import SimpleReduceStrategy
-from vsim.training.evaluate import Evaluator
 
 COMPILED = pytest.param(
     CompiledExecutor,

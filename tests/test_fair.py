@@ -14,9 +14,9 @@ from made import check_refusals
 from torch.utils.data import TensorDataset
 
 import vsim
+from vsim.algorithms.afl import on_simplex
 from vsim.models import MLP
 from vsim.strategy import AFLStrategy, Algorithm, FedAvgStrategy, QFedAvgStrategy
-from vsim.strategy.afl import on_simplex
 
 DOUBLE = torch.float64
 LR = 0.2

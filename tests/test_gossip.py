@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import vsim
+from vsim.algorithms.graphs import TOPOLOGIES, cycle, edges_of, gap_of, mixing
 from vsim.models import MLP
 from vsim.strategy import GossipStrategy, OptimSpec, RandomGraph
-from vsim.strategy.graphs import TOPOLOGIES, cycle, edges_of, gap_of, mixing
 
 SGD = OptimSpec("sgd", lr=0.5)
 DOUBLE = torch.float64

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import vsim
+from vsim.algorithms.graphs import num_parts
+from vsim.core.fields import shown
 from vsim.models import MLP
 from vsim.strategy import (
     Algorithm,
@@ -31,8 +33,6 @@ from vsim.strategy import (
     RandomGraph,
     RelaySumStrategy,
 )
-from vsim.strategy.fields import shown
-from vsim.strategy.graphs import num_parts
 
 DOUBLE = torch.float64
 LR = 0.2

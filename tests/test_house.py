@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "records", "sweep", "trainer", "tune", "verify"}
-BELOW_TRAINING = "analysis arguments checkpoint cluster core data engine extras figures history network strategy"
+FACES = {"cli", "compat", "logger", "records", "scale", "scaling", "search", "trainer", "verify"}
+BELOW_RUNS = "algorithms analysis arguments checkpoint cluster core data engine extras figures history network strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.
 MOST_CALLS, MOST_FILES_OF_CALLS = 14, 7
@@ -48,8 +48,9 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 
 def test_no_two_files_have_one_name() -> None:
-    others = "exogym"  # whose files have the names of another package's
-    names = [path.stem for path in FILES if path.stem not in ("__init__", "base") and others not in path.parts]
+    named_elsewhere = {"exogym", "strategy"}  # the names of another package's files, and import paths for users
+    own = [path for path in FILES if path.stem not in ("__init__", "base") and named_elsewhere.isdisjoint(path.parts)]
+    names = [path.stem for path in own]
     assert not [name for name in sorted(set(names)) if names.count(name) > 1]
 
 
@@ -137,10 +138,10 @@ def test_the_map_for_newcomers_names_every_file() -> None:
     assert {path.name for path in files - own_names} <= named
 
 
-def test_what_is_below_training_does_not_import_it() -> None:
-    assert {
-        name for name in BELOW_TRAINING.split() if rooms().get(name, set()) & {"training", "process", *FACES}
-    } == set()
+def test_what_is_below_runs_does_not_import_them() -> None:
+    above = {"runs", "processes", *FACES}
+    found = {f"{name} imports {used}" for name in BELOW_RUNS.split() for used in rooms()[name] & above}
+    assert not found
 
 
 def test_the_record_of_a_run_knows_nothing_of_comparisons() -> None:
@@ -182,9 +183,9 @@ def test_the_core_knows_nothing_of_what_happens_between_its_steps() -> None:
 
 
 def test_acts_are_short_and_know_no_other_act() -> None:
-    acts = {name: uses for name, uses in files().items() if name.startswith("vsim.training.acts.")}
+    acts = {name: uses for name, uses in files().items() if name.startswith("vsim.runs.acts.")}
     assert len(acts) > 10 and {used for uses in acts.values() for used in uses & acts.keys()} == {
-        "vsim.training.acts.moment"
+        "vsim.runs.acts.moment"
     }
     assert max(MODULES[name].read_text(encoding="utf-8").count("\n") for name in acts) <= MOST_LINES_OF_AN_ACT
 

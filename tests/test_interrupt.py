@@ -20,9 +20,9 @@ from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, tr
 from vsim import Callback, CheckpointError, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
 from vsim.core.exchange import exchange
+from vsim.runs.interrupt import Interrupt, Interrupted
+from vsim.runs.view import RunView
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
-from vsim.training.interrupt import Interrupt, Interrupted
-from vsim.training.view import RunView
 
 
 def strategy() -> Strategy:

@@ -17,9 +17,9 @@ from separate import small_mlp, vectors
 
 import vsim
 from vsim import Callback, Comparison
+from vsim.runs import race
+from vsim.runs.race import Race
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training import race
-from vsim.training.race import Race
 from vsim_cli import main
 
 STEPS, SEEDS = 4, [3, 5]
@@ -115,7 +115,7 @@ def test_a_press_before_the_next_group_trains(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_press_in_the_last_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vsim.training.acts import measure
+    from vsim.runs.acts import measure
 
     measured = measure.validate
 

@@ -25,8 +25,8 @@ import vsim
 from vsim import Callback, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
 from vsim.core.run import Diverged
+from vsim.runs.view import RunView
 from vsim.strategy import FedAvgStrategy, Strategy
-from vsim.training.view import RunView
 
 STEP = 3  # in which it happens
 OPTIONS: dict[str, Any] = {

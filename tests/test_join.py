@@ -83,7 +83,7 @@ def test_joined_comparisons_are_the_one_that_trained_all(two: vsim.Comparison, t
 
 def test_extending_trains_only_what_is_new(two: vsim.Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[int] = []
-    from vsim.training.race import Race
+    from vsim.runs.race import Race
 
     train = Race.train
     monkeypatch.setattr(Race, "train", lambda self: (trained.append(len(self.runs)), train(self))[1])

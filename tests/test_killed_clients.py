@@ -13,11 +13,11 @@ from separate import images, small_cnn
 
 import vsim
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.runs import saving
+from vsim.runs.acts import measure
+from vsim.runs.acts.record import Record
+from vsim.runs.clients import Clients
 from vsim.strategy import DittoStrategy, FedBNStrategy, FedDynStrategy, ScaffoldStrategy, Strategy
-from vsim.training import saving
-from vsim.training.acts import measure
-from vsim.training.acts.record import Record
-from vsim.training.clients import Clients
 
 # Functions around which the state of the run, its clients' files or its folder change.
 EVENTS: list[tuple[Any, str]] = [

@@ -24,9 +24,9 @@ from vsim.analysis.questions.decide import Decision, _advice, _fits_on_map, _wit
 from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES
 from vsim.analysis.size_order import order
 from vsim.figures.words import in_short
-from vsim.ladder import _Remaining
 from vsim.models import GPT, MLP
 from vsim.network.timeline import duration, seconds_on
+from vsim.scale.ladder import _Remaining
 from vsim.strategy import (
     AloneStrategy,
     DiLoCoStrategy,

@@ -21,9 +21,9 @@ from vsim.engine import LoopExecutor, Settings, VmapExecutor, batched
 from vsim.engine.machine import devices_of_nodes, moved, repeating, takes_one_thread
 from vsim.engine.objective import Objective
 from vsim.models import CNN, GPT, MLP
-from vsim.process.options import backend_for
+from vsim.processes.options import backend_for
+from vsim.runs import fit as training
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
-from vsim.training import fit as training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 2, "progress": False}
@@ -108,7 +108,7 @@ def test_on_an_accelerator_nodes_are_not_cut_by_free_memory(monkeypatch: pytest.
     monkeypatch.setattr(batched, "favors_loops", lambda device: False)
     assert settings_of() == Settings()
     assert settings_of(deterministic=True) == Settings(deterministic=True, chunk_size=2)
-    monkeypatch.setattr(vsim.training.spec, "pick_device", lambda *_: CUDA)
+    monkeypatch.setattr(vsim.runs.spec, "pick_device", lambda *_: CUDA)
     assert settings_of(deterministic=True, chunk_size=1) == Settings(deterministic=True, chunk_size=1)
 
 

@@ -30,9 +30,9 @@ import vsim.models
 import vsim.network
 import vsim.scaling
 import vsim.strategy
+from vsim.core.fields import OPTIONS
 from vsim.logger import CSVLogger
 from vsim.strategy import DiLoCoStrategy, RandomIndexSelector, SimpleReduceStrategy, Strategy, TopK
-from vsim.strategy.fields import OPTIONS
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -436,7 +436,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def replace() -> None:
         monkeypatch.setattr("vsim.trainer.train_in_processes", train)
         monkeypatch.setattr("vsim.trainer.fit", train)
-        monkeypatch.setattr("vsim.training.race.fit", train)
+        monkeypatch.setattr("vsim.runs.race.fit", train)
 
     return replace
 

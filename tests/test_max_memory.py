@@ -26,8 +26,8 @@ from vsim.cluster.randomness import fingerprints, generator
 from vsim.cluster.replicas import with_gaps
 from vsim.engine import AutoExecutor, Executor, LoopExecutor, VmapExecutor, memory
 from vsim.engine.memory import activation_bytes, divisors, fitting_minibatch, optimizer_bytes, step_bytes, step_moments
+from vsim.runs.acts import feed as feeding
 from vsim.strategy import DiLoCoStrategy, SPARTAStrategy
-from vsim.training.acts import feed as feeding
 
 CPU = torch.device("cpu")
 K = 3

@@ -30,6 +30,7 @@ from torch.nn.utils import parameters_to_vector
 
 from vsim import Trainer
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.runs.view import RunView
 from vsim.strategy import (
     DESLOCStrategy,
     DiLoCoStrategy,
@@ -39,7 +40,6 @@ from vsim.strategy import (
     SimpleReduceStrategy,
     Strategy,
 )
-from vsim.training.view import RunView
 
 
 class Lion(torch.optim.Optimizer):

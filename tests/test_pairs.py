@@ -251,7 +251,7 @@ class Runs:
         self.known: dict[frozenset[str], Outcome | Exception] = {}
         self.processes: list[Any] = []
         patch.setattr("vsim.trainer.train_in_processes", self.train)
-        patch.setattr("vsim.training.acts.feed.fitting_minibatch", self.probe)
+        patch.setattr("vsim.runs.acts.feed.fitting_minibatch", self.probe)
         patch.setattr("vsim.history.loggers.run_log.WandbLogger", lambda project, **own: Log("wandb", **own))
 
     def train(self, spec: Any, options: Any, report: Any) -> Any:

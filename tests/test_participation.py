@@ -45,6 +45,7 @@ from vsim.cluster.plan import Round
 from vsim.core.group import Group
 from vsim.engine import VmapExecutor
 from vsim.models import MLP
+from vsim.runs.acts import attend, place
 from vsim.strategy import (
     AFLStrategy,
     AloneStrategy,
@@ -72,7 +73,6 @@ from vsim.strategy import (
     clip,
     mean,
 )
-from vsim.training.acts import attend, place
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
 FEDAVG, FREE = FedAvgStrategy(H=2, lr=0.1), vsim.Network(float("inf"))

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 from vsim import Trainer
 from vsim.cluster import Cluster
 from vsim.engine.objective import LossFunction
+from vsim.runs.view import RunView
 from vsim.strategy import (
     Algorithm,
     FedAvgStrategy,
@@ -33,7 +34,6 @@ from vsim.strategy import (
     mean,
 )
 from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
-from vsim.training.view import RunView
 
 STEPS = 14
 
@@ -301,7 +301,7 @@ def test_every_strategy_has_the_same_bits_in_processes(
 def test_processes_that_are_started_have_the_same_bits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vsim.process.launch.START_METHOD", method)
+    monkeypatch.setattr("vsim.processes.launch.START_METHOD", method)
     run = run_of(BY_NAME["per-node code"], TASKS[1], Variant(*5 * [True]), 2)
     (processes,) = check_equal(tmp_path, None, **run)
     assert {e.collective for e in processes.trainer.ledger} == {"all_reduce", "all_gather", "broadcast", "send"}
@@ -358,7 +358,7 @@ CLOSE = [
 def test_without_the_flag_the_difference_is_rounding(
     num_nodes: int, number: int | None, name: str, task: Task, tmp_path: Path
 ) -> None:
-    """The bound in the documentation of vsim.process: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
+    """The bound in the documentation of vsim.processes: 1e-5 after 30 steps; 1.5e-6 was measured at most."""
     for i, spec in enumerate([OptimSpec("sgd", momentum=0.9), OptimSpec("adamw", eps=1e-3), OptimSpec("adamw")]):
         strategy = BY_NAME[name].make(inner_optim=spec, lr_scheduler="cosine", warmup_steps=4, max_norm=0.3)
         run = partial(fit, model=task.model(), data=task.data(), strategy=strategy, num_nodes=num_nodes, max_steps=30)

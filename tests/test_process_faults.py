@@ -35,9 +35,9 @@ from torch.utils.data import Dataset, get_worker_info
 import vsim
 from vsim import Callback, Comparison, Trainer, load_checkpoint
 from vsim.models import MLP
-from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure
+from vsim.processes import CollectiveFailure, ForkServerFailure, NodeFailure
+from vsim.runs.interrupt import Interrupted
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
-from vsim.training.interrupt import Interrupted
 
 NO_HANG_SECONDS = 15.0
 STEPS, DONE, RANK = 6, 3, 1  # steps of a run, and before a fault; the process where it happens
@@ -606,7 +606,7 @@ def test_a_fork_server_that_is_killed_or_stopped_ends_the_run(fault: Fault, monk
 
     with refused(ForkServerFailure, "interpreter that starts the processes"):
         fit(max_steps=100_000, train_loss_hook=sending(signal.SIGKILL), **RANGES)
-    monkeypatch.setattr("vsim.process.launch._EXIT_SECONDS", 1.0)
+    monkeypatch.setattr("vsim.processes.launch._EXIT_SECONDS", 1.0)
     fault("strategy", "SIGKILL")
     with refused(NodeFailure, "node 1", "closed its connection"):
         fit(train_loss_hook=sending(signal.SIGSTOP), **NODES, callbacks=[Counts(), slowly])
@@ -614,7 +614,7 @@ def test_a_fork_server_that_is_killed_or_stopped_ends_the_run(fault: Fault, monk
     fit(**NODES)
     os.kill(fork_server(), signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr("vsim.process.launch._START_SECONDS", 1.0)
+        patch.setattr("vsim.processes.launch._START_SECONDS", 1.0)
         with refused(ForkServerFailure, "1 seconds"):
             fit(**NODES)
     assert len(fit(**NODES).history) == STEPS + 1
@@ -643,9 +643,9 @@ def test_a_fork_server_starts_no_thread_and_asks_for_no_device_and_groups_end() 
             for module in torch.cuda, torch.accelerator, torch.backends.mps:
                 for name in {"is_available", "device_count", "current_accelerator"} & {*dir(module)}:
                     stack.enter_context(mock.patch.object(module, name, never))
-            import vsim.process.preload
+            import vsim.processes.preload
             print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
-        import vsim.process.node
+        import vsim.processes.node
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         group = weakref.ref(torch.distributed.group.WORLD)
         weight = torch.nn.Parameter(torch.ones(3))

@@ -20,7 +20,8 @@ import vsim
 from vsim import Compute, Deadline, Dropout, DropSlowest, OverCommit, Partial, Sample, Schedule, Trace
 from vsim.cluster import Cluster
 from vsim.cluster.participation import Participation
-from vsim.process import NodeFailure
+from vsim.processes import NodeFailure
+from vsim.runs.interrupt import Interrupted
 from vsim.strategy import (
     Algorithm,
     D2Strategy,
@@ -50,7 +51,6 @@ from vsim.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
-from vsim.training.interrupt import Interrupted
 
 OPTIONS: dict[str, Any] = {"max_steps": 6, "batch_size": 4, "progress": False, "deterministic": True}
 PROCESSES = in_processes(None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from vsim import Trainer
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.process.child import apply_torch_settings, torch_settings
+from vsim.processes.child import apply_torch_settings, torch_settings
 from vsim.strategy import SimpleReduceStrategy
 
 

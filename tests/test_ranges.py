@@ -18,8 +18,10 @@ from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, load_check
 from vsim.analysis.comparison import Comparison
 from vsim.cluster.state import CheckpointError
 from vsim.logger import CSVLogger
-from vsim.process.distributed import even_ranges
-from vsim.process.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
+from vsim.processes.distributed import even_ranges
+from vsim.processes.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
+from vsim.runs.spec import RunSpec
+from vsim.runs.view import RunView
 from vsim.strategy import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -28,8 +30,6 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.training.spec import RunSpec
-from vsim.training.view import RunView
 from vsim_cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
@@ -212,7 +212,7 @@ def test_what_is_refused() -> None:
 
 
 def test_auto_takes_a_process_for_each_core_only_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsim.process.world.num_cores", lambda: 4)
+    monkeypatch.setattr("vsim.processes.world.num_cores", lambda: 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     small, large = torch.nn.Linear(2, 2), torch.nn.Linear(LARGE_MODEL, 1)
 

@@ -19,9 +19,9 @@ from vsim.history.history import History
 from vsim.history.loggers import check_run_name
 from vsim.models import MLP
 from vsim.reading import parse_json
+from vsim.runs.race_folder import read_whole
 from vsim.saved import read_comparison, read_log
 from vsim.strategy import AloneStrategy, FedAvgStrategy
-from vsim.training.race_folder import read_whole
 
 STEPS = 3
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {  # the name of the file, and what reads it

@@ -35,8 +35,8 @@ from vsim.figures.paper import PlainLocator
 from vsim.history.curves import limits
 from vsim.history.reached import crossing
 from vsim.models import MLP
+from vsim.search.sweep import sweep
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
-from vsim.sweep import sweep
 from vsim.watch import Watch
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -28,10 +28,10 @@ from vsim.analysis.cache import Cache
 from vsim.analysis.report.page import data_of, report
 from vsim.checkpoint.folder import locked
 from vsim.history.loggers import CSVLogger
+from vsim.runs.race_folder import write_whole
 from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, GossipStrategy, SimpleReduceStrategy
 from vsim.strategy.remade import remade
-from vsim.training.race_folder import write_whole
 from vsim.watch import Watch
 from vsim_cli import main
 

@@ -18,6 +18,7 @@ from vsim import Event, Trainer
 from vsim.cluster import Cluster
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.optim import OptimSpec
+from vsim.cluster.reductions import round_up
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.stacked import StackedCollectives
 from vsim.strategy import (
@@ -31,7 +32,6 @@ from vsim.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from vsim.strategy.selectors import round_up
 
 SELECTORS = [RandomIndexSelector, ShuffledSequentialIndexSelector, PartitionedIndexSelector]
 

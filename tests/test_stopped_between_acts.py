@@ -17,8 +17,8 @@ from resumed import assert_same_comparison, assert_same_run
 from separate import images, small_cnn, small_mlp, vectors
 
 import vsim
+from vsim.runs import fit as training
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, ScaffoldStrategy
-from vsim.training import fit as training
 
 STEPS, ACTS = 6, 17
 OPTIONS: dict[str, Any] = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 3, "val_interval": 2, "progress": False}

@@ -23,8 +23,10 @@ import vsim
 from vsim import Trainer
 from vsim.cluster.plan import ComputeSeconds
 from vsim.cluster.state import of_clients, owners
+from vsim.core.fields import OPTIONS, parameters_of
 from vsim.data import digits
 from vsim.models import MLP
+from vsim.runs.view import RunView
 from vsim.strategy import (
     FP4,
     QSGD,
@@ -88,8 +90,6 @@ from vsim.strategy import (
     mean,
     rda,
 )
-from vsim.strategy.fields import OPTIONS, parameters_of
-from vsim.training.view import RunView
 
 # The model of the byte counts: MLP 64-16-10, whose tensors are 16×64, 16, 10×16, 10: P = 1024 + 16 + 160 + 10 = 1210.
 P = 1210

@@ -17,9 +17,9 @@ from reproductions.formulas import Streaming
 from torch import nn
 
 import vsim
+from vsim.core.fragments import fragments_of
 from vsim.models import GPT
 from vsim.strategy import DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy, TopK, compress
-from vsim.strategy.fragments import fragments_of
 
 SGD = OptimSpec("sgd", lr=0.1)
 

@@ -20,11 +20,11 @@ from made import check_refusals, never, run, texts
 import vsim
 from vsim import ComparedRun, History, Sweep
 from vsim.analysis.swept import Point
-from vsim.compare import rungs
 from vsim.data import digits
 from vsim.figures.looks import COLOURS
-from vsim.grid import points
 from vsim.models import MLP
+from vsim.search.compare import rungs
+from vsim.search.grid import points
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy, TopK, compress
 
 # grid

@@ -30,8 +30,8 @@ from vsim import Sample, Schedule, Trainer, load_checkpoint
 from vsim.analysis.comparison import Comparison
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.history.history import History
-from vsim.process import world
-from vsim.process.distributed import CollectiveFailure
+from vsim.processes import world
+from vsim.processes.distributed import CollectiveFailure
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
 SECONDS = 120

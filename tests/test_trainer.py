@@ -25,9 +25,9 @@ from vsim.data.batches import validation_examples
 from vsim.engine import VmapExecutor
 from vsim.engine.compiled import CompiledExecutor
 from vsim.engine.machine import pick_device
+from vsim.runs import spread
+from vsim.runs.spread import replica_spread
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
-from vsim.training import spread
-from vsim.training.spread import replica_spread
 
 both_executors = pytest.mark.parametrize("executor", ["vmap", "loop"])
 

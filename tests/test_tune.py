@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim.analysis.swept import Sweep
-from vsim.grid import points
+from vsim.core.fields import arguments_of
+from vsim.search.grid import points
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy
-from vsim.strategy.fields import arguments_of
 from vsim_cli import main
 
 LRS = [0.05, 0.2, 0.5, 5.0]  # of SGD on a quadratic with curvature 1: the third is the best, the last diverges

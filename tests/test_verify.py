@@ -22,8 +22,8 @@ from vsim.cluster import Cluster
 from vsim.cluster.optimizers import torch_optimizers
 from vsim.cluster.randomness import NODE, generator
 from vsim.models import MLP
-from vsim.process import NodeFailure
-from vsim.process.bitwise import KINDS, ROUNDING_ULPS, difference, ulps
+from vsim.processes import NodeFailure
+from vsim.processes.bitwise import KINDS, ROUNDING_ULPS, difference, ulps
 from vsim.strategy import (
     Algorithm,
     CommunicateOptimizeStrategy,
@@ -241,7 +241,7 @@ PLANTED: dict[str, tuple[Strategy, int, tuple[Any, ...], Any]] = {
 def test_a_fault_that_is_planted_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, num_nodes, (step, node, what, name), check = PLANTED[fault]
     if fault == "shared dropout":  # here; the processes import the original
-        monkeypatch.setattr("vsim.training.acts.place.generator", of_node_0)
+        monkeypatch.setattr("vsim.runs.acts.place.generator", of_node_0)
     report = verified(strategy, num_nodes, max_steps=step)
     first = report.first_difference
     assert first is not None and not report.identical and report.steps == step - 1

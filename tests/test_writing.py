@@ -19,8 +19,8 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.figures.paper import save
 from vsim.history.formats import write_json
 from vsim.history.history import History
+from vsim.runs.race_folder import write_whole
 from vsim.strategy import FedAvgStrategy
-from vsim.training.race_folder import write_whole
 from vsim.writing import replacing
 from vsim_cli import main
 

@@ -72,11 +72,11 @@ def message(collectives: Any, *_: Any, label: str = "", **__: Any) -> Told:
 
 # Function of vsim → what its calls tell, given its arguments; and whether after the call, not before.
 PLACES: list[tuple[str, Callable[..., Told], bool]] = [
-    ("vsim.training.evaluate:Evaluator.__call__", of_runs("validated"), False),
-    ("vsim.training.acts.measure:measured_on", lambda of, stack, runs, *_: of_runs(f"measured {of}")(0, runs), False),
-    ("vsim.training.tracked:TrackedRun.check_weights", lambda run: of_runs("checked")(0, [run]), False),
+    ("vsim.runs.evaluate:Evaluator.__call__", of_runs("validated"), False),
+    ("vsim.runs.acts.measure:measured_on", lambda of, stack, runs, *_: of_runs(f"measured {of}")(0, runs), False),
+    ("vsim.runs.tracked:TrackedRun.check_weights", lambda run: of_runs("checked")(0, [run]), False),
     ("vsim.core.run:Run.__setattr__", set_in_run, True),
-    ("vsim.training.display:Display.show", shown, False),
+    ("vsim.runs.display:Display.show", shown, False),
     ("vsim.history.progress:Recorder._advance", lambda r, n, _: [(r.history.ledger, f"shown {n}")], False),
     ("vsim.compare:_lowest", rung, False),
     ("vsim.history.history:History.__init__", lambda history, *_: TRACKS.begin(history), True),
@@ -84,13 +84,13 @@ PLACES: list[tuple[str, Callable[..., Told], bool]] = [
     ("vsim.history.history:History.amend", amended, False),
     ("vsim.history.history:History.continue_from", lambda h, old: [(h.ledger, f"resumed {len(old) - 1}")], True),
     ("vsim.checkpoint.files:Checkpoint.save", lambda c, _: [(c.history.ledger, f"saved {c.step}")], True),
-    ("vsim.strategy.base:Algorithm.change_nodes", attended, False),
+    ("vsim.core.algorithm:Algorithm.change_nodes", attended, False),
     ("vsim.cluster.ledger:Ledger.record", sent, False),
     ("vsim.cluster.collectives:Collectives.broadcast", message, False),
     ("vsim.cluster.collectives:Collectives.all_gather", message, False),
-    ("vsim.process.distributed:ProcessCollectives.all_rows", lambda c, *_: message(c, label=_[-1]), False),
-    ("vsim.process.distributed:ProcessCollectives.of_processes", message, False),
-    ("vsim.process.distributed:ProcessCollectives.broadcast_object", message, False),
+    ("vsim.processes.distributed:ProcessCollectives.all_rows", lambda c, *_: message(c, label=_[-1]), False),
+    ("vsim.processes.distributed:ProcessCollectives.of_processes", message, False),
+    ("vsim.processes.distributed:ProcessCollectives.broadcast_object", message, False),
 ]
 
 

@@ -29,20 +29,20 @@ from vsim.cluster.participation import (
     Schedule,
     Trace,
 )
-from vsim.compare import compare
 from vsim.compat.diloco_sim import DilocoSimulator
-from vsim.grid import grid
+from vsim.core.attack import Attack
 from vsim.history.history import History
 from vsim.history.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
-from vsim.process.bitwise import Difference
-from vsim.strategy.attack import Attack
-from vsim.sweep import sweep
+from vsim.processes.bitwise import Difference
+from vsim.runs.callbacks import Callback, EarlyStopping, KeepBest
+from vsim.scale.ladder import Ladder, ladder, load_ladder
+from vsim.search.compare import compare
+from vsim.search.grid import grid
+from vsim.search.sweep import sweep
+from vsim.search.tune import tune
 from vsim.trainer import LocalTrainer, Trainer
-from vsim.training.callbacks import Callback, EarlyStopping, KeepBest
-from vsim.tune import tune
 from vsim.verify import VerifyReport, verify
 from vsim.version import __version__
 

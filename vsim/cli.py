@@ -45,16 +45,18 @@ from vsim.cluster.participation import (
     Sample,
     Trace,
 )
-from vsim.compare import OF_RUNS
-from vsim.compare import compare as compare_strategies
+from vsim.core.fields import OPTIONS, parameters_of
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.figures.words import in_short
 from vsim.history.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.price import price
-from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
+from vsim.processes import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
 from vsim.saved import files_at, read_comparisons
+from vsim.search.compare import OF_RUNS
+from vsim.search.compare import compare as compare_strategies
+from vsim.search.sweep import sweep as sweep_settings
 from vsim.strategy import (
     COMPARED,
     PRESETS,
@@ -71,8 +73,6 @@ from vsim.strategy import (
     compress,
     restarts,
 )
-from vsim.strategy.fields import OPTIONS, parameters_of
-from vsim.sweep import sweep as sweep_settings
 from vsim.verify import verify as verify_strategy
 from vsim.watch import Watch
 from vsim.writing import check_output

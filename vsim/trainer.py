@@ -22,6 +22,8 @@ from vsim.checkpoint.folder import Saving, checkpoints_in, locked
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.cluster.replicas import idle_dropout
+from vsim.core.algorithm import Algorithm
+from vsim.core.fields import arguments_of
 from vsim.core.group import Group
 from vsim.data.batches import Data, evened
 from vsim.engine.explain import Explanation, explain
@@ -32,7 +34,7 @@ from vsim.history.history import History
 from vsim.history.loggers import Logger, RunLog
 from vsim.history.progress import Recorder
 from vsim.private_torch import uncompiled
-from vsim.process import (
+from vsim.processes import (
     first_device,
     joined_group,
     number_of_processes,
@@ -43,19 +45,17 @@ from vsim.process import (
     under_torchrun,
     world_rank,
 )
+from vsim.runs.callbacks import Relay, telling_exit, with_hooks
+from vsim.runs.clients import ClientModels
+from vsim.runs.elsewhere import each, for_elsewhere
+from vsim.runs.fit import fit, prepare, steps
+from vsim.runs.interrupt import Interrupted
+from vsim.runs.outcome import Outcome
+from vsim.runs.saving import captured
+from vsim.runs.spec import RunSpec, option_defaults, takes_options, typed_by
+from vsim.runs.tracked import TrackedRun
+from vsim.runs.view import RunView
 from vsim.shapes import check_apart
-from vsim.strategy.base import Algorithm
-from vsim.strategy.fields import arguments_of
-from vsim.training.callbacks import Relay, telling_exit, with_hooks
-from vsim.training.clients import ClientModels
-from vsim.training.elsewhere import each, for_elsewhere
-from vsim.training.fit import fit, prepare, steps
-from vsim.training.interrupt import Interrupted
-from vsim.training.outcome import Outcome
-from vsim.training.saving import captured
-from vsim.training.spec import RunSpec, option_defaults, takes_options, typed_by
-from vsim.training.tracked import TrackedRun
-from vsim.training.view import RunView
 
 
 class Trainer:
@@ -152,7 +152,7 @@ class Trainer:
     def prepare(self, **options: Any) -> Group[TrackedRun]:
         """Set up the run of `fit(**options)` in the simulator, and return its group before the first step.
 
-        `for moment in vsim.training.fit.steps([group])` takes its steps one by one: runs are validated, recorded and
+        `for moment in vsim.runs.fit.steps([group])` takes its steps one by one: runs are validated, recorded and
         saved, and callbacks are called. `for step in vsim.core.group.train(group)` only trains. Nothing is logged.
 
         Raises:

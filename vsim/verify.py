@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from vsim.arguments import reject_unknown, whole_number
+from vsim.core.algorithm import Algorithm
 from vsim.data.batches import Data
 from vsim.engine.machine import using_threads
 from vsim.engine.objective import LossFunction
-from vsim.process import default_threads, under_torchrun
-from vsim.process.bitwise import (
+from vsim.processes import default_threads, under_torchrun
+from vsim.processes.bitwise import (
     KINDS,
     CompareStates,
     Difference,
@@ -24,7 +25,6 @@ from vsim.process.bitwise import (
     differences_at,
     only_rounding,
 )
-from vsim.strategy.base import Algorithm
 from vsim.trainer import Trainer
 
 _FIT_OPTIONS = (

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import vsim.strategy
+from vsim.algorithms.per_node import replaced_by
 from vsim.strategy import Algorithm
-from vsim.strategy.per_node import replaced_by
 
 DOCS = Path(__file__).parents[1]
 GOLDEN = DOCS.parent / "tests" / "golden"

@@ -30,9 +30,9 @@ from torch.utils.data import TensorDataset
 from vsim import Trainer
 from vsim.core.group import Group
 from vsim.models import MLP
+from vsim.runs.fit import steps
+from vsim.runs.tracked import TrackedRun
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
-from vsim.training.fit import steps
-from vsim.training.tracked import TrackedRun
 
 BATCH, STEPS, ROUNDS = 16, 100, 9
 

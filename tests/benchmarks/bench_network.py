@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from vsim import Trainer
 from vsim.network import Network, timeline
-from vsim.process.distributed import ProcessCollectives
+from vsim.processes.distributed import ProcessCollectives
 from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, SPARTAStrategy, Strategy
 
 H = 4

@@ -124,3 +124,8 @@ def shares_of(weights: Tensor | None, group: Sequence[int], num_nodes: int) -> T
     if not math.isfinite(total) or not total:
         raise ValueError(f"weights of nodes that reduce together must have a finite sum, not 0; got {own.tolist()}")
     return own.double() / total
+
+
+def round_up(x: float) -> int:
+    """Return ⌈x⌉; if x exceeds a whole number by rounding errors only, return that number (1 / (1 / 49) > 49)."""
+    return math.ceil(min(x, 2.0**62) * (1 - 1e-12))

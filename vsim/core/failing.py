@@ -15,7 +15,7 @@ DRAW_FROM_NODES = "draw from cluster.generator in a strategy, or by torch's func
 
 
 class Requests(Protocol):
-    """Whether the user has asked to stop after the current step; see `vsim.training.interrupt`."""
+    """Whether the user has asked to stop after the current step; see `vsim.runs.interrupt`."""
 
     requested: bool
     insisted: bool

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vsim.arguments import retold
 from vsim.cluster.replicas import Replicas
+from vsim.core.algorithm import take_step
 from vsim.core.exchange import exchange
 from vsim.core.failing import Guard, Requests, all_leave, check_draws, leave, states_for_trial
 from vsim.core.few_rows import FewRows
@@ -29,7 +30,6 @@ from vsim.data.batches import Uneven, of_rows
 from vsim.engine.executor import Executor
 from vsim.engine.machine import moved, synchronize, takes_one_thread, using_threads
 from vsim.engine.objective import Objective, explained
-from vsim.strategy.base import take_step
 from vsim.trees import tensors_of
 
 R = TypeVar("R", bound=Run)
@@ -235,7 +235,7 @@ def _check_present(run: Run, step: int) -> None:
     if run.is_running and nodes != run.cluster.active:
         raise RuntimeError(
             f"step {step} is of nodes {[*nodes]}, and {[*run.cluster.active]} are present: train(group) alone lets no "
-            "nodes come and go; take the steps of vsim.training.fit.steps([group])"
+            "nodes come and go; take the steps of vsim.runs.fit.steps([group])"
         )
 
 

@@ -16,10 +16,10 @@ from vsim.cluster.cluster import Cluster
 from vsim.cluster.collectives import Collectives
 from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import fingerprints
+from vsim.core.algorithm import Algorithm
 from vsim.data.batches import Uneven, of_rows
 from vsim.engine.indices import is_off_cpu
 from vsim.engine.objective import Objective, explained
-from vsim.strategy.base import Algorithm
 
 WHAT_HELPS = "A lower learning rate, warmup_steps or max_norm usually helps"
 _IGNORED = -100  # the label of an example that torch's cross_entropy leaves out

@@ -55,7 +55,7 @@ def settings_of_run(run: Any) -> dict[str, Any]:
     """Return argument → description for everything that determines a run, except its number of steps.
 
     Args:
-        run: a `vsim.training.tracked.TrackedRun`.
+        run: a `vsim.runs.tracked.TrackedRun`.
     """
     spec, replicas, kwargs = run.spec, run.cluster.replicas, run.spec.dataloader_kwargs
     found = {name: describe(getattr(spec, name), seen=set()) for name in _ARGUMENTS}

@@ -127,7 +127,9 @@ def _parts(value: Any, brief: bool) -> dict[str, Any]:
 def _name(value: Any) -> str:
     """Return the name of a function or class, or the text of another constant; the same in every process."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return _plain(f"{getattr(value, '__module__', None) or ''}.{name}".lstrip(".") if name else str(value))
+    module = str(getattr(value, "__module__", None) or "")
+    module = "vsim" if module.startswith("vsim.") else module  # whose folders may change between versions
+    return _plain(f"{module}.{name}".lstrip(".") if name else str(value))
 
 
 def _plain(text: str) -> str:

@@ -2,16 +2,75 @@
 
 from typing import Any
 
+from vsim.algorithms.afl import AFLStrategy
+from vsim.algorithms.allreduce import SimpleReduceStrategy
+from vsim.algorithms.alone import AloneStrategy
+from vsim.algorithms.async_diloco import AsyncDiLoCoStrategy
+from vsim.algorithms.asynchronous import AsynchronousStrategy
+from vsim.algorithms.compression import (
+    FP4,
+    QSGD,
+    Compressor,
+    DCTTopK,
+    PowerSGD,
+    RandomK,
+    ScaledSign,
+    SignVote,
+    StatisticalQuantizer,
+    TileTopK,
+    TopK,
+    UniformQuantizer,
+)
+from vsim.algorithms.d2 import D2Strategy
+from vsim.algorithms.decoupled import DecoupledDiLoCoStrategy
+from vsim.algorithms.delayed_nesterov import DelayedNesterovStrategy
+from vsim.algorithms.demo import DeMoStrategy
+from vsim.algorithms.desloc import DESLOCStrategy, StateAverage
+from vsim.algorithms.diloco import DiLoCoStrategy
+from vsim.algorithms.dion import DionStrategy
+from vsim.algorithms.ditto import DittoStrategy
+from vsim.algorithms.dpfedavg import DPFedAvgStrategy
+from vsim.algorithms.eager import EagerDiLoCoStrategy
+from vsim.algorithms.edit import EDiTStrategy
+from vsim.algorithms.exact_diffusion import ExactDiffusionStrategy
+from vsim.algorithms.fedavg import FedAvgStrategy
+from vsim.algorithms.fedbn import FedBNStrategy
+from vsim.algorithms.feddyn import FedDynStrategy
+from vsim.algorithms.fednova import FedNovaStrategy
+from vsim.algorithms.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi
+from vsim.algorithms.fedper import FedPerStrategy
+from vsim.algorithms.fedprox import FedProxStrategy
+from vsim.algorithms.fedrep import FedRepStrategy
+from vsim.algorithms.gossip import GossipStrategy
+from vsim.algorithms.gpa import GPAStrategy
+from vsim.algorithms.gradient_tracking import GradientTrackingStrategy
+from vsim.algorithms.graphs import RandomGraph
+from vsim.algorithms.hierarchical import GroupAverage, HierarchicalStrategy
+from vsim.algorithms.muloco import MuLoCoStrategy
+from vsim.algorithms.noloco import NoLoCoStrategy
+from vsim.algorithms.per_node import CommunicateOptimizeStrategy, Strategy
+from vsim.algorithms.push_sum import PushSumStrategy
+from vsim.algorithms.qfedavg import QFedAvgStrategy
+from vsim.algorithms.quasi_global import QuasiGlobalMomentumStrategy
+from vsim.algorithms.relay_sum import RelaySumStrategy
+from vsim.algorithms.scaffold import ScaffoldStrategy
+from vsim.algorithms.selectors import (
+    IndexSelector,
+    PartitionedIndexSelector,
+    RandomIndexSelector,
+    ShuffledSequentialIndexSelector,
+)
+from vsim.algorithms.slowmo import SlowMoStrategy
+from vsim.algorithms.sparseloco import SparseLoCoStrategy
+from vsim.algorithms.sparta import SPARTAStrategy
+from vsim.algorithms.sparta_diloco import SPARTADiLoCoStrategy
+from vsim.algorithms.streaming import StreamingDiLoCoStrategy
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.schedule import restarts
-from vsim.strategy import average
-from vsim.strategy.afl import AFLStrategy
-from vsim.strategy.allreduce import SimpleReduceStrategy
-from vsim.strategy.alone import AloneStrategy
-from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
-from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.attack import Attack
-from vsim.strategy.average import (
+from vsim.core import average
+from vsim.core.algorithm import Algorithm
+from vsim.core.attack import Attack
+from vsim.core.average import (
     RULES,
     Average,
     Rule,
@@ -28,66 +87,8 @@ from vsim.strategy.average import (
     trimmed_mean,
     tsv,
 )
-from vsim.strategy.base import Algorithm
-from vsim.strategy.compression import (
-    FP4,
-    QSGD,
-    Compressor,
-    DCTTopK,
-    PowerSGD,
-    RandomK,
-    ScaledSign,
-    SignVote,
-    StatisticalQuantizer,
-    TileTopK,
-    TopK,
-    UniformQuantizer,
-)
-from vsim.strategy.d2 import D2Strategy
-from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
-from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy
-from vsim.strategy.demo import DeMoStrategy
-from vsim.strategy.desloc import DESLOCStrategy, StateAverage
-from vsim.strategy.diloco import DiLoCoStrategy
-from vsim.strategy.dion import DionStrategy
-from vsim.strategy.ditto import DittoStrategy
-from vsim.strategy.dpfedavg import DPFedAvgStrategy
-from vsim.strategy.eager import EagerDiLoCoStrategy
-from vsim.strategy.edit import EDiTStrategy
-from vsim.strategy.exact_diffusion import ExactDiffusionStrategy
-from vsim.strategy.fedavg import FedAvgStrategy
-from vsim.strategy.fedbn import FedBNStrategy
-from vsim.strategy.feddyn import FedDynStrategy
-from vsim.strategy.fednova import FedNovaStrategy
-from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi
-from vsim.strategy.fedper import FedPerStrategy
-from vsim.strategy.fedprox import FedProxStrategy
-from vsim.strategy.fedrep import FedRepStrategy
-from vsim.strategy.fields import algorithm, state
-from vsim.strategy.gossip import GossipStrategy
-from vsim.strategy.gpa import GPAStrategy
-from vsim.strategy.gradient_tracking import GradientTrackingStrategy
-from vsim.strategy.graphs import RandomGraph
-from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
-from vsim.strategy.muloco import MuLoCoStrategy
-from vsim.strategy.noloco import NoLoCoStrategy
-from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
-from vsim.strategy.push_sum import PushSumStrategy
-from vsim.strategy.qfedavg import QFedAvgStrategy
-from vsim.strategy.quasi_global import QuasiGlobalMomentumStrategy
-from vsim.strategy.relay_sum import RelaySumStrategy
-from vsim.strategy.scaffold import ScaffoldStrategy
-from vsim.strategy.selectors import (
-    IndexSelector,
-    PartitionedIndexSelector,
-    RandomIndexSelector,
-    ShuffledSequentialIndexSelector,
-)
-from vsim.strategy.slowmo import SlowMoStrategy
-from vsim.strategy.sparseloco import SparseLoCoStrategy
-from vsim.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
-from vsim.strategy.streaming import StreamingDiLoCoStrategy
-from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
+from vsim.core.fields import algorithm, state
+from vsim.core.when import QSR, Every, PostLocal, Seconds, When
 
 edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
 

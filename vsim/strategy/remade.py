@@ -10,8 +10,8 @@ from typing import Any
 
 from vsim import strategy
 from vsim.cluster.optim import OPTIMIZERS
+from vsim.core.algorithm import Algorithm
 from vsim.reading import opening_nothing
-from vsim.strategy.base import Algorithm
 
 # The names that a call may use: vsim's own classes, and the functions of averages.
 _NO_CALLS = {"algorithm", "state"}

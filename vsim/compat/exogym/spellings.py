@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from vsim.strategy.fields import SPELLINGS
+from vsim.core.fields import SPELLINGS
 
 Made = TypeVar("Made")
 

@@ -1,0 +1,1 @@
+"""The algorithms, a file each; `vsim.strategy` names them."""

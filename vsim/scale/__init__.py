@@ -1,0 +1,1 @@
+"""Other sizes than those that train: ladders of sizes, and scaling laws."""

@@ -1,0 +1,1 @@
+"""Train several strategies: compare them, sweep over settings, search."""
