@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from vsim import strategy as strategies_of_vsim
-from vsim.arguments import naming, one_of
+from vsim.arguments import naming, one_of, renaming
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import (
     DayNight,
@@ -41,6 +41,7 @@ from vsim.compare import compare as compare_strategies
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
+from vsim.network.cluster_file import names_file
 from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
 from vsim.records.comparison import Comparison
@@ -276,7 +277,7 @@ def watch(command: commands.Watch) -> int:
 
 def time(command: commands.Time) -> int:
     network, compute = priced_on(command.network, command.compute)
-    on, computing = Network.of(network).for_run(of_clients=False), Compute(compute, layers=command.layers)
+    on, computing = Network.of(network).for_run(of_clients=False), _computing(compute, layers=command.layers)
     rows = []
     for text in command.strategies or COMPARED:
         line = price(
@@ -556,7 +557,7 @@ def _clock(problem: Common, priced: Price) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--speeds must be numbers with commas between them, got {priced.speeds!r}") from error
     if any(value is not None for value in about.values()):
-        compute = Compute(compute, speeds=speeds, dollars_per_hour=priced.dollars_per_hour)
+        compute = _computing(compute, speeds=speeds, dollars_per_hour=priced.dollars_per_hour)
     budget: dict[str, Any] = {}
     for item in priced.budget:
         kind, equals, most = item.partition("=")
@@ -576,12 +577,19 @@ def _clock(problem: Common, priced: Price) -> dict[str, Any]:
 def priced_on(network: str | None, compute: str | None) -> tuple[Any, Any]:
     """Return --network and --compute, checked; the network first."""
     if network is not None:
-        with naming("--network"):
-            Network.parse(network)
+        with renaming({"network": "--network"}):
+            Network.of(network)
     given = None if compute is None else _number_or_text(compute)
     if given is not None:
-        Compute(given)
+        Compute.of(given)
     return network, given
+
+
+def _computing(given: Any, **options: Any) -> Compute:
+    """Return the Compute of --compute, seconds or a file, with further arguments."""
+    own = {name: value for name, value in options.items() if value is not None}
+    in_file = isinstance(given, str) and names_file(given)
+    return Compute.from_file(given, **own) if in_file else Compute(given, **own)
 
 
 def _loggers(output: Output) -> list[Logger] | None:

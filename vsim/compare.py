@@ -347,7 +347,7 @@ def train_entries(
         network = Network(math.inf)  # messages take no time
     priced = None
     if network is not None or compute is not None:
-        priced = Network.of(network), Compute.of(compute)
+        network, compute = priced = Network.of(network), Compute.of(compute)  # values, also if files were named
     if priced is not None:
         for own in entries.values():
             everyone = own["num_nodes"]
