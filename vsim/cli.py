@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -24,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from vsim import strategy as strategies_of_vsim
-from vsim.arguments import naming, one_of, renaming
+from vsim.arguments import naming, one_of, real_number, renaming, whole_number
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import (
     DayNight,
@@ -44,6 +45,11 @@ from vsim.network import Compute, Network
 from vsim.network.cluster_file import names_file
 from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
+from vsim.process.launch import LOOPBACK
+from vsim.process.measuring import load_step
+from vsim.process.measuring import measure as measure_cluster
+from vsim.process.options import default_threads
+from vsim.process.world import world_size
 from vsim.records.comparison import Comparison
 from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.records.losses import measured_at, note
@@ -110,9 +116,9 @@ _COMMAND: ContextVar[str] = ContextVar("command")  # as typed, for the records
 
 def run(command: commands.Command, argv: Sequence[str]) -> int:
     """Run a command, typed as `argv`; return the exit status."""
-    trains = isinstance(command, commands.Compare | commands.Sweep)
-    if under_torchrun() and not trains:
-        print(f"vsim: torchrun starts `vsim compare` and `vsim sweep`, not `vsim {argv[0]}`", file=sys.stderr)
+    in_ranks = isinstance(command, commands.Compare | commands.Sweep | commands.Measure)
+    if under_torchrun() and not in_ranks:
+        print(f"vsim: torchrun starts `vsim compare`, `sweep` and `measure`, not `vsim {argv[0]}`", file=sys.stderr)
         return 2
     _COMMAND.set(shlex.join(["vsim", *argv]))
     formatted = warnings.formatwarning
@@ -324,6 +330,28 @@ def verify(command: commands.Verify) -> int:
     return 0 if report.identical else 1
 
 
+def measure(command: commands.Measure) -> int:
+    out = _path("--out", command.out)
+    if world_rank() == 0 and out.exists():
+        raise ValueError(f"--out {out} exists; give another path, or remove it")
+    real_number("--seconds", command.seconds, above=0)
+    if under_torchrun():
+        if command.nodes not in (None, world_size()):
+            raise ValueError(f"--nodes is {command.nodes}, but torchrun has started {world_size()} ranks: leave it out")
+        measure_cluster(out, command.step, command.check, command.seconds)
+        return 0
+    if command.nodes is None:
+        raise ValueError("--nodes K is missing, to measure K processes on this machine; or start it under torchrun")
+    nodes = whole_number("--nodes", command.nodes, at_least=2, at_most=1000)
+    if command.step is not None:
+        load_step(command.step)  # here, where an error is one line
+    with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{nodes}", "--log_dir", folder]
+        own = {"OMP_NUM_THREADS": f"{default_threads(nodes)}", "GLOO_SOCKET_IFNAME": LOOPBACK}
+        call = [sys.executable, *torchrun, "-m", "vsim", *shlex.split(_COMMAND.get())[1:]]
+        return subprocess.run(call, env={**own, **os.environ}, check=False).returncode and 2
+
+
 def _named(value: Any) -> str:
     return str(value.__name__) if inspect.isfunction(value) else repr(value)
 
@@ -366,6 +394,7 @@ _COMMANDS: dict[type, Callable[[Any], int]] = {
     commands.Watch: watch,
     commands.Time: time,
     commands.Verify: verify,
+    commands.Measure: measure,
     commands.Strategies: strategies,
 }
 

@@ -303,8 +303,25 @@ class Verify:
 
 
 @dataclass
+class Measure:
+    """Measure the links of a cluster and the seconds of your model's steps; write them to a file that --network and
+    --compute take."""
+
+    nodes: Annotated[int | None, _optional("K", "the ranks that torchrun started")] = None
+    """number of processes on this machine; without it, under torchrun: one process per machine or GPU"""
+    step: Annotated[str | None, _optional("FILE.py:FUNCTION", "the links only")] = None
+    """function that returns your model and a function that trains it by one step, whose seconds are measured"""
+    check: bool = False
+    """run AllReduce and DiLoCo, H = 10, and print their predicted and measured seconds"""
+    seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
+    """about how long each run of --check takes"""
+    out: Annotated[str, arg(metavar="FILE")] = "cluster.json"
+    """the file"""
+
+
+@dataclass
 class Strategies:
     """List the strategies and presets, with their arguments."""
 
 
-Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Strategies
+Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Measure | Strategies
