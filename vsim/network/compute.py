@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +165,12 @@ class Compute:
         """Return whether every step takes as long as with `other`, so that stragglers and asynchronous runs repeat."""
         own, its = ([c.node_seconds.tolist(), c.jitter, c.factors, c.seed if c.varies else 0] for c in (self, other))
         return own == its
+
+    def drawn(self, draw: int) -> Compute:
+        """Return this compute with another seed: that of draw 0, 1, …"""
+        other = copy.copy(self)
+        other.seed = int(np.random.SeedSequence([self.seed, draw]).generate_state(1)[0])
+        return other
 
     def parts(self, payload_bytes: float) -> int:
         """Return the number of messages in which a payload is sent."""

@@ -5,22 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_list, whole_number
+from vsim.arguments import a_list, real_number, whole_number
 from vsim.figures.style import STYLE, styled
 from vsim.network.clock import Clock, Record, Span
 from vsim.network.compute import Compute
 from vsim.network.links import Network
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
+DRAWS = 32  # of a compute that varies
 # The most numbers in an array of the times on several networks.
 _NUMBERS = 1 << 22
 
@@ -35,6 +37,8 @@ class Timeline:
         stalls: (T,) seconds that a node waited in step t + 1 for other nodes and for messages; the last step includes
             the wait for the last node. compute_seconds and stalls are means over the nodes; they sum to `seconds[-1]`.
         ledger, network, compute: the messages, network and compute from which these times follow.
+        quantiles: share → (T + 1,), the quantiles of `seconds` over draws of a compute that varies; empty unless asked
+            for, see `timeline`.
     """
 
     seconds: Floats
@@ -43,6 +47,7 @@ class Timeline:
     ledger: Record
     network: Network
     compute: Compute
+    quantiles: Mapping[float, Floats] = field(default_factory=dict)
 
     @property
     def utilization(self) -> float:
@@ -80,15 +85,31 @@ class Timeline:
         shown = [whole_number("nodes", node, at_least=0, at_most=num_nodes - 1) for node in given]
         return _gantt(self, (ends[0], ends[1]), shown, ax)
 
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a DataFrame with one row per step: step, seconds, compute_seconds, stalls, and a column for each
+        quantile, such as "seconds 90 %"."""
+        import pandas as pd  # imported here, since pandas takes half a second to load
+
+        own = {"step": np.arange(1, len(self.seconds)), "seconds": self.seconds[1:]}
+        own |= {"compute_seconds": self.compute_seconds, "stalls": self.stalls}
+        return pd.DataFrame(own | {f"seconds {100 * share:g} %": one[1:] for share, one in self.quantiles.items()})
+
     def __repr__(self) -> str:
+        ends = {share: duration(float(seconds[-1])) for share, seconds in sorted(self.quantiles.items())}
+        shown = ", ".join(f"{share:.4g}: {text}" for share, text in ends.items())
         return (
-            f"Timeline({len(self.stalls)} steps in {duration(float(self.seconds[-1]))}, {self.utilization:.1%} of it "
-            f"compute, on {self.network!r})"
+            f"Timeline({len(self.stalls)} steps in {duration(float(self.seconds[-1]))}"
+            f"{f' (quantiles {shown})' if shown else ''}, {self.utilization:.1%} of it compute, on {self.network!r})"
         )
 
 
 def timeline(
-    run: Any, network: Network | str | float | None = None, compute: Compute | float | str | None = None
+    run: Any,
+    network: Network | str | float | None = None,
+    compute: Compute | float | str | None = None,
+    *,
+    quantiles: Sequence[float] | None = None,
+    draws: int = DRAWS,
 ) -> Timeline:
     """Return the times at which a run would have done its steps on a network.
 
@@ -100,10 +121,14 @@ def timeline(
 
     Args:
         run: a ledger, or an object with a ledger: a Trainer, a History, a run of a Comparison.
-        network: a `Network`, or text: "200 Mbit/s, 50 ms". compute: a `Compute`, or the seconds of a step.
+        network: a `Network`, text such as "200 Mbit/s, 50 ms", or the path of a file (see `Network.from_file`).
+        compute: a `Compute`, the seconds of a step, or the path of a file.
+        quantiles: shares in [0, 1]. The steps of a compute that varies, by `jitter` or `factors`, are drawn `draws`
+            more times, and `Timeline.quantiles` has the quantiles of the times. This takes `draws` times as long.
+        draws: number of these draws, at least 2. Quantiles near 0 or 1 need many.
 
     Raises:
-        TypeError: `run` has no ledger; network or compute is missing.
+        TypeError: `run` has no ledger; network or compute is missing; or quantiles of a compute that does not vary.
         ValueError: the run has taken no step; network or compute has another number of nodes; or the run was
             decided by another network or compute: an asynchronous run depends on both, stragglers on the compute.
     """
@@ -114,11 +139,21 @@ def timeline(
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network).for_run(ledger.of_clients), Compute.of(compute)
     _check_decided(ledger, network, compute)
+    shares = [real_number("quantiles", one, at_least=0, at_most=1) for one in a_list("quantiles", quantiles or [0])]
+    whole_number("draws", draws, at_least=2, at_most=10**6)
+    if quantiles is not None and not compute.varies:
+        raise TypeError(f"quantiles have no effect with {compute!r}, which does not vary: give jitter= or factors=")
+    if quantiles is not None and ledger.clock:
+        raise ValueError("the run's course was decided by one draw of its compute, so that it has no quantiles")
     if ledger.seconds:  # an asynchronous run recorded its times
         seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
         return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
     clock = Clock(ledger, network, compute).run()
-    return Timeline(clock.seconds[:, 0], clock.compute, clock.stalls[:, 0], ledger, network, compute)
+    found: dict[float, Floats] = {}
+    if quantiles is not None:
+        drawn = [Clock(ledger, network, compute.drawn(draw)).run().seconds[:, 0] for draw in range(draws)]
+        found = dict(zip(shares, np.quantile(drawn, shares, axis=0), strict=True))
+    return Timeline(clock.seconds[:, 0], clock.compute, clock.stalls[:, 0], ledger, network, compute, found)
 
 
 def seconds_on(

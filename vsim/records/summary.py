@@ -11,6 +11,8 @@ import numpy as np
 
 from vsim.arguments import true_or_false, whole_number
 from vsim.cluster.traffic import traffic
+from vsim.network.timeline import DRAWS
+from vsim.network.timeline import timeline as time_of
 from vsim.records.compared import ComparedRun, Runs, brief_list
 from vsim.records.crossings import crossing_of, never, noise
 from vsim.records.history import CONSENSUS, TESTED
@@ -55,6 +57,7 @@ def rows(
       clients and over attackers.
     - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.
     - time used, wire used and so on: with a budget, the used shares.
+    - hours: if the compute varies, the median of 32 draws, "hours low" and "hours high" the 10th and 90th percentile.
 
     Args:
         loss: adds the steps and wire bytes until this loss, see `steps_to`; NaN if a run never reaches it.
@@ -114,6 +117,10 @@ def _numbers(
     if priced is not None:
         timeline = history.time(*priced) if steps else None  # None: interrupted before the first step
         found["hours"] = float(timeline.seconds[-1]) / 3600 if timeline else math.nan
+        if timeline and priced[1].varies and not ledger.clock:
+            drawn = time_of(history.ledger, *priced, quantiles=(0.1, 0.5, 0.9)).quantiles
+            low, found["hours"], high = (float(own[-1]) / 3600 for own in drawn.values())
+            found |= {"hours low": low, "hours high": high}
         found["utilization"] = timeline.utilization if timeline else math.nan
         used |= {"time": 3600 * found["hours"], "cost": timeline.dollars if timeline else math.nan}
         if priced[1].dollars_per_hour is not None:
@@ -221,6 +228,7 @@ def table(
         best, others = ({order.index(name) for name in names} for names in (found.best, found.undecided))
         marks = Marks(title, best, others, legend(found), remarks)
     notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
+    notes += drawn_note(comparison, network, compute)
     notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
     titles = list(comparison.labels(order[0])) if order else []
     return text_table(
@@ -240,6 +248,14 @@ def budgeted(runs: Runs) -> list[str]:
     most = f", at most {said['max_steps']:,} steps" if "max_steps" in said else ""
     found = " and ".join(amount_text(of, own) for of, own in runs.budget.items())
     return [f"budget of each run: {found}{size}{most}"]
+
+
+def drawn_note(runs: Runs, network: AnyNetwork, compute: AnyCompute) -> list[str]:
+    """Return a note on hours of a compute that varies."""
+    priced = runs.pricing(network, compute)
+    if priced is None or not priced[1].varies:
+        return []
+    return [f"time: median and 10th to 90th percentile of {DRAWS} draws of {priced[1]!r}; others: the draw of its seed"]
 
 
 def tuning(runs: Runs) -> list[str]:
