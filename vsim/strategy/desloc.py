@@ -85,7 +85,7 @@ class DESLOCStrategy(Algorithm):
     ) -> None:
         weights = AveragingCommunicator(every=whole_number("H", H))
         super().__init__([weights], inner_optim=inner_optim, **options)
-        if self.optim_spec.rest is not None:
+        if not self.optim_spec.is_single:
             raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
         first = self._averages("H_m", H_m, 3 * H, FIRST_MOMENTS)
         second = self._averages("H_v", H_v, 6 * H, SECOND_MOMENTS)

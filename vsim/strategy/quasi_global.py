@@ -44,7 +44,7 @@ class QuasiGlobalMomentum(OnGraph):
         self.momentum = real_number("momentum", momentum, at_least=0, below=1)
 
     def check_optim(self, optim: OptimSpec) -> None:
-        if optim.cls is not torch.optim.SGD or optim.rest or optim.kwargs.get("momentum"):
+        if optim.cls is not torch.optim.SGD or not optim.is_single or optim.kwargs.get("momentum"):
             raise TypeError(
                 f"the inner optimizer must be plain SGD, got {optim}; with any other, a node's move divided by the "
                 "learning rate is no gradient, and the momentum grows beyond all gradients"
