@@ -27,6 +27,7 @@ from vsim.cluster.participation import (
 from vsim.compare import compare
 from vsim.compat import exogym
 from vsim.compat.diloco_sim import DilocoSimulator
+from vsim.from_trainer import from_trainer
 from vsim.grid import grid
 from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
@@ -87,6 +88,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "compare",
+    "from_trainer",
     "grid",
     "ladder",
     "latest_checkpoint",

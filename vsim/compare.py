@@ -27,6 +27,7 @@ from vsim.arguments import (
     true_or_false,
     whole_number,
 )
+from vsim.cluster.optim import OptimSpec
 from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
@@ -82,6 +83,7 @@ def compare(
     at: float | None = None,
     tune: Mapping[str, Sequence[Any]] | None = None,
     extend: Comparison | None = None,
+    strategy_defaults: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies at the same time.
@@ -121,6 +123,8 @@ def compare(
         extend: a comparison of the same problem, which may be read from a file. Only missing strategies and seeds, and
             failed or interrupted runs, are trained; the result includes the comparison's other runs. For more steps,
             resume the comparison from its `save_dir`.
+        strategy_defaults: arguments for all strategies that do not set them, such as `{"inner_optim": OptimSpec("sgd",
+            lr=0.1), "max_norm": 1.0}`. See `from_trainer`.
         save_dir: a folder for checkpoints, with a subfolder for each run that `load_checkpoint` and `Trainer.fit` can
             read. Runs are saved every `checkpoint_interval` steps, at the end, and when interrupted.
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
@@ -147,6 +151,8 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Algorithm)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
+    if strategy_defaults is not None:
+        strategies = {name: _with_defaults(name, own, strategy_defaults) for name, own in strategies.items()}
     shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
     if isinstance(max_steps, Mapping):
         max_steps = _of_each("max_steps", max_steps, strategies)
@@ -258,6 +264,23 @@ def _of_each(argument: str, given: Mapping[str, Any], names: Collection[str]) ->
 def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorithm:
     """Return a copy of a strategy with some arguments changed to `values`."""
     return made(type(strategy), point, {**arguments_of(strategy), **values})
+
+
+# Arguments of strategies that belong together: a strategy that has one of them has its own.
+_TOGETHER = (("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal"),)
+
+
+def _with_defaults(name: str, strategy: Algorithm, defaults: Mapping[str, Any]) -> Algorithm:
+    """Return a copy of a strategy with the `defaults` that it does not set itself."""
+    if not isinstance(defaults, Mapping):
+        raise TypeError(f"strategy_defaults must be a dict of argument → value, got {given(defaults)}")
+    own = {*arguments_of(strategy)}
+    own |= {one for together in _TOGETHER if own & {*together} for one in together}
+    values = {key: value for key, value in defaults.items() if key not in own}
+    optim = values.get("inner_optim")
+    if "lr" in own and isinstance(optim, OptimSpec):
+        values["inner_optim"] = OptimSpec(optim.cls, **{n: v for n, v in optim.arguments.items() if n != "lr"})
+    return _with(strategy, name, values)
 
 
 def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None, equal_steps: bool) -> Algorithm:
