@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_list, real_number, whole_number
+from vsim.arguments import a_list, a_path, real_number, whole_number
 from vsim.figures.style import STYLE, styled
 from vsim.network.clock import Clock, Record, Span
 from vsim.network.compute import Compute
 from vsim.network.links import Network
+from vsim.writing import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,8 +77,6 @@ class Timeline:
         Raises:
             ValueError: there are no such steps or nodes, or the run is asynchronous.
         """
-        if self.ledger.seconds:
-            raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
         drawn = a_list("steps", around_first_event(self.ledger) if steps is None else steps)
         ends = [whole_number("steps", step, at_least=0) for step in drawn]
@@ -84,6 +85,32 @@ class Timeline:
         given = a_list("nodes", range(min(4, num_nodes)) if nodes is None else nodes)
         shown = [whole_number("nodes", node, at_least=0, at_most=num_nodes - 1) for node in given]
         return _gantt(self, (ends[0], ends[1]), shown, ax)
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write the run as a trace for https://ui.perfetto.dev or chrome://tracing: a row for each node, in which it
+        computes, waits or is absent, and its messages above.
+
+        The file is JSON in the [Trace Event Format](
+        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): complete events ("X") in microseconds, and asynchronous events ("b",
+        "e") for messages, which overlap with them. It has one event for each node, step and message.
+
+        Raises:
+            ValueError: the run is asynchronous. OSError: the file cannot be written.
+        """
+        names = range(self.ledger.num_nodes)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": node, "tid": 0, "args": {"name": f"node {node}"}}
+            for node in names
+        ]
+        for number, (what, step, label, node, start, end) in enumerate(_bars(self, self.ledger.steps, names)):
+            own = {"name": label or _NAMED[what], "cat": what, "pid": node, "tid": 0, "args": {"step": step}}
+            begin, stop = 1e6 * start, 1e6 * end
+            if what == "send":
+                events += [{**own, "ph": ph, "id": number, "ts": ts} for ph, ts in (("b", begin), ("e", stop))]
+            elif stop > begin:
+                events.append({**own, "ph": "X", "ts": begin, "dur": stop - begin})
+        with replacing(a_path("path", path)) as part:
+            part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row per step: step, seconds, compute_seconds, stalls, and a column for each
@@ -222,6 +249,7 @@ def duration(seconds: float) -> str:
 # Colours that are distinct for any kind of colour vision, and in grey.
 _COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
 _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_NAMED = {"compute": "computes", "wait": "waits", "late": "late: work dropped", "absent": "absent"}
 # Steps shown before and after the first event.
 _AROUND = 2
 
@@ -234,25 +262,31 @@ def around_first_event(ledger: Record) -> tuple[int, int]:
     return max(1, first.step - _AROUND), min(ledger.steps, first.due + _AROUND)
 
 
+def _bars(line: Timeline, last: int, nodes: Sequence[int]) -> list[tuple[str, int, str, int, float, float]]:
+    """Return (what, step, label, row, start, end) of what these nodes do up to step `last`; see `Span`."""
+    if line.ledger.seconds:
+        raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
+    watched: list[Span] = []
+    Clock(line.ledger, line.network, line.compute, watched.append).run(last)
+    return [
+        (span.what, span.step, span.label, row, *times)
+        for row, node in enumerate(nodes)
+        for span in watched
+        if (times := span.of_node(node)) is not None
+    ]
+
+
 def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axes | None) -> Axes:
     """Draw some steps of some nodes; see `Timeline.plot`."""
     from matplotlib.patches import Patch
 
     from vsim.figures.paper import axes_of
 
+    bars = _bars(line, steps[1], nodes)
     ax = axes_of(ax, 6.8, 1.1 + 0.5 * len(nodes))
-    watched: list[Span] = []
-    Clock(line.ledger, line.network, line.compute, watched.append).run(steps[1])
-    # (what, step, label, row, start, end) of every bar.
-    bars = [
-        (span.what, span.step, span.label, row, *times)
-        for row, node in enumerate(nodes)
-        for span in watched
-        if (times := span.of_node(node)) is not None
-    ]
     shown = [start for what, step, _, _, start, _ in bars if what == "compute" and step == steps[0]]
     began, end = min(shown, default=0.0), max((bar[-1] for bar in bars), default=1.0)
-    labels = dict.fromkeys(s.label for s in watched if s.what == "send" and s.step >= steps[0])
+    labels = dict.fromkeys(label for what, step, label, *_ in bars if what == "send" and step >= steps[0])
     colours = dict(zip(labels, itertools.cycle(_SENT), strict=False))
     look: dict[str, Any] = {
         "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
@@ -260,7 +294,6 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
         "late": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6, "hatch": "xxxx"},
         "absent": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6},
     }
-    named = {"compute": "computes", "wait": "waits", "late": "late: work dropped", "absent": "absent"}
     numbered = -math.inf  # x of the last step number that was written above the first node
     for what, step, label, row, start, stop in bars:
         start = max(start, began)
@@ -284,7 +317,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     found = {"compute", "wait", *(what for what, _, _, _, _, stop in bars if stop > began)}
-    handles = [Patch(**own, label=named[what]) for what, own in look.items() if what in found]
+    handles = [Patch(**own, label=_NAMED[what]) for what, own in look.items() if what in found]
     handles += [Patch(facecolor=colour, label=f"sends: {label}") for label, colour in colours.items()]
     width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
     letters, lengths = width * 18, [len(str(handle.get_label())) + 7 for handle in handles]
