@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -36,6 +37,7 @@ from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
 from vsim.network import Compute, Network
+from vsim.pooled import train_in_pool
 from vsim.price import overlapped, steps_within
 from vsim.process import (
     NodeFailure,
@@ -84,6 +86,7 @@ def compare(
     tune: Mapping[str, Sequence[Any]] | None = None,
     extend: Comparison | None = None,
     strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies at the same time.
@@ -125,6 +128,9 @@ def compare(
             resume the comparison from its `save_dir`.
         strategy_defaults: arguments for all strategies that do not set them, such as `{"inner_optim": OptimSpec("sgd",
             lr=0.1), "max_norm": 1.0}`. See `from_trainer`.
+        pool: a `concurrent.futures.Executor`, such as `ProcessPoolExecutor()` or that of a cluster, whose workers train
+            the runs, all seeds of a strategy in a task. Models, data, strategies and callbacks must pickle. If a worker
+            is lost, its runs are trained again. With save_dir, each task has a folder in it.
         save_dir: a folder for checkpoints, with a subfolder for each run that `load_checkpoint` and `Trainer.fit` can
             read. Runs are saved every `checkpoint_interval` steps, at the end, and when interrupted.
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
@@ -151,9 +157,8 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Algorithm)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
-    if strategy_defaults is not None:
-        strategies = {name: _with_defaults(name, own, strategy_defaults) for name, own in strategies.items()}
-    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
+    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at, "pool": pool}
+    shared["strategy_defaults"] = strategy_defaults
     if isinstance(max_steps, Mapping):
         max_steps = _of_each("max_steps", max_steps, strategies)
     tuned: dict[str, Sweep] = {}
@@ -174,6 +179,7 @@ def compare(
     )
     comparison.tuned.update(tuned)
     about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
+    about["strategy_defaults"] = strategy_defaults
     comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
     return comparison if extend is None else extend | comparison
 
@@ -326,6 +332,8 @@ def train_entries(
     compute: Compute | float | str | None = None,
     interrupt: Interrupt | None = None,
     title: str = "",
+    strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for other arguments and for errors.
@@ -340,6 +348,18 @@ def train_entries(
         interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
     """
+    if strategy_defaults is not None:
+        entries = {
+            name: {**own, "strategy": _with_defaults(name, own["strategy"], strategy_defaults)}
+            for name, own in entries.items()
+        }
+    if pool is not None:
+        own_options = {**options, "max_steps": max_steps, "halving": halving, "pruning": pruning, "extend": extend}
+        own_options |= {"seeds": seeds, "loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
+        own_options |= {"model": model, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        own_options |= {"network": network, "compute": compute, "title": title}
+        show = own_options.pop("progress", True)
+        return train_in_pool(pool, train_entries, entries, interrupt, show, **own_options)
     if options.get("num_epochs") is not None and (max_steps is not None or budget is not None):
         other = "max_steps" if budget is None else "budget"
         epochs = whole_number("num_epochs", options.pop("num_epochs"))
@@ -590,6 +610,8 @@ def config_of(
     budget: Mapping[str, Any] | None = None,
     at: float | None = None,
     max_steps: int | None = None,
+    strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the configuration that a run of `train_entries` would have, but for its strategy; train nothing."""

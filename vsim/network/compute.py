@@ -80,7 +80,7 @@ class Compute:
         if factors is not None:
             self.factors = [real_number("factors", one, above=0) for one in a_list("factors", factors)]
         if self.jitter and self.factors:
-            raise TypeError("jitter and factors both say how much steps vary; give one of them")
+            raise TypeError(f"jitter={jitter} and factors={factors!r:.100} both say how steps vary; give one of them")
         if seed is not None and not self.varies:
             raise TypeError("seed is that of the jitter or the factors, and has no effect without jitter= or factors=")
         self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)

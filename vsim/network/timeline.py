@@ -90,9 +90,10 @@ class Timeline:
         """Write the run as a trace for https://ui.perfetto.dev or chrome://tracing: a row for each node, in which it
         computes, waits or is absent, and its messages above.
 
-        The file is JSON in the [Trace Event Format](
-        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): complete events ("X") in microseconds, and asynchronous events ("b",
-        "e") for messages, which overlap with them. It has one event for each node, step and message.
+        The file is JSON in the Trace Event Format
+        (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): complete events ("X") in
+        microseconds, and asynchronous events ("b", "e") for messages, which overlap with them. It has one event for
+        each node, step and message.
 
         Raises:
             ValueError: the run is asynchronous. OSError: the file cannot be written.
@@ -166,7 +167,10 @@ def timeline(
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network).for_run(ledger.of_clients), Compute.of(compute)
     _check_decided(ledger, network, compute)
-    shares = [real_number("quantiles", one, at_least=0, at_most=1) for one in a_list("quantiles", quantiles or [0])]
+    shares = [
+        real_number("quantiles", one, at_least=0, at_most=1)
+        for one in a_list("quantiles", [0.5] if quantiles is None else quantiles)
+    ]
     whole_number("draws", draws, at_least=2, at_most=10**6)
     if quantiles is not None and not compute.varies:
         raise TypeError(f"quantiles have no effect with {compute!r}, which does not vary: give jitter= or factors=")
