@@ -104,19 +104,13 @@ def tournament(n: int) -> list[list[tuple[int, int]]]:
 
 def measured_links(cluster: Cluster) -> list[dict[str, Any]]:
     """Measure the links of all pairs, and return what was found of each, on all ranks."""
-    rounds = tournament(cluster.size)
-    seconds = min(_PAIR_SECONDS, _ALL_SECONDS / max(1, len(rounds)))
+    rounds, found = tournament(cluster.size), []
+    seconds = min(_PAIR_SECONDS, _ALL_SECONDS / len(rounds))
     if cluster.rank == 0:
-        pairs = cluster.size * (cluster.size - 1) // 2
-        print(
-            f"{cluster.size} nodes ({cluster.backend}): {pairs} pairs in {len(rounds)} rounds, about "
-            f"{len(rounds) * seconds:.0f} s",
-            flush=True,
-        )
-    found = []
+        about = f"{sum(map(len, rounds))} pairs in {len(rounds)} rounds, about {len(rounds) * seconds:.0f} s"
+        print(f"{cluster.size} nodes ({cluster.backend}): {about}", flush=True)
     for pairs_now in tqdm(rounds, "rounds", disable=None if cluster.rank == 0 else True, leave=False):
-        mine = [pair for pair in pairs_now if cluster.rank in pair]
-        for low, high in mine:
+        for low, high in (pair for pair in pairs_now if cluster.rank in pair):
             own = _Pair(cluster, high if cluster.rank == low else low, leads=cluster.rank == low)
             with completing(f"measuring the link of ranks {low} and {high}"):
                 link = own.measure(seconds)
@@ -228,21 +222,18 @@ def network_of(links: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
 def links_table(links: Sequence[Mapping[str, Any]]) -> str:
     """Return the links as a table: medians, and the range from the 5th to the 95th percentile; slowest first."""
 
-    def row(link: Mapping[str, Any]) -> dict[str, str]:
-        low, high = link["pair"]
-        bits = {
-            f"bandwidth {way}": f"{rate(one['0.5'])} ({rate(one['0.05'])} to {rate(one['0.95'])})"
-            for way, one in zip(("→", "←"), link["bandwidth"], strict=True)
-        }
-        own = link["latency"]
-        return {
-            "nodes": f"{low}, {high}",
-            "latency": f"{delay(own['0.5'])} ({delay(own['0.05'])} to {delay(own['0.95'])})",
-            **bits,
-        }
+    def spread(one: Mapping[str, float], text: Callable[[float], str]) -> str:
+        return f"{text(one['0.5'])} ({text(one['0.05'])} to {text(one['0.95'])})"
 
     slowest = sorted(links, key=lambda link: min(one["0.5"] for one in link["bandwidth"]))
-    shown = [row(link) for link in slowest[:_SHOWN]]
+    shown = [
+        {
+            "nodes": "{}, {}".format(*link["pair"]),
+            "latency": spread(link["latency"], delay),
+            **{f"bandwidth {way}": spread(one, rate) for way, one in zip("→←", link["bandwidth"], strict=True)},
+        }
+        for link in slowest[:_SHOWN]
+    ]
     more = [f"and {len(links) - _SHOWN} faster pairs, in the file"] if len(links) > _SHOWN else []
     return text_table(shown, "simple", ["nodes"], notes=more, on_demand=())
 
@@ -252,11 +243,11 @@ _IN_A_ROW = 8  # all-reduces
 
 
 def measured_all_reduces(cluster: Cluster, network: Network) -> list[dict[str, float]]:
-    """Measure all-reduces of three sizes, next to their prices as a ring; the largest takes about a second."""
+    """Measure all-reduces of three sizes, next to their prices as a ring; the smallest shows latency."""
     group, found = network.kind(range(cluster.size)), []
     one, large = (float(network.seconds("all_reduce", group, size)[0]) for size in (1e6, 64e6))
     largest = 64e6 if large <= 1 else max(1e5, 1e6 / one)
-    for size in (largest / 100, largest / 10, largest):
+    for size in (4e3, largest / 10, largest):
         tensor = torch.zeros(int(size / 4), device=cluster.device)
         dist.all_reduce(tensor)
         dist.barrier()
@@ -376,16 +367,12 @@ def checked(
     weights = [p.detach() for p in model.parameters() if p.requires_grad]
     message = torch.zeros(sum(p.numel() for p in weights), dtype=weights[0].dtype, device=cluster.device)
     rows = []
-    for name, strategy, every in (
-        ("AllReduce", SimpleReduceStrategy(), 1),
-        ("DiLoCo, H = 10", DiLoCoStrategy(H=10), 10),
-    ):
+    strategies = {"AllReduce": (SimpleReduceStrategy(), 1), "DiLoCo, H = 10": (DiLoCoStrategy(H=10), 10)}
+    for name, (strategy, every) in strategies.items():
 
         def predicted(steps: int, strategy: Any = strategy) -> float:
-            line = price(
-                strategy, model=model, num_nodes=cluster.size, max_steps=steps, network=network, compute=compute
-            )
-            return float(line.seconds[-1])
+            on: Any = {"network": network, "compute": compute, "num_nodes": cluster.size}
+            return float(price(strategy, model=model, max_steps=steps, **on).seconds[-1])
 
         steps = 10 * int(min(100, max(1, seconds / predicted(10))))
         began = 0.0
@@ -405,40 +392,40 @@ def checked(
     return rows
 
 
-def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the check as a table."""
-    shown = [
-        {
-            **row,
-            "steps": f"{row['steps']}",
-            "predicted s": f"{row['predicted s']:.3g}",
-            "measured s": f"{row['measured s']:.3g}",
-            "off": f"{row['off']:+.0%}".replace("-", "−"),
-        }
-        for row in rows
-    ]
-    return text_table(shown, "simple", ["run"], on_demand=())
-
-
 # The file -------------------------------------------------------------------------------------------------------------
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> str:
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return text_table(rows, "simple", [*columns][:1], on_demand=())
 
 
 def measure(out: Path, step: str | None, check: bool, seconds: float) -> None:
     """Measure the ranks that torchrun started, print what was found, and write it to `out`, on the first rank."""
-    made = None if step is None else load_step(step)
     with joined() as cluster:
+
+        def say(text: str) -> None:
+            if cluster.rank == 0:
+                print(text, flush=True)
+
         if cluster.size < 2:
             raise ValueError("a cluster that is measured has at least 2 nodes, got 1")
+        made = None if step is None else load_step(step)
         hosts = cluster.all(socket.gethostname())
         links = measured_links(cluster)
         fields = {"network": network_of(links, cluster.size)}
         network = Network.between(**fields["network"])
-        say = print if cluster.rank == 0 else _silent
         say(f"\n{links_table(links)}\n")
         sums = measured_all_reduces(cluster, network)
         waited, fields["network"] = calibrated(fields["network"], sums)
         network = Network.between(**fields["network"])
-        say(f"{_sums_table(sums, waited)}\n")
+        columns = {
+            "all-reduce": [f"{row['bytes'] / 1e6:.3g} MB" for row in sums],
+            "from the pairs": [delay(row["predicted"]) for row in sums],
+            "measured": [delay(row["seconds"]) for row in sums],
+        }
+        say(_table(columns))
+        say(f"a message of an all-reduce waits {waited:.3g} times the latency of its pair; the file has the product\n")
         if made is not None:
             fields["compute"] = measured_steps(cluster, made[1])
             say(f"{Compute(**fields['compute'])!r}\n")
@@ -447,7 +434,12 @@ def measure(out: Path, step: str | None, check: bool, seconds: float) -> None:
             model, own = example_step(cluster.device) if made is None else made
             compute = fields["compute"] if made is not None else measured_steps(cluster, own, _STEPS_SECONDS / 5)
             rows = checked(cluster, model, own, network, Compute(**compute), seconds)
-            say(f"{check_table(rows)}\n")
+            columns = {
+                **{name: [f"{row[name]}" for row in rows] for name in ("run", "steps")},
+                **{name: [f"{row[name]:.3g}" for row in rows] for name in ("predicted s", "measured s")},
+                "off": [f"{row['off']:+.0%}".replace("-", "−") for row in rows],
+            }
+            say(f"{_table(columns)}\n")
         if cluster.rank == 0:
             about = {
                 "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -464,20 +456,3 @@ def measure(out: Path, step: str | None, check: bool, seconds: float) -> None:
             with replacing(out) as part:
                 part.write_text(f"{text}\n", encoding="utf-8")
             say(f"cluster: {out}")
-
-
-def _silent(_: str) -> None:
-    """Print nothing."""
-
-
-def _sums_table(sums: Sequence[Mapping[str, float]], waited: float) -> str:
-    shown = [
-        {
-            "all-reduce": f"{row['bytes'] / 1e6:.3g} MB",
-            "from the pairs": delay(row["predicted"]),
-            "measured": delay(row["seconds"]),
-        }
-        for row in sums
-    ]
-    note = f"a message of an all-reduce waits {waited:.3g} times the latency of its pair; the file has the product"
-    return text_table(shown, "simple", ["all-reduce"], notes=[note] if waited > 1 else [], on_demand=())
