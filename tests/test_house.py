@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compat", "logger", "records", "scale", "scaling", "search", "trainer", "verify"}
+FACES = {"cli", "compat", "logger", "measuring", "records", "scale", "scaling", "search", "trainer", "verify"}
 BELOW_RUNS = "algorithms analysis arguments checkpoint cluster core data engine extras figures history network strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.

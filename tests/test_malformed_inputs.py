@@ -149,11 +149,11 @@ NOT_THE_VALUE = (
 )
 
 # Public, and not called here: made by runs and functions, or of options that have been checked; torch optimizers, built
-# from an OptimSpec; without arguments, or with those of a parent; and no functions.
+# from an OptimSpec; without arguments, or with those of a parent; of a Trainer of another library; and no functions.
 NOT_CALLED = """
     Batches Checkpoint ComparedRun Comparison Difference Event GroupAverage History Law Ledger Log Order Partition
     Prediction SavedRun Search Sweep TextDataset Timeline VerifyReport Vocabulary epoch_indices FedAdagrad FedAdam
-    FedYogi Callback CheckpointError LocalTrainer Logger files_at
+    FedYogi Callback CheckpointError LocalTrainer Logger files_at from_trainer
 """
 # Methods of results that vsim calls, with values that it has checked or read from a file.
 CALLED_BY_VSIM = """

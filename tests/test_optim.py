@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from vsim.cluster.optimizers import NodeOptimizers
 from vsim.cluster.replicas import Replicas
 from vsim.cluster.schedule import LRSchedule
 from vsim.models import MLP
-from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
+from vsim.strategy.remade import remade
 
 CPU = torch.device("cpu")
 
@@ -333,3 +335,65 @@ def test_clipping_is_torchs_on_every_node(num_nodes: int, max_norm: float, scale
         tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-8}
         torch.testing.assert_close(replicas.grads, torch.stack(expected), **tolerance)
     assert (replicas.grads.norm(dim=1) <= max_norm * 1.0001).all()
+
+
+GROUPS = {"*.bias": {"weight_decay": 0.0}, "layers.0.*": {"lr": 0.02}, "layers.*": {"weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_groups_are_those_of_torch_on_every_node(cls: type[torch.optim.Optimizer]) -> None:
+    """A parameter is in the first group whose pattern matches."""
+    spec, of_torch = OptimSpec(cls, lr=0.01, weight_decay=0.1, groups=GROUPS), [{"weight_decay": 0.0}, {"lr": 0.02}, {}]
+    replicas = Replicas.of(small_mlp(), 3, CPU)
+    assert [len(names) for _, names in spec.parts(replicas.module)] == [2, 1, 1]
+    stacked, nodes = spec.build_for(replicas, deterministic=True), [dict(small_mlp().named_parameters()) for _ in "123"]
+
+    def group(name: str) -> int:
+        return 0 if name.endswith("bias") else 1 if name.startswith("layers.0") else 2
+
+    separate = []
+    for own in nodes:
+        groups = [
+            {"params": [p for name, p in own.items() if group(name) == i], **given} for i, given in enumerate(of_torch)
+        ]
+        separate.append(cls(groups, lr=0.01, weight_decay=0.1))  # type: ignore[call-arg]
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        replicas.grads.copy_(torch.randn(replicas.grads.shape, generator=g))
+        for name, grads in replicas.views(replicas.grads).items():
+            for own, grad in zip(nodes, grads, strict=True):
+                own[name].grad = grad.clone()
+        for optimizer in (stacked, *separate):
+            optimizer.step()
+    for name, weights in replicas.views(replicas.weights).items():
+        assert torch.equal(weights, torch.stack([own[name].detach() for own in nodes])), name
+
+
+def test_groups_that_mean_nothing_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"groups='\*\.bia' is no trainable parameter"):
+        OptimSpec("adamw", groups={"*.bia": {"lr": 0.1}}).parts(small_mlp())
+    with pytest.raises(TypeError, match=r"groups\['x'\]: AdamW got an unknown argument 'rate'"):
+        OptimSpec("adamw", groups={"x": {"rate": 0.1}})
+    with pytest.raises(TypeError, match="give one of them"):
+        OptimSpec("muon", rest="adamw", groups={"x": {"lr": 0.1}})
+    wrong: list[Any] = [{}, {"x": 0.1}, ["x"]]
+    for one in wrong:
+        with pytest.raises(TypeError, match="groups must map patterns to arguments"):
+            OptimSpec("adamw", groups=one)
+
+
+def test_a_run_with_groups_resumes_and_its_record_makes_the_strategy_again(tmp_path: Path) -> None:
+    spec = OptimSpec("adamw", weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
+    setting: dict[str, Any] = {"num_nodes": 2, "batch_size": 4, "progress": False, "deterministic": True}
+
+    def trained(steps: int, **options: Any) -> dict[str, Tensor]:
+        strategy = DiLoCoStrategy(inner_optim=spec, H=2, lr=0.1)
+        trainer = Trainer(small_mlp(), vectors())
+        return trainer.fit(strategy=strategy, max_steps=steps, **setting, **options).state_dict()
+
+    whole = trained(6)
+    trained(3, save_dir=tmp_path)
+    resumed = trained(6, save_dir=tmp_path, resume=True)
+    assert all(torch.equal(own, whole[name]) for name, own in resumed.items())
+    call = repr(DiLoCoStrategy(inner_optim=spec, H=2, lr=0.1))
+    assert repr(remade(call)) == call and "groups={'*.bias': {'weight_decay': 0.0}}" in call

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -252,3 +254,42 @@ def test_ten_thousand_nodes_and_events(options: dict[str, Any], islands: bool) -
     size = 100 if islands else 10_000
     ring = 2 * (size - 1) * 0.01 + 2 * (size - 1) / size * 4e6 / 125e6
     np.testing.assert_allclose(line.seconds, (0.5 + ring) * np.arange(10_001), rtol=1e-9)
+
+
+# A trace --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_valid_and_has_what_nodes_do(tmp_path: Path) -> None:
+    """By the Trace Event Format: a list of objects with ph, name, pid and tid; ts and dur in microseconds; complete
+    events of a thread are apart or nested; asynchronous ones come in pairs of one id, cat and name."""
+    line = vsim.price(
+        DiLoCoStrategy(H=3),
+        parameters=1e6,
+        num_nodes=3,
+        max_steps=7,
+        network="100 Mbit/s, 10 ms",
+        compute=Compute([0.1, 0.2, 0.15], jitter=0.1),
+    )
+    line.to_perfetto(tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text())
+    events = content["traceEvents"]
+    assert content["displayTimeUnit"] in ("ms", "ns") and isinstance(events, list)
+    for event in events:
+        assert event["ph"] in ("M", "X", "b", "e") and isinstance(event["name"], str)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0 and event["cat"] and event["args"]["step"] in range(1, 8)
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["node 0", "node 1", "node 2"]
+    for node in range(3):
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == node)
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(own))
+        assert own[-1][1] <= 1e6 * line.seconds[-1] + 1e-3
+        pairs = [
+            (e["id"], e["cat"], e["name"], e["ph"], e["ts"]) for e in events if e["pid"] == node and e["ph"] in "be"
+        ]
+        assert len(pairs) == 4  # two syncs
+        for begin, end in zip(pairs[::2], pairs[1::2], strict=True):
+            assert begin[:3] == end[:3] and (begin[3], end[3]) == ("b", "e") and begin[4] < end[4]
+    computed = sum(e["dur"] for e in events if e["ph"] == "X" and e["cat"] == "compute") / 3e6
+    waited = sum(e["dur"] for e in events if e["ph"] == "X" and e["cat"] == "wait") / 3e6
+    assert computed == pytest.approx(line.compute_seconds.sum()) and 0 < waited <= line.stalls.sum() + 1e-9

@@ -31,6 +31,7 @@ from vsim.cluster.participation import (
 )
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.core.attack import Attack
+from vsim.from_trainer import from_trainer
 from vsim.history.history import History
 from vsim.history.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.network import Compute, Network, Timeline, timeline
@@ -85,6 +86,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "compare",
+    "from_trainer",
     "grid",
     "ladder",
     "latest_checkpoint",

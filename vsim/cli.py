@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,7 +33,7 @@ from vsim.analysis.spent import amount
 from vsim.analysis.summary import tuning
 from vsim.analysis.swept import Sweep
 from vsim.analysis.tables import HOURS, Heading, text_table
-from vsim.arguments import naming, one_of
+from vsim.arguments import naming, one_of, real_number, whole_number
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import (
     DayNight,
@@ -49,10 +50,16 @@ from vsim.core.fields import OPTIONS, parameters_of
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
 from vsim.figures.words import in_short
 from vsim.history.loggers import CSVLogger, Logger, TensorBoardLogger
+from vsim.measuring import load_step
+from vsim.measuring import measure as measure_cluster
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
+from vsim.network.cluster_file import names_file
 from vsim.price import price
 from vsim.processes import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
+from vsim.processes.launch import LOOPBACK
+from vsim.processes.options import default_threads
+from vsim.processes.world import world_size
 from vsim.saved import files_at, read_comparisons
 from vsim.search.compare import OF_RUNS
 from vsim.search.compare import compare as compare_strategies
@@ -115,9 +122,9 @@ _COMMAND: ContextVar[str] = ContextVar("command")  # as typed, for the records
 
 def run(command: commands.Command, argv: Sequence[str]) -> int:
     """Run a command, typed as `argv`; return the exit status."""
-    trains = isinstance(command, commands.Compare | commands.Sweep)
-    if under_torchrun() and not trains:
-        print(f"vsim: torchrun starts `vsim compare` and `vsim sweep`, not `vsim {argv[0]}`", file=sys.stderr)
+    in_ranks = isinstance(command, commands.Compare | commands.Sweep | commands.Measure)
+    if under_torchrun() and not in_ranks:
+        print(f"vsim: torchrun starts `vsim compare`, `sweep` and `measure`, not `vsim {argv[0]}`", file=sys.stderr)
         return 2
     _COMMAND.set(shlex.join(["vsim", *argv]))
     formatted = warnings.formatwarning
@@ -282,7 +289,7 @@ def watch(command: commands.Watch) -> int:
 
 def time(command: commands.Time) -> int:
     network, compute = priced_on(command.network, command.compute)
-    on, computing = Network.of(network).for_run(of_clients=False), Compute(compute, layers=command.layers)
+    on, computing = Network.of(network).for_run(of_clients=False), _computing(compute, layers=command.layers)
     rows = []
     for text in command.strategies or COMPARED:
         line = price(
@@ -330,6 +337,28 @@ def verify(command: commands.Verify) -> int:
     return 0 if report.identical else 1
 
 
+def measure(command: commands.Measure) -> int:
+    out = _path("--out", command.out)
+    if world_rank() == 0 and out.exists():
+        raise ValueError(f"--out {out} exists; give another path, or remove it")
+    real_number("--seconds", command.seconds, above=0)
+    if under_torchrun():
+        if command.nodes not in (None, world_size()):
+            raise ValueError(f"--nodes is {command.nodes}, but torchrun has started {world_size()} ranks: leave it out")
+        measure_cluster(out, command.step, command.check, command.seconds)
+        return 0
+    if command.nodes is None:
+        raise ValueError("--nodes K is missing, to measure K processes on this machine; or start it under torchrun")
+    nodes = whole_number("--nodes", command.nodes, at_least=2, at_most=1000)
+    if command.step is not None:
+        load_step(command.step)  # here, where an error is one line
+    with tempfile.TemporaryDirectory(prefix="vsim-") as folder:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", f"{nodes}", "--log_dir", folder]
+        own = {"OMP_NUM_THREADS": f"{default_threads(nodes)}", "GLOO_SOCKET_IFNAME": LOOPBACK}
+        call = [sys.executable, *torchrun, "-m", "vsim", *shlex.split(_COMMAND.get())[1:]]
+        return subprocess.run(call, env={**own, **os.environ}, check=False).returncode and 2
+
+
 def _named(value: Any) -> str:
     return str(value.__name__) if inspect.isfunction(value) else repr(value)
 
@@ -372,6 +401,7 @@ _COMMANDS: dict[type, Callable[[Any], int]] = {
     commands.Watch: watch,
     commands.Time: time,
     commands.Verify: verify,
+    commands.Measure: measure,
     commands.Strategies: strategies,
 }
 
@@ -563,7 +593,7 @@ def _clock(problem: Common, priced: Price) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--speeds must be numbers with commas between them, got {priced.speeds!r}") from error
     if any(value is not None for value in about.values()):
-        compute = Compute(compute, speeds=speeds, dollars_per_hour=priced.dollars_per_hour)
+        compute = _computing(compute, speeds=speeds, dollars_per_hour=priced.dollars_per_hour)
     budget: dict[str, Any] = {}
     for item in priced.budget:
         kind, equals, most = item.partition("=")
@@ -583,12 +613,21 @@ def _clock(problem: Common, priced: Price) -> dict[str, Any]:
 def priced_on(network: str | None, compute: str | None) -> tuple[Any, Any]:
     """Return --network and --compute, checked; the network first."""
     if network is not None:
-        with naming("--network"):
-            Network.parse(network)
+        try:
+            Network.of(network)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("network", "--network", 1)) from error
     given = None if compute is None else _number_or_text(compute)
     if given is not None:
-        Compute(given)
+        Compute.of(given)
     return network, given
+
+
+def _computing(given: Any, **options: Any) -> Compute:
+    """Return the Compute of --compute, seconds or a file, with further arguments."""
+    own = {name: value for name, value in options.items() if value is not None}
+    in_file = isinstance(given, str) and names_file(given)
+    return Compute.from_file(given, **own) if in_file else Compute(given, **own)
 
 
 def _loggers(output: Output) -> list[Logger] | None:

@@ -1,4 +1,5 @@
-"""The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time`, `verify` and `strategies`.
+"""The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time`, `verify`,
+`measure` and `strategies`.
 
 This is a separate package because importing `vsim` loads PyTorch, and help, errors in options and the version should
 not wait for that. A function of `vsim.cli` with the name of the command does the work.
@@ -156,5 +157,9 @@ _EXAMPLES = {
     "show": {"the table so far of runs that still train": "run1"},
     "watch": {"a page that follows runs in this machine's browser": "run1"},
     "report": {"a page to send, with sliders for the network": "vsim-out --out report.html"},
+    "measure": {
+        "four processes on this machine": "--nodes 4",
+        "with the steps of your model, and runs next to their predictions": "--nodes 4 --step train.py:step --check",
+    },
     "verify": {"the simulator against 4 processes, bit by bit": "--strategy diloco:H=5"},
 }

@@ -107,9 +107,10 @@ class Common(Problem):
     seeds: Annotated[tuple[int, ...], _optional("N …", "one, --seed")] = ()
     """train with each of these seeds: mean, deviation and bands"""
     network: Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'")] = None
-    """show hours on it: "200 Mbit/s, 50 ms"; collectives: 'ring', 'tree', 'halving-doubling' or 'server'"""
+    """show hours on it: "200 Mbit/s, 50 ms"; collectives: 'ring', 'tree', 'halving-doubling' or 'server'; or a file of
+    `vsim measure`, cluster.json"""
     compute: Annotated[str | None, _optional("SECONDS")] = None
-    """time that a node computes in a step: 0.8, or '800 ms'; asynchronous strategies need it"""
+    """time that a node computes in a step: 0.8, '800 ms', or cluster.json; asynchronous strategies need it"""
     out: Annotated[str, arg(metavar="DIR")] = "vsim-out"
     """folder for figures and data"""
 
@@ -226,9 +227,9 @@ class Show:
     target_loss: Annotated[float | None, _optional("LOSS")] = None
     """show what each run took to this validation loss"""
     network: _Network = None
-    """show hours on it: "200 Mbit/s, 50 ms" """
+    """show hours on it: "200 Mbit/s, 50 ms", or cluster.json"""
     compute: _Compute = None
-    """time that a node computes in a step: 0.8, or '800 ms'"""
+    """time that a node computes in a step: 0.8, '800 ms', or cluster.json"""
 
 
 @dataclass
@@ -240,9 +241,9 @@ class Report:
     out: Annotated[str, arg(metavar="FILE")] = "report.html"
     """the page, one HTML file"""
     network: _Network = None
-    """initial setting of the sliders, "200 Mbit/s, 50 ms" """
+    """initial setting of the sliders, "200 Mbit/s, 50 ms", or cluster.json"""
     compute: _Compute = None
-    """time that a node computes in a step: 0.8, or '800 ms'"""
+    """time that a node computes in a step: 0.8, '800 ms', or cluster.json"""
     title: Annotated[str | None, _optional("TEXT", "what was trained; of several files, their names")] = None
     """title of the page"""
 
@@ -258,9 +259,9 @@ class Watch:
     every: Annotated[float, arg(metavar="SECONDS")] = 5.0
     """seconds between checks of the files"""
     network: _Network = None
-    """initial setting of the sliders, "200 Mbit/s, 50 ms" """
+    """initial setting of the sliders, "200 Mbit/s, 50 ms", or cluster.json"""
     compute: _Compute = None
-    """time that a node computes in a step: 0.8, or '800 ms'"""
+    """time that a node computes in a step: 0.8, '800 ms', or cluster.json"""
     only: Annotated[tuple[str, ...], arg(metavar="WORDS …", help_behavior_hint="(default: all)")] = ()
     """show runs with these words in their names, such as diloco, 'H=10 lr=0.001' or '*avg'"""
 
@@ -270,7 +271,7 @@ class Time:
     """Compute how long runs would take on a network, without training."""
 
     compute: Annotated[str, arg(metavar="SECONDS")]
-    """time that a node computes in a step: 0.8, or '800 ms'"""
+    """time that a node computes in a step: 0.8, '800 ms', or cluster.json"""
     strategies: _Names = ()
     """strategies to price"""
     parameters: Annotated[float, arg(metavar="N")] = 1e9
@@ -282,7 +283,8 @@ class Time:
     steps: int = 1000
     """optimizer steps"""
     network: Annotated[str, arg(metavar="'BANDWIDTH, LATENCY'")] = "200 Mbit/s, 50 ms"
-    """bandwidth, latency, algorithm of collectives, such as '1 Gbit/s, 5 ms, tree'; a ring if none is named"""
+    """bandwidth, latency, algorithm of collectives, such as '1 Gbit/s, 5 ms, tree'; a ring if none is named; or
+    cluster.json"""
     layers: Annotated[int | None, _optional("L", "no overlap")] = None
     """overlap messages with the backward pass, layer by layer"""
 
@@ -301,8 +303,25 @@ class Verify:
 
 
 @dataclass
+class Measure:
+    """Measure the links of a cluster and the seconds of your model's steps; write them to a file that --network and
+    --compute take."""
+
+    nodes: Annotated[int | None, _optional("K", "the ranks that torchrun started")] = None
+    """number of processes on this machine; without it, under torchrun: one process per machine or GPU"""
+    step: Annotated[str | None, _optional("FILE.py:FUNCTION", "the links only")] = None
+    """function that returns your model and a function that trains it by one step, whose seconds are measured"""
+    check: bool = False
+    """run AllReduce and DiLoCo, H = 10, and print their predicted and measured seconds"""
+    seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
+    """about how long each run of --check takes"""
+    out: Annotated[str, arg(metavar="FILE")] = "cluster.json"
+    """the file"""
+
+
+@dataclass
 class Strategies:
     """List the strategies and presets, with their arguments."""
 
 
-Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Strategies
+Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Measure | Strategies

@@ -89,7 +89,7 @@ class DESLOCStrategy(Composed):
         self.H = whole_number("H", self.H)
         self.composed = [FedAvgStrategy(H=self.H)]
         super().__post_init__()
-        if self.optim_spec.rest is not None:
+        if not self.optim_spec.is_single:
             raise TypeError(f"DESLOCStrategy(): {self.optim_spec} is two optimizers, each with moments of its own")
         first = self._averages("H_m", self.H_m, 3 * self.H, FIRST_MOMENTS)
         second = self._averages("H_v", self.H_v, 6 * self.H, SECOND_MOMENTS)

@@ -50,7 +50,7 @@ class QuasiGlobalMomentumStrategy(GraphStrategy):
         super().__post_init__()
 
     def check_optim(self, optim: OptimSpec) -> None:
-        if optim.cls is not torch.optim.SGD or optim.rest or optim.kwargs.get("momentum"):
+        if optim.cls is not torch.optim.SGD or not optim.is_single or optim.kwargs.get("momentum"):
             raise TypeError(
                 f"the inner optimizer must be plain SGD, got {optim}; with any other, a node's move divided by the "
                 "learning rate is no gradient, and the momentum grows beyond all gradients"

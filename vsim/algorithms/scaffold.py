@@ -76,7 +76,7 @@ class ScaffoldStrategy(SharedWeights):
     def check_optim(self, optim: OptimSpec) -> None:
         if (
             optim.cls is not torch.optim.SGD
-            or optim.rest
+            or not optim.is_single
             or optim.kwargs.get("momentum")
             or optim.kwargs.get("maximize")
         ):

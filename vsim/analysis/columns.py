@@ -229,6 +229,17 @@ COLUMNS: tuple[Column, ...] = (
         is_live=True,
     ),
     Column("{unit}", HOURS, of=lambda result: result.seconds / 3600, is_priced=True, is_live=True),
+    *(  # a text table has them in the cell of the hours
+        Column(
+            f"{{unit}} {end}",
+            HOURS,
+            of=lambda result, place=place: result.percentile(place) / 3600,  # type: ignore[misc]
+            when=lambda asked: asked.priced is not None and asked.priced[1].varies,
+            shown=_on_demand,
+            is_priced=True,
+        )
+        for end, place in (("low", 0), ("high", 2))
+    ),
     Column(
         "utilization",
         SHARE,

@@ -13,7 +13,7 @@ from vsim.analysis.crossings import crossing_of
 from vsim.analysis.losses import final_loss
 from vsim.analysis.spent import amount, until
 from vsim.history.reached import Crossing
-from vsim.network import Timeline
+from vsim.network import Timeline, timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,26 @@ class Result:
         assert self.asked.priced is not None
         return self.run.history.time(*self.asked.priced) if self.steps else None
 
+    @cached_property
+    def drawn_seconds(self) -> tuple[float, float, float] | None:
+        """The 10th, 50th and 90th percentile of the time, if the compute varies; else None."""
+        assert self.asked.priced is not None
+        if not self.timeline or not self.asked.priced[1].varies or self.run.ledger.clock:
+            return None
+        drawn = timeline(self.run.history.ledger, *self.asked.priced, quantiles=(0.1, 0.5, 0.9)).quantiles
+        low, median, high = (float(own[-1]) for own in drawn.values())
+        return low, median, high
+
     @property
     def seconds(self) -> float:
-        """The time on the network."""
+        """The time on the network: if the compute varies, the median."""
+        if self.drawn_seconds is not None:
+            return self.drawn_seconds[1]
         return float(self.timeline.seconds[-1]) if self.timeline else math.nan
+
+    def percentile(self, place: int) -> float:
+        """Return the 10th (0) or 90th (2) percentile of the time, in seconds."""
+        return self.drawn_seconds[place] if self.drawn_seconds is not None else self.seconds
 
     @property
     def dollars(self) -> float:

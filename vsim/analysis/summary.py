@@ -17,6 +17,7 @@ from vsim.analysis.spent import AnyCompute, AnyNetwork, amount_text, forming_byt
 from vsim.analysis.tables import Marks, text_table
 from vsim.arguments import whole_number
 from vsim.figures.words import brief_list, in_short, quoted, size_text
+from vsim.network.timeline import DRAWS
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
 
@@ -45,6 +46,7 @@ def rows(
     - consensus distance: of gossip, the nodes' distance from their mean at the last validation; in a table on demand.
     - test loss, test accuracy: the final global model's. steps: in a table on demand, if all runs have equal numbers.
     - time used, wire used and so on: with a budget, the used shares.
+    - hours: if the compute varies, the median of 32 draws, "hours low" and "hours high" the 10th and 90th percentile.
 
     Args:
         loss: adds the steps and wire bytes until this loss, see `steps_to`; NaN if a run never reaches it.
@@ -128,6 +130,7 @@ def table(
         best, others = ({order.index(name) for name in names} for names in (found.best, found.undecided))
         marks = Marks(title, best, others, legend(found), remarks)
     notes = [*budgeted(comparison), *([*tuning(comparison), *unformed(comparison)] if has_loss else [])]
+    notes += drawn_note(comparison, network, compute)
     notes += [*(noise(comparison, stays) if loss is not None else []), *resized(comparison)]
     titles = list(comparison.labels(order[0])) if order else []
     on_demand = [column.name for column in known if not column.shown(comparison)]
@@ -146,6 +149,14 @@ def budgeted(runs: Runs) -> list[str]:
     most = f", at most {said['max_steps']:,} steps" if "max_steps" in said else ""
     found = " and ".join(amount_text(of, own) for of, own in runs.budget.items())
     return [f"budget of each run: {found}{size}{most}"]
+
+
+def drawn_note(runs: Runs, network: AnyNetwork, compute: AnyCompute) -> list[str]:
+    """Return a note on hours of a compute that varies."""
+    priced = runs.pricing(network, compute)
+    if priced is None or not priced[1].varies:
+        return []
+    return [f"time: median and 10th to 90th percentile of {DRAWS} draws of {priced[1]!r}; others: the draw of its seed"]
 
 
 def tuning(runs: Runs) -> list[str]:

@@ -132,7 +132,7 @@ def text_table(
 
     Args:
         rows: column → number or text; NaN is shown as a dash. "<column> std" is the standard deviation of a column's
-            number.
+            number; "<column> low" and "<column> high" are the ends of its range.
         format: one of tabulate's, such as "simple", "github", "html" or "latex_booktabs".
         titles: columns that are always shown, in front.
         columns: the other columns to show, in this order; default: all but those `on_demand`. By default, notes stand
@@ -153,7 +153,7 @@ def text_table(
     a_text("format", format)
     if columns is not None and not isinstance(columns, list | tuple):
         raise TypeError(f"columns must be a list of names, such as ['wire MB/node'], got {given(columns)}")
-    known = [key for row in rows[:1] for key in row if not key.endswith(" std")]
+    known = [key for row in rows[:1] for key in row if not key.endswith((" std", " low", " high"))]
     by_column = digits if isinstance(digits, Mapping) else dict.fromkeys(known, digits)
     for name in columns or ():
         one_of("columns: each", name, known)
@@ -169,7 +169,9 @@ def text_table(
     alike = {key: [other for other in shown if _of_unit(heads[other]) == _of_unit(heads[key])] for key in shown}
     units = {key: unit_of(heads[key], [row[other] for other in alike[key] for row in rows]) for key in shown}
     units |= {key: units[key]._replace(digits=digits) for key, digits in own.items() if key in units}
-    by_name = {key: [cell(row[key], row.get(f"{key} std"), units[key]) for row in rows] for key in shown}
+    by_name = {
+        key: [cell(row[key], row.get(f"{key} std"), units[key], _range_of(row, key)) for row in rows] for key in shown
+    }
     if latex:
         by_name = {key: _padded(column) for key, column in by_name.items()}
     for i in range(len(rows)) if marks else ():
@@ -329,9 +331,15 @@ def _of_unit(heading: Heading) -> str:
     return heading.unit_of or heading.name
 
 
-def cell(value: Any, deviation: float | None = None, unit: Unit = _PLAIN) -> str:
-    """Return the text of a cell: the number, and its standard deviation if there is one, with the same number of
-    digits.
+def _range_of(row: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    return (row[f"{key} low"], row[f"{key} high"]) if f"{key} low" in row else None
+
+
+def cell(
+    value: Any, deviation: float | None = None, unit: Unit = _PLAIN, ends: tuple[float, float] | None = None
+) -> str:
+    """Return the text of a cell: the number, and its standard deviation and range if there are, with the same number
+    of digits.
 
     >>> loss = Heading("validation loss", digits=4)
     >>> [cell(value, 0.5, unit_of(loss, [value])) for value in (1.25, 123456.5)]
@@ -345,4 +353,5 @@ def cell(value: Any, deviation: float | None = None, unit: Unit = _PLAIN) -> str
     digits = unit.digits if abs(value) < 1e5 else 0
     form = f".{digits}f" if abs(value) < 1e9 or unit.exact else ".3g"
     spread = f"{unit.factor * (deviation or 0.0):{form}}"
-    return f"{value:{form}}{f' ± {spread}' if spread.strip('0.') else ''}{unit.sign}"  # unless 0 in the digits shown
+    span = "" if ends is None else " ({} to {})".format(*(f"{unit.factor * end:{form}}" for end in ends))
+    return f"{value:{form}}{f' ± {spread}' if spread.strip('0.') else ''}{unit.sign}{span}"  # unless 0 in these digits

@@ -69,6 +69,9 @@ class OptimSpec:
         only: allowed with `rest`: names of the parameters that `cls` steps, or patterns such as "blocks.*.weight".
             Default: the hidden matrices, which are all matrices except embeddings and the last linear layer; a
             convolution's weights count as a matrix (out, rest).
+        groups: parameter groups: name of a parameter, or a pattern → other arguments for these parameters, such as
+            `{"*.bias": {"weight_decay": 0.0}}`. A parameter is in the first group whose pattern matches; all others
+            have `kwargs`.
         kwargs: the arguments of `cls`.
 
     Raises:
@@ -82,6 +85,7 @@ class OptimSpec:
         *,
         rest: OptimSpec | type[Optimizer] | str | None = None,
         only: str | Sequence[str] | None = None,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(cls, str):
@@ -92,7 +96,9 @@ class OptimSpec:
             raise ValueError(f"{cls.__name__} needs closures or sparse gradients, which vsim does not provide")
         parameters = inspect.signature(cls).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            reject_unknown(kwargs, [*(p.name for p in parameters if p.name != "params"), "rest", "only"], cls.__name__)
+            reject_unknown(
+                kwargs, [*(p.name for p in parameters if p.name != "params"), "rest", "only", "groups"], cls.__name__
+            )
         self.cls: type[Optimizer] = cls
         self.kwargs = kwargs
         self.rest = OptimSpec(rest) if rest is not None and not isinstance(rest, OptimSpec) else rest
@@ -104,6 +110,17 @@ class OptimSpec:
         named = isinstance(self.only, Sequence) and all(isinstance(name, str) for name in self.only)
         if only is not None and not (named and self.only):
             raise TypeError(f"only must be a name or names of parameters, got {only!r}")
+        own_groups = groups.values() if isinstance(groups, Mapping) else ()
+        if groups is not None and not (own_groups and all(isinstance(own, Mapping) for own in own_groups)):
+            raise TypeError(
+                f"groups must map patterns to arguments, as {{'*.bias': {{'weight_decay': 0}}}} does, got {groups!r}"
+            )
+        if groups is not None and self.rest is not None:
+            raise TypeError(f"groups has no effect with rest={self.rest}: give one of them")
+        self.groups = None if groups is None else {pattern: dict(own) for pattern, own in groups.items()}
+        for pattern, own in (self.groups or {}).items():
+            with naming(f"groups[{pattern!r}]"):
+                OptimSpec(cls, **{**kwargs, **own})
         self._check()
 
     def _check(self) -> None:
@@ -140,16 +157,22 @@ class OptimSpec:
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments except the class."""
-        own = {"only": self.only, "rest": self.rest}
+        own = {"only": self.only, "rest": self.rest, "groups": self.groups}
         return self.kwargs | {name: value for name, value in own.items() if value is not None}
 
     @property
     def elementwise(self) -> bool:
         """Whether one optimizer over stacked rows equals one optimizer for each row."""
-        return self.cls in ELEMENTWISE and self.rest is None
+        return self.cls in ELEMENTWISE and self.is_single
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all parameters have the same optimizer with the same arguments."""
+        return self.rest is None and self.groups is None
 
     def parts(self, model: nn.Module) -> list[tuple[OptimSpec, list[str]]]:
-        """Return the specifications for `cls` and then `rest`, each with the names of its parameters of `model`.
+        """Return the specifications for `cls` and then `rest`, or for each group of parameters, each with the names of
+        its parameters of `model`.
 
         Raises:
             ValueError: `cls` gets no parameter, or gets one that it does not accept.
@@ -169,12 +192,29 @@ class OptimSpec:
                 f"{self.cls.__name__} steps matrices only, and {_few(odd)} are none: OptimSpec('muon', rest='adamw') "
                 "leaves all but the hidden matrices to AdamW"
             )
+        if self.groups is not None:
+            return self._grouped(names)
         found = [(OptimSpec(self.cls, **self.kwargs), names)]
         others = [name for name in shapes if name not in names]
         if self.rest is not None and others:
             rate = {"lr": self.kwargs["lr"]} if "lr" in self.kwargs else {}
             found.append((OptimSpec(self.rest.cls, **rate | self.rest.kwargs), others))
         return found
+
+    def _grouped(self, names: list[str]) -> list[tuple[OptimSpec, list[str]]]:
+        assert self.groups is not None
+        matching("groups", [*self.groups], names)  # raises an error if a pattern matches none
+        of_name = [next((pattern for pattern in self.groups if fnmatchcase(name, pattern)), None) for name in names]
+        found: list[tuple[dict[str, Any], list[str]]] = []
+        for pattern in [None, *self.groups]:
+            own = [name for name, its in zip(names, of_name, strict=True) if its == pattern]
+            arguments = self.kwargs if pattern is None else {**self.kwargs, **self.groups[pattern]}
+            same = next((part for part in found if part[0] == arguments), None)
+            if same is not None:
+                same[1].extend(own)
+            elif own:
+                found.append((arguments, own))
+        return [(OptimSpec(self.cls, **arguments), own) for arguments, own in found]
 
     def build(self, parameters: nn.Module | Iterable[Tensor]) -> StackedOptimizer:
         """Build the optimizer over `parameters`: tensors with a `.grad`, or a module.
@@ -184,8 +224,8 @@ class OptimSpec:
         if isinstance(parameters, nn.Module):
             named = {name: p for name, p in parameters.named_parameters() if p.requires_grad}
             return self._build_parts(named, getattr(parameters, "of_one_node", parameters), deterministic=True)
-        if self.rest is not None:
-            raise TypeError(f"{self} is built over a model: tensors alone do not say which are hidden matrices")
+        if not self.is_single:
+            raise TypeError(f"{self} is built over a model: tensors alone have no names, by which it divides them")
         return self._build_part({str(i): p for i, p in enumerate(parameters) if p.requires_grad}, deterministic=True)
 
     def build_for(self, replicas: Replicas, deterministic: bool) -> StackedOptimizer:
@@ -204,7 +244,7 @@ class OptimSpec:
         parts = [
             spec._build_part({name: named[name] for name in names}, deterministic) for spec, names in self.parts(model)
         ]
-        return parts[0] if self.rest is None else JointOptimizers(parts)
+        return parts[0] if len(parts) == 1 and self.rest is None else JointOptimizers(parts)
 
     def _build_part(self, named: Mapping[str, Tensor], deterministic: bool) -> Optimizer | NodeOptimizers:
         tensors = list(named.values())
@@ -233,10 +273,12 @@ class OptimSpec:
         """Build one optimizer that updates the tensors `weights` in place from `grads`.
 
         Raises:
-            ValueError: the specification has a `rest`, and so needs parameters with names.
+            ValueError: the specification has a `rest` or `groups`, and so needs parameters with names.
         """
-        if self.rest is not None:
-            raise ValueError(f"{self} chooses parameters by name, which an outer optimizer cannot; leave out rest=")
+        if not self.is_single:
+            raise ValueError(
+                f"{self} chooses parameters by name, which an outer optimizer cannot; leave out rest= and groups="
+            )
         kwargs = copy.deepcopy(self.kwargs)
         picks = not (deterministic or _CHOICE_OF_KERNEL & kwargs.keys() or weights[0].is_meta)
         fused = _FUSED_ON_SOME if weights[0].device.type in ("cpu", "cuda") else _FUSED

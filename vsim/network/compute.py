@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import known_keywords, naming, real_number, whole_number
+from vsim.arguments import a_list, known_keywords, naming, real_number, whole_number
+from vsim.arguments import given as given_value
+from vsim.network.cluster_file import names_file, read_part
 from vsim.network.links import seconds
 
-_PLAIN = ("num_nodes", "layers", "jitter", "seed", "bucket_bytes", "dollars_per_hour")
+_PLAIN = ("num_nodes", "layers", "jitter", "factors", "seed", "bucket_bytes", "dollars_per_hour")
 
 
 class Compute:
@@ -27,7 +31,10 @@ class Compute:
             down to the first layer's weights. Default: the whole payload is sent when the step is computed.
         speeds: relative speeds, one per node: a step of node k takes seconds_per_step / speeds[k].
         jitter: σ, at least 0: each step of each node takes exp(σ z − σ²/2) times as long, z drawn from N(0, 1).
-        seed: seed of the jitter.
+        factors: instead of `jitter`, measured variation: each step of each node takes one of these factors times as
+            long, drawn with equal probability. They are not scaled: with `seconds_per_step` the median step, they are
+            the measured seconds of many steps divided by their median.
+        seed: seed of the jitter, or of the factors.
         bucket_bytes: least size of a part. The layers travel in the largest number of equal parts of this size or more;
             default 25e6, as in PyTorch's DDP. 0: one message per layer. Needs `layers`.
         dollars_per_hour: price of a node.
@@ -48,6 +55,7 @@ class Compute:
         layers: int | None = None,
         speeds: Sequence[float] | None = None,
         jitter: float | None = None,
+        factors: Sequence[float] | None = None,
         seed: int | None = None,
         bucket_bytes: float | None = None,
         dollars_per_hour: float | None = None,
@@ -68,8 +76,13 @@ class Compute:
         self.num_nodes = len(own) if per_node or speeds is not None else None
         self.layers = 1 if layers is None else whole_number("layers", layers)
         self.jitter = 0.0 if jitter is None else real_number("jitter", jitter, at_least=0, at_most=10)
-        if seed is not None and not self.jitter:
-            raise TypeError("seed is that of the jitter, and has no effect without jitter=")
+        self.factors: list[float] | None = None
+        if factors is not None:
+            self.factors = [real_number("factors", one, above=0) for one in a_list("factors", factors)]
+        if self.jitter and self.factors:
+            raise TypeError(f"jitter={jitter} and factors={factors!r:.100} both say how steps vary; give one of them")
+        if seed is not None and not self.varies:
+            raise TypeError("seed is that of the jitter or the factors, and has no effect without jitter= or factors=")
         self.seed = 42 if seed is None else whole_number("seed", seed, at_least=0)
         self.bucket_bytes = 25e6 if bucket_bytes is None else real_number("bucket_bytes", bucket_bytes, at_least=0)
         if bucket_bytes is not None and layers is None:
@@ -96,15 +109,44 @@ class Compute:
         peak = real_number("flops_per_second", flops_per_second, above=0)
         return cls(step / peak / real_number("mfu", mfu, above=0, at_most=1), **options)
 
+    @property
+    def varies(self) -> bool:
+        """Whether the seconds of steps are drawn."""
+        return bool(self.jitter or self.factors)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **options: Any) -> Compute:
+        """Return the compute of a file that `vsim measure` wrote, or that was written by hand.
+
+        The file is JSON. Its field "compute" is the seconds of a step, or an object with arguments of `Compute`;
+        `options` are further arguments, and come before those of the file.
+
+        Raises:
+            OSError: the file cannot be read. ValueError, TypeError: a field, which the message names, is missing or
+                not possible.
+        """
+        own = read_part(path, "compute")
+        with naming(f"{path}: compute"):
+            if isinstance(own, int | float | str):
+                own = {"seconds_per_step": own}
+            if not isinstance(own, dict):
+                raise TypeError(f"must be seconds, or an object with seconds_per_step, got {given_value(own)}")
+            if own.get("seconds_per_step") is None:
+                raise ValueError("seconds_per_step is missing")
+            return cls(**own | options)
+
     @classmethod
     def of(cls, given: Compute | float | str | None) -> Compute:
-        """Return a Compute: `given` itself, or one with `given`, a number or text, as the seconds of a step.
+        """Return a Compute: `given` itself, the one that a file holds (see `from_file`; text that ends in ".json" is a
+        path), or one with `given`, a number or text, as the seconds of a step.
 
         Raises:
             TypeError: `given` is None, because a run's record does not hold the nodes' compute seconds.
         """
         if given is None:
             raise TypeError("compute is missing: give Compute(seconds_per_step), or the seconds a step takes")
+        if isinstance(given, str) and names_file(given):
+            return cls.from_file(given)
         with naming("compute"):
             return given if isinstance(given, Compute) else cls(given)
 
@@ -121,8 +163,14 @@ class Compute:
 
     def decides_as(self, other: Compute) -> bool:
         """Return whether every step takes as long as with `other`, so that stragglers and asynchronous runs repeat."""
-        own, its = ([c.node_seconds.tolist(), c.jitter, c.seed if c.jitter else 0] for c in (self, other))
+        own, its = ([c.node_seconds.tolist(), c.jitter, c.factors, c.seed if c.varies else 0] for c in (self, other))
         return own == its
+
+    def drawn(self, draw: int) -> Compute:
+        """Return this compute with another seed: that of draw 0, 1, …"""
+        other = copy.copy(self)
+        other.seed = int(np.random.SeedSequence([self.seed, draw]).generate_state(1)[0])
+        return other
 
     def parts(self, payload_bytes: float) -> int:
         """Return the number of messages in which a payload is sent."""
@@ -159,7 +207,10 @@ class Compute:
         low, high = self.node_seconds.min(), self.node_seconds.max()
         own = f"{low:.3g}" if low == high else f"{low:.3g} … {high:.3g}"
         layers = f", {self.layers} layers" if self.layers > 1 else ""
-        return f"Compute({own} s a step{layers}{f', jitter {self.jitter:g}' if self.jitter else ''})"
+        varying = f", jitter {self.jitter:g}" if self.jitter else ""
+        if self.factors:
+            varying = f", × {min(self.factors):.3g} … {max(self.factors):.3g}"
+        return f"Compute({own} s a step{layers}{varying})"
 
 
 def _listed(values: Any) -> Any:
@@ -176,7 +227,9 @@ class ComputedSteps:
 
     def next(self, steps: int) -> NDArray[np.float64]:
         """Return the seconds of the next `steps` steps: (steps, K), or (steps, 1) if all nodes are alike."""
-        own, jitter = self.compute.node_seconds, self.compute.jitter
+        own, jitter, factors = self.compute.node_seconds, self.compute.jitter, self.compute.factors
+        if factors:
+            return own * np.array(factors)[self._generator.integers(len(factors), size=(steps, self.num_nodes))]
         if not jitter:
             return np.broadcast_to(own, (steps, len(own)))
         z = self._generator.standard_normal((steps, self.num_nodes), dtype=np.float32)

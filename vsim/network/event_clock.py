@@ -91,7 +91,7 @@ class VirtualClock:
     def step_seconds(self, node: int) -> float:
         """Return the seconds of a worker's next local step."""
         own = self.compute.node_seconds
-        if self.compute.jitter:
+        if self.compute.varies:
             while len(self._drawn) <= self.steps[node]:
                 self._drawn = np.concatenate([self._drawn, self._computed.next(_BLOCK)])
             own = self._drawn[self.steps[node]]

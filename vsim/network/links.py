@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vsim.arguments import a_text, known_keywords, naming, one_of, real_number, whole_number
+from vsim.arguments import a_text, known_keywords, naming, one_of, real_number, reject_unknown, whole_number
+from vsim.arguments import given as given_value
+from vsim.network.cluster_file import names_file, read_part
 from vsim.network.cost import ALGORITHMS, COLLECTIVES, algorithm_of, ring_seconds, rounds, ways
 
 Floats = NDArray[np.float64]
@@ -146,12 +149,38 @@ class Network:
         return cls(first, *rest, collective=collective)
 
     @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Network:
+        """Return the network of a file that `vsim measure` wrote, or that was written by hand.
+
+        The file is JSON. Its field "network" is text, as in `parse`, or an object with the arguments of `Network`; if
+        `bandwidth` is a matrix, with those of `Network.between`.
+
+        Raises:
+            OSError: the file cannot be read. ValueError, TypeError: a field, which the message names, is missing or
+                not possible.
+        """
+        own = read_part(path, "network")
+        with naming(f"{path}: network"):
+            if isinstance(own, str):
+                return cls.parse(own)
+            if not isinstance(own, dict):
+                raise TypeError(f"must be text, or an object with bandwidth and latency, got {given_value(own)}")
+            reject_unknown(own, ("bandwidth", "latency", "collective", "server"), "the object")
+            if own.get("bandwidth") is None:
+                raise ValueError("bandwidth is missing")
+            links_differ = any(isinstance(own.get(name), list) for name in ("bandwidth", "latency"))
+            return (cls.between if links_differ else cls)(**own)
+
+    @classmethod
     def of(cls, given: Network | str | float | None) -> Network:
-        """Return a network: `given` itself, the one that a text describes, or one with a number as its bandwidth."""
+        """Return a network: `given` itself, the one that a text describes or that a file holds (see `from_file`; text
+        that ends in ".json" is a path), or one with a number as its bandwidth."""
         if given is None:
             raise TypeError("network is missing: give a Network, or text such as '200 Mbit/s, 50 ms'")
         if isinstance(given, Network):
             return given
+        if isinstance(given, str) and names_file(given):
+            return cls.from_file(given)
         with naming("network"):
             return cls.parse(given) if isinstance(given, str) else cls(given)
 

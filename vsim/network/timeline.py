@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vsim.arguments import a_list, whole_number
+from vsim.arguments import a_list, a_path, real_number, whole_number
 from vsim.figures.style import STYLE, styled
 from vsim.network.clock import Clock, Record, Span
 from vsim.network.compute import Compute
 from vsim.network.links import Network
+from vsim.writing import replacing
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
+DRAWS = 32  # of a compute that varies
 # The most numbers in an array of the times on several networks.
 _NUMBERS = 1 << 22
 
@@ -35,6 +40,8 @@ class Timeline:
         stalls: (T,) seconds that a node waited in step t + 1 for other nodes and for messages; the last step includes
             the wait for the last node. compute_seconds and stalls are means over the nodes; they sum to `seconds[-1]`.
         ledger, network, compute: the messages, network and compute from which these times follow.
+        quantiles: share → (T + 1,), the quantiles of `seconds` over draws of a compute that varies; empty unless asked
+            for, see `timeline`.
     """
 
     seconds: Floats
@@ -43,6 +50,7 @@ class Timeline:
     ledger: Record
     network: Network
     compute: Compute
+    quantiles: Mapping[float, Floats] = field(default_factory=dict)
 
     @property
     def utilization(self) -> float:
@@ -69,8 +77,6 @@ class Timeline:
         Raises:
             ValueError: there are no such steps or nodes, or the run is asynchronous.
         """
-        if self.ledger.seconds:
-            raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
         total, num_nodes = self.ledger.steps, self.ledger.num_nodes
         drawn = a_list("steps", around_first_event(self.ledger) if steps is None else steps)
         ends = [whole_number("steps", step, at_least=0) for step in drawn]
@@ -80,15 +86,58 @@ class Timeline:
         shown = [whole_number("nodes", node, at_least=0, at_most=num_nodes - 1) for node in given]
         return _gantt(self, (ends[0], ends[1]), shown, ax)
 
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write the run as a trace for https://ui.perfetto.dev or chrome://tracing: a row for each node, in which it
+        computes, waits or is absent, and its messages above.
+
+        The file is JSON in the Trace Event Format
+        (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): complete events ("X") in
+        microseconds, and asynchronous events ("b", "e") for messages, which overlap with them. It has one event for
+        each node, step and message.
+
+        Raises:
+            ValueError: the run is asynchronous. OSError: the file cannot be written.
+        """
+        names = range(self.ledger.num_nodes)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": node, "tid": 0, "args": {"name": f"node {node}"}}
+            for node in names
+        ]
+        for number, (what, step, label, node, start, end) in enumerate(_bars(self, self.ledger.steps, names)):
+            own = {"name": label or _NAMED[what], "cat": what, "pid": node, "tid": 0, "args": {"step": step}}
+            begin, stop = 1e6 * start, 1e6 * end
+            if what == "send":
+                events += [{**own, "ph": ph, "id": number, "ts": ts} for ph, ts in (("b", begin), ("e", stop))]
+            elif stop > begin:
+                events.append({**own, "ph": "X", "ts": begin, "dur": stop - begin})
+        with replacing(a_path("path", path)) as part:
+            part.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a DataFrame with one row per step: step, seconds, compute_seconds, stalls, and a column for each
+        quantile, such as "seconds 90 %"."""
+        import pandas as pd  # imported here, since pandas takes half a second to load
+
+        own = {"step": np.arange(1, len(self.seconds)), "seconds": self.seconds[1:]}
+        own |= {"compute_seconds": self.compute_seconds, "stalls": self.stalls}
+        return pd.DataFrame(own | {f"seconds {100 * share:g} %": one[1:] for share, one in self.quantiles.items()})
+
     def __repr__(self) -> str:
+        ends = {share: duration(float(seconds[-1])) for share, seconds in sorted(self.quantiles.items())}
+        shown = ", ".join(f"{share:.4g}: {text}" for share, text in ends.items())
         return (
-            f"Timeline({len(self.stalls)} steps in {duration(float(self.seconds[-1]))}, {self.utilization:.1%} of it "
-            f"compute, on {self.network!r})"
+            f"Timeline({len(self.stalls)} steps in {duration(float(self.seconds[-1]))}"
+            f"{f' (quantiles {shown})' if shown else ''}, {self.utilization:.1%} of it compute, on {self.network!r})"
         )
 
 
 def timeline(
-    run: Any, network: Network | str | float | None = None, compute: Compute | float | str | None = None
+    run: Any,
+    network: Network | str | float | None = None,
+    compute: Compute | float | str | None = None,
+    *,
+    quantiles: Sequence[float] | None = None,
+    draws: int = DRAWS,
 ) -> Timeline:
     """Return the times at which a run would have done its steps on a network.
 
@@ -100,10 +149,14 @@ def timeline(
 
     Args:
         run: a ledger, or an object with a ledger: a Trainer, a History, a run of a Comparison.
-        network: a `Network`, or text: "200 Mbit/s, 50 ms". compute: a `Compute`, or the seconds of a step.
+        network: a `Network`, text such as "200 Mbit/s, 50 ms", or the path of a file (see `Network.from_file`).
+        compute: a `Compute`, the seconds of a step, or the path of a file.
+        quantiles: shares in [0, 1]. The steps of a compute that varies, by `jitter` or `factors`, are drawn `draws`
+            more times, and `Timeline.quantiles` has the quantiles of the times. This takes `draws` times as long.
+        draws: number of these draws, at least 2. Quantiles near 0 or 1 need many.
 
     Raises:
-        TypeError: `run` has no ledger; network or compute is missing.
+        TypeError: `run` has no ledger; network or compute is missing; or quantiles of a compute that does not vary.
         ValueError: the run has taken no step; network or compute has another number of nodes; or the run was
             decided by another network or compute: an asynchronous run depends on both, stragglers on the compute.
     """
@@ -114,11 +167,24 @@ def timeline(
         raise ValueError(f"run has taken no step yet: train it first, or see vsim.price; got {run!r}")
     network, compute = Network.of(network).for_run(ledger.of_clients), Compute.of(compute)
     _check_decided(ledger, network, compute)
+    shares = [
+        real_number("quantiles", one, at_least=0, at_most=1)
+        for one in a_list("quantiles", [0.5] if quantiles is None else quantiles)
+    ]
+    whole_number("draws", draws, at_least=2, at_most=10**6)
+    if quantiles is not None and not compute.varies:
+        raise TypeError(f"quantiles have no effect with {compute!r}, which does not vary: give jitter= or factors=")
+    if quantiles is not None and ledger.clock:
+        raise ValueError("the run's course was decided by one draw of its compute, so that it has no quantiles")
     if ledger.seconds:  # an asynchronous run recorded its times
         seconds, computed = np.array([(0.0, 0.0), *ledger.seconds]).T
         return Timeline(seconds, np.diff(computed), np.diff(seconds - computed), ledger, network, compute)
     clock = Clock(ledger, network, compute).run()
-    return Timeline(clock.seconds[:, 0], clock.compute, clock.stalls[:, 0], ledger, network, compute)
+    found: dict[float, Floats] = {}
+    if quantiles is not None:
+        drawn = [Clock(ledger, network, compute.drawn(draw)).run().seconds[:, 0] for draw in range(draws)]
+        found = dict(zip(shares, np.quantile(drawn, shares, axis=0), strict=True))
+    return Timeline(clock.seconds[:, 0], clock.compute, clock.stalls[:, 0], ledger, network, compute, found)
 
 
 def seconds_on(
@@ -187,6 +253,7 @@ def duration(seconds: float) -> str:
 # Colours that are distinct for any kind of colour vision, and in grey.
 _COMPUTE, _WAIT, _HATCH = "#999999", "#FBE0D0", "#D55E00"
 _SENT = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_NAMED = {"compute": "computes", "wait": "waits", "late": "late: work dropped", "absent": "absent"}
 # Steps shown before and after the first event.
 _AROUND = 2
 
@@ -199,25 +266,31 @@ def around_first_event(ledger: Record) -> tuple[int, int]:
     return max(1, first.step - _AROUND), min(ledger.steps, first.due + _AROUND)
 
 
+def _bars(line: Timeline, last: int, nodes: Sequence[int]) -> list[tuple[str, int, str, int, float, float]]:
+    """Return (what, step, label, row, start, end) of what these nodes do up to step `last`; see `Span`."""
+    if line.ledger.seconds:
+        raise ValueError("the timeline of an asynchronous run has no picture: its nodes are at no common step")
+    watched: list[Span] = []
+    Clock(line.ledger, line.network, line.compute, watched.append).run(last)
+    return [
+        (span.what, span.step, span.label, row, *times)
+        for row, node in enumerate(nodes)
+        for span in watched
+        if (times := span.of_node(node)) is not None
+    ]
+
+
 def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axes | None) -> Axes:
     """Draw some steps of some nodes; see `Timeline.plot`."""
     from matplotlib.patches import Patch
 
     from vsim.figures.paper import axes_of
 
+    bars = _bars(line, steps[1], nodes)
     ax = axes_of(ax, 6.8, 1.1 + 0.5 * len(nodes))
-    watched: list[Span] = []
-    Clock(line.ledger, line.network, line.compute, watched.append).run(steps[1])
-    # (what, step, label, row, start, end) of every bar.
-    bars = [
-        (span.what, span.step, span.label, row, *times)
-        for row, node in enumerate(nodes)
-        for span in watched
-        if (times := span.of_node(node)) is not None
-    ]
     shown = [start for what, step, _, _, start, _ in bars if what == "compute" and step == steps[0]]
     began, end = min(shown, default=0.0), max((bar[-1] for bar in bars), default=1.0)
-    labels = dict.fromkeys(s.label for s in watched if s.what == "send" and s.step >= steps[0])
+    labels = dict.fromkeys(label for what, step, label, *_ in bars if what == "send" and step >= steps[0])
     colours = dict(zip(labels, itertools.cycle(_SENT), strict=False))
     look: dict[str, Any] = {
         "compute": {"facecolor": _COMPUTE, "edgecolor": "white", "linewidth": 0.6},
@@ -225,7 +298,6 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
         "late": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6, "hatch": "xxxx"},
         "absent": {"facecolor": "white", "edgecolor": _COMPUTE, "linewidth": 0.6},
     }
-    named = {"compute": "computes", "wait": "waits", "late": "late: work dropped", "absent": "absent"}
     numbered = -math.inf  # x of the last step number that was written above the first node
     for what, step, label, row, start, stop in bars:
         start = max(start, began)
@@ -249,7 +321,7 @@ def _gantt(line: Timeline, steps: tuple[int, int], nodes: Sequence[int], ax: Axe
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     found = {"compute", "wait", *(what for what, _, _, _, _, stop in bars if stop > began)}
-    handles = [Patch(**own, label=named[what]) for what, own in look.items() if what in found]
+    handles = [Patch(**own, label=_NAMED[what]) for what, own in look.items() if what in found]
     handles += [Patch(facecolor=colour, label=f"sends: {label}") for label, colour in colours.items()]
     width = ax.get_window_extent().width / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
     letters, lengths = width * 18, [len(str(handle.get_label())) + 7 for handle in handles]

@@ -45,6 +45,7 @@ from vsim.runs.spec import RunSpec
 # "spawn" on macOS, because its frameworks do not survive a fork.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 PRELOAD = ["vsim.processes.preload"]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface of a machine to itself
 # Time limit for starting processes; the first start also imports torch.
 _START_SECONDS = 120.0
 # Time for the other nodes to notice a failure and end with their own messages.
@@ -240,7 +241,7 @@ class _Run:
         """Start all processes."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
         # The processes of one machine communicate only over its loopback interface.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         setups = [
             Setup(
                 rank,

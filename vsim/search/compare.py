@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -32,6 +33,7 @@ from vsim.arguments import (
     true_or_false,
     whole_number,
 )
+from vsim.cluster.optim import OptimSpec
 from vsim.cluster.participation import Participation
 from vsim.cluster.randomness import isolated
 from vsim.cluster.state import CheckpointError
@@ -64,6 +66,7 @@ from vsim.runs.race_folder import saving_in
 from vsim.runs.spec import RunSpec, takes_options, two_lengths
 from vsim.runs.tracked import TrackedRun
 from vsim.search.grid import made, merged, points, settings_of
+from vsim.search.pooled import train_in_pool
 from vsim.trainer import Trainer
 
 
@@ -83,6 +86,8 @@ def compare(
     at: float | None = None,
     tune: Mapping[str, Sequence[Any]] | None = None,
     extend: Comparison | None = None,
+    strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> Comparison:
     """Train the same model on the same data in the same order with several strategies at the same time.
@@ -122,6 +127,11 @@ def compare(
         extend: a comparison of the same problem, which may be read from a file. Only missing strategies and seeds, and
             failed or interrupted runs, are trained; the result includes the comparison's other runs. For more steps,
             resume the comparison from its `save_dir`.
+        strategy_defaults: arguments for all strategies that do not set them, such as `{"inner_optim": OptimSpec("sgd",
+            lr=0.1), "max_norm": 1.0}`. See `from_trainer`.
+        pool: a `concurrent.futures.Executor`, such as `ProcessPoolExecutor()` or that of a cluster, whose workers train
+            the runs, all seeds of a strategy in a task. Models, data, strategies and callbacks must pickle. If a worker
+            is lost, its runs are trained again. With save_dir, each task has a folder in it.
         save_dir: a folder for checkpoints, with a subfolder for each run that `load_checkpoint` and `Trainer.fit` can
             read. Runs are saved every `checkpoint_interval` steps, at the end, and when interrupted.
         resume: resume the comparison in `save_dir`, each run from its newest checkpoint; the result is bitwise equal to
@@ -148,7 +158,8 @@ def compare(
     odd = [f"{name}: {value!r}" for name, value in strategies.items() if not isinstance(value, Algorithm)]
     if odd:
         raise TypeError(f"strategies must be Strategy objects, got {', '.join(odd)}")
-    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
+    shared: dict[str, Any] = {"loss_fn": loss_fn, "together": together, "budget": budget, "at": at, "pool": pool}
+    shared["strategy_defaults"] = strategy_defaults
     if isinstance(max_steps, Mapping):
         max_steps = _of_each("max_steps", max_steps, strategies)
     tuned: dict[str, Sweep] = {}
@@ -169,6 +180,7 @@ def compare(
     )
     comparison.tuned.update(tuned)
     about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
+    about["strategy_defaults"] = strategy_defaults
     comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
     return comparison if extend is None else extend | comparison
 
@@ -261,6 +273,23 @@ def _with(strategy: Algorithm, point: str, values: Mapping[str, Any]) -> Algorit
     return made(type(strategy), point, {**arguments_of(strategy), **values})
 
 
+# Arguments of strategies that belong together: a strategy that has one of them has its own.
+_TOGETHER = (("lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal"),)
+
+
+def _with_defaults(name: str, strategy: Algorithm, defaults: Mapping[str, Any]) -> Algorithm:
+    """Return a copy of a strategy with the `defaults` that it does not set itself."""
+    if not isinstance(defaults, Mapping):
+        raise TypeError(f"strategy_defaults must be a dict of argument → value, got {given(defaults)}")
+    own = {*arguments_of(strategy)}
+    own |= {one for together in _TOGETHER if own & {*together} for one in together}
+    values = {key: value for key, value in defaults.items() if key not in own}
+    optim = values.get("inner_optim")
+    if "lr" in own and isinstance(optim, OptimSpec):
+        values["inner_optim"] = OptimSpec(optim.cls, **{n: v for n, v in optim.arguments.items() if n != "lr"})
+    return _with(strategy, name, values)
+
+
 def _best_of(name: str, strategy: Algorithm, sweep: Sweep | None, equal_steps: bool) -> Algorithm:
     """Return the strategy with its best setting; warn if the best value is the smallest or largest value tried."""
     if sweep is None:
@@ -304,6 +333,8 @@ def train_entries(
     compute: Compute | float | str | None = None,
     interrupt: Interrupt | None = None,
     title: str = "",
+    strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> Comparison:
     """Train every entry with every seed; see `compare` for other arguments and for errors.
@@ -318,6 +349,18 @@ def train_entries(
         interrupt: `requested` is true afterwards if the training was interrupted.
         title: start of the progress title.
     """
+    if strategy_defaults is not None:
+        entries = {
+            name: {**own, "strategy": _with_defaults(name, own["strategy"], strategy_defaults)}
+            for name, own in entries.items()
+        }
+    if pool is not None:
+        own_options = {**options, "max_steps": max_steps, "halving": halving, "pruning": pruning, "extend": extend}
+        own_options |= {"seeds": seeds, "loss_fn": loss_fn, "together": together, "budget": budget, "at": at}
+        own_options |= {"model": model, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        own_options |= {"network": network, "compute": compute, "title": title}
+        show = own_options.pop("progress", True)
+        return train_in_pool(pool, train_entries, entries, interrupt, show, **own_options)
     if options.get("num_epochs") is not None and (max_steps is not None or budget is not None):
         other = f"max_steps={max_steps}" if budget is None else f"budget={budget}"
         raise TypeError(two_lengths(options["num_epochs"], other))
@@ -347,7 +390,7 @@ def train_entries(
         network = Network(math.inf)  # messages take no time
     priced = None
     if network is not None or compute is not None:
-        priced = Network.of(network), Compute.of(compute)
+        network, compute = priced = Network.of(network), Compute.of(compute)  # values, also if files were named
     if priced is not None:
         for own in entries.values():
             everyone = own["num_nodes"]
@@ -567,6 +610,8 @@ def config_of(
     budget: Mapping[str, Any] | None = None,
     at: float | None = None,
     max_steps: int | None = None,
+    strategy_defaults: Mapping[str, Any] | None = None,
+    pool: Executor | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the configuration that a run of `train_entries` would have, but for its strategy; train nothing."""
