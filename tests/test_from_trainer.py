@@ -100,6 +100,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
         {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "optim": "sgd", "learning_rate": 0.3},
     ],
 )
+@pytest.mark.slow
 def test_one_node_takes_the_steps_of_transformers(make_trainer: Callable[..., Any], options: dict[str, Any]) -> None:
     trainer = make_trainer(**options)
     start = copy.deepcopy(trainer.model)
@@ -130,6 +131,7 @@ class Labelled(Dataset[dict[str, Tensor]]):
 
 
 @pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.slow
 def test_pieces_are_accumulated_as_transformers_does(make_trainer: Callable[..., Any], counts: bool) -> None:
     """Also where it adds up the means of the pieces, as of a classifier that does not divide by the labels' number."""
     transformers = pytest.importorskip("transformers")
@@ -154,6 +156,7 @@ def test_pieces_are_accumulated_as_transformers_does(make_trainer: Callable[...,
     assert_close(found, trainer.model, "model.")
 
 
+@pytest.mark.slow
 def test_a_comparison_of_eight_nodes_takes_the_trainers_settings(make_trainer: Callable[..., Any]) -> None:
     strategies = {"all": SimpleReduceStrategy(), "DiLoCo": DiLoCoStrategy(H=3, lr=1e-4)}
     arguments = vsim.from_trainer(make_trainer(train_sampling_strategy="random", seed=7))
@@ -164,6 +167,7 @@ def test_a_comparison_of_eight_nodes_takes_the_trainers_settings(make_trainer: C
         assert max(rates[1:]) == pytest.approx(rate) and len(rates) == 1 + STEPS
 
 
+@pytest.mark.slow
 def test_what_transformers_trains_otherwise_is_an_error(make_trainer: Callable[..., Any]) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -245,6 +249,7 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
         (by_epoch, {"accumulate_grad_batches": 2, "gradient_clip_val": None}, 7),
     ],
 )
+@pytest.mark.slow
 def test_one_node_takes_the_steps_of_lightning(
     lightning: Any, configure: Any, options: dict[str, Any], batch: int, tmp_path: Path
 ) -> None:
@@ -260,6 +265,7 @@ def test_one_node_takes_the_steps_of_lightning(
     assert_close(found, module, "module.")
 
 
+@pytest.mark.slow
 def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: Path) -> None:
     def hook(self: Any, *_: Any) -> None:
         pass
