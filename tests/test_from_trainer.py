@@ -83,30 +83,80 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
         args = transformers.TrainingArguments(output_dir=str(tmp_path), **{**own, **options})
         model = transformers.GPT2LMHeadModel(config)
         data: dict[str, Any] = {"train_dataset": Sentences(), "eval_dataset": Sentences(), "data_collator": padded}
-        return cls(model=model, args=args, **data, **(trainer or {}))
+        return cls(**{"model": model, "args": args, **data, **(trainer or {})})
 
     return make
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"},
+        {
+            **{"gradient_accumulation_steps": 4, "per_device_train_batch_size": 5, "dataloader_drop_last": False},
+            **{"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0},
+        },
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "optim": "sgd", "learning_rate": 0.3},
+    ],
+)
+@pytest.mark.slow
 def test_one_node_takes_the_steps_of_transformers(make_trainer: Callable[..., Any], options: dict[str, Any]) -> None:
     trainer = make_trainer(**options)
     start = copy.deepcopy(trainer.model)
     arguments = vsim.from_trainer(trainer)
     assert trainer.optimizer is None and trainer.lr_scheduler is None  # it is not changed
     optim = arguments["strategy_defaults"]["inner_optim"]
-    assert optim.kwargs["weight_decay"] == 0.1 and optim.kwargs["lr"] == 3e-3
+    assert optim.kwargs["weight_decay"] == 0.1 and optim.kwargs["lr"] == trainer.args.learning_rate
     assert {pattern: own["weight_decay"] for pattern, own in optim.groups.items()}["*.bias"] == 0.0
-    names = {len(found) for _, found in optim.parts(trainer.model)}
+    names = {len(found) for _, found in optim.parts(arguments["model"])}
     assert len(names) == 2 and sum(names) == len([*trainer.model.parameters()])
     found = trained_alone(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
-    assert_close(found, trainer.model)
-    assert (found.transformer.wte.weight - start.transformer.wte.weight).abs().max() > 5e-3  # type: ignore[union-attr, operator]
+    assert_close(found, trainer.model, "model.")
+    assert (trainer.model.transformer.wte.weight - start.transformer.wte.weight).abs().max() > 5e-3
 
 
+class Labelled(Dataset[dict[str, Tensor]]):
+    """Token sequences of three classes."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = torch.randint(1, 40, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": torch.tensor(i % 3)}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.slow
+def test_pieces_are_accumulated_as_transformers_does(make_trainer: Callable[..., Any], counts: bool) -> None:
+    """Also where it adds up the means of the pieces, as of a classifier that does not divide by the labels' number."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(
+        vocab_size=40, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes
+    )
+    data = {
+        "train_dataset": Labelled(),
+        "eval_dataset": None,
+        "data_collator": None,
+        "model": transformers.BertForSequenceClassification(config),
+    }
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(trainer=data, gradient_accumulation_steps=2, **sgd)
+    trainer.model_accepts_loss_kwargs = counts
+    found = trained_alone(vsim.from_trainer(trainer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    assert_close(found, trainer.model, "model.")
+
+
+@pytest.mark.slow
 def test_a_comparison_of_eight_nodes_takes_the_trainers_settings(make_trainer: Callable[..., Any]) -> None:
     strategies = {"all": SimpleReduceStrategy(), "DiLoCo": DiLoCoStrategy(H=3, lr=1e-4)}
     arguments = vsim.from_trainer(make_trainer(train_sampling_strategy="random", seed=7))
@@ -117,6 +167,7 @@ def test_a_comparison_of_eight_nodes_takes_the_trainers_settings(make_trainer: C
         assert max(rates[1:]) == pytest.approx(rate) and len(rates) == 1 + STEPS
 
 
+@pytest.mark.slow
 def test_what_transformers_trains_otherwise_is_an_error(make_trainer: Callable[..., Any]) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -131,6 +182,7 @@ def test_what_transformers_trains_otherwise_is_an_error(make_trainer: Callable[.
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"gradient_accumulation_steps": 4, "dataloader_drop_last": True}, "gradient_accumulation_steps=4 with"),
         ({"cls": Own}, "the method compute_loss of Own"),
         ({"trainer": {"callbacks": [Writes()]}}, "the callback Writes"),
         ({"trainer": {"compute_loss_func": lambda *_, **__: None}}, "compute_loss_func"),
@@ -193,10 +245,11 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
     ("configure", "options", "batch"),
     [
         (adam_with_groups, {}, 8),
-        (by_epoch, {"max_epochs": -1, "max_steps": 7}, 8),
-        (by_epoch, {"accumulate_grad_batches": 2}, 7),
+        (by_epoch, {"max_epochs": -1, "max_steps": 7, "gradient_clip_val": None}, 8),
+        (by_epoch, {"accumulate_grad_batches": 2, "gradient_clip_val": None}, 7),
     ],
 )
+@pytest.mark.slow
 def test_one_node_takes_the_steps_of_lightning(
     lightning: Any, configure: Any, options: dict[str, Any], batch: int, tmp_path: Path
 ) -> None:
@@ -212,6 +265,7 @@ def test_one_node_takes_the_steps_of_lightning(
     assert_close(found, module, "module.")
 
 
+@pytest.mark.slow
 def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: Path) -> None:
     def hook(self: Any, *_: Any) -> None:
         pass
@@ -229,7 +283,7 @@ def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: P
         (by_epoch, {"on_train_batch_end": hook}, {}, "the hook on_train_batch_end of Module"),
         (by_epoch, {}, {"callbacks": [callback]}, "the callback Writes"),
         (by_epoch, {}, {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm="),
-        (by_epoch, {}, {"accumulate_grad_batches": 3}, "accumulate_grad_batches=3"),
+        (by_epoch, {}, {"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 with an incomplete step"),
         (by_epoch, {}, {"max_epochs": -1}, "neither max_steps nor max_epochs"),
     ]
     for configure, methods, options, named in cases:

@@ -115,3 +115,26 @@ def test_a_table_has_the_median_and_the_range() -> None:
     table = comparison.table()
     assert f"{row['hours']:.2f} ({row['hours low']:.2f} to {row['hours high']:.2f})" in table
     assert "median and 10th to 90th percentile of 32 draws of Compute" in " ".join(table.split())
+
+
+def test_the_map_of_winners_takes_the_median_draw() -> None:
+    strategies = {"all": SimpleReduceStrategy(lr=0.01), "rare": DiLoCoStrategy(H=5, lr=0.01)}
+    comparison = vsim.compare(
+        small_mlp(),
+        vectors(),
+        vectors(),
+        strategies=strategies,
+        num_nodes=3,
+        max_steps=20,
+        batch_size=2,
+        val_interval=20,
+        progress=False,
+    )
+    history, compute = comparison.histories["all"][0], Compute(1.0, jitter=0.8)
+    loss = float(max(comparison.histories[name][0].last("global_loss") for name in strategies))
+    assert loss < history["global_loss"][0]
+    with pytest.warns(UserWarning, match="validation is too rare"):  # so that the loss is reached at the last step
+        found = comparison.winners(loss, bandwidths=[1e15], latencies=[1e-9], compute=compute)
+    drawn = [vsim.timeline(history, math.inf, compute.drawn(draw)).seconds[-1] for draw in range(32)]
+    (own,) = found.times["all"].values()
+    assert own[0].item() == pytest.approx(np.sort(drawn)[16], rel=1e-6) and np.std(drawn) > 0.5

@@ -99,26 +99,28 @@ def _of_transformers(trainer: Any) -> dict[str, Any]:
         }
     )
     loader, pieces = trainer.get_train_dataloader(), args.gradient_accumulation_steps
+    incomplete = pieces > 1 and args.dataloader_drop_last and len(loader) % pieces  # a step there, none in vsim
+    _reject({f"gradient_accumulation_steps={pieces} with an incomplete step in an epoch": incomplete})
     steps = args.max_steps if args.max_steps > 0 else int(-(-args.num_train_epochs * _steps(loader, pieces) // 1))
     names = ("optimizer", "lr_scheduler", "_created_lr_scheduler")
     before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
     try:
         trainer.create_optimizer_and_scheduler(num_training_steps=steps)
-        defaults = _defaults(trainer.optimizer, trainer.model, "", trainer.lr_scheduler, steps)
+        defaults = _defaults(trainer.optimizer, trainer.model, "model.", trainer.lr_scheduler, steps)
     finally:
         for name, value in before.items():
             setattr(trainer, name, value)
     val = None if trainer.eval_dataset is None else trainer.get_eval_dataloader().dataset
     return {
-        "model": trainer.model,
+        "model": _Accumulated(trainer),
         "train_dataset": loader.dataset,
         "val_dataset": val,
-        "batch_size": args.train_batch_size * pieces,  # at once, because the loss is the mean over all of its tokens
+        "batch_size": args.train_batch_size * pieces,
         "shuffle": order == "random",
         "max_steps": steps,
         "seed": args.seed,
         "autocast": bool(args.bf16),
-        "dataloader_kwargs": _loading(loader, _AsDict(loader.collate_fn)),
+        "dataloader_kwargs": _loading(loader, _AsDict(loader.collate_fn), args.dataloader_drop_last),
         "strategy_defaults": defaults | ({"max_norm": args.max_grad_norm} if args.max_grad_norm else {}),
     }
 
@@ -157,8 +159,8 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
             f"training data of type {type(train).__name__}": not isinstance(train, torch.utils.data.DataLoader),
             f"the sampler {type(sampler).__name__}": not isinstance(sampler, RandomSampler | SequentialSampler),
             "several validation loaders": isinstance(val, list | tuple),
-            f"accumulate_grad_batches={accumulated}, which does not divide the batches of an epoch": accumulated > 1
-            and len(train) % accumulated,
+            f"accumulate_grad_batches={accumulated} with an incomplete step in an epoch": accumulated > 1
+            and (len(train) % accumulated or (len(train.dataset) % train.batch_size and not train.drop_last)),
         }
     )
     optimizer, scheduling = _only_optimizer(module.configure_optimizers())
@@ -178,7 +180,7 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
         "max_steps": steps,
         "seed": int(os.environ.get("PL_GLOBAL_SEED", 42)),
         "autocast": trainer.precision == "bf16-mixed",
-        "dataloader_kwargs": _loading(train, collate),
+        "dataloader_kwargs": _loading(train, collate, train.drop_last),
         "strategy_defaults": defaults | ({"max_norm": clip} if clip else {}),
     }
 
@@ -191,6 +193,33 @@ class _AsDict:
 
     def __call__(self, samples: Any) -> dict[str, Any]:
         return dict(self.collate(samples))
+
+
+class _Accumulated(nn.Module):
+    """A model of transformers, whose loss in training is that of all accumulated pieces, as its Trainer computes it.
+
+    The Trainer tells models that take it the number of labels of all pieces, by which they divide; of other models it
+    takes the mean over the pieces. In validation the loss is the model's own.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self.model, self.size = trainer.model, trainer.args.train_batch_size
+        self.counts = bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+        self.shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        if not self.training:
+            return self.model(**batch)
+        more: dict[str, Tensor] = {}
+        if self.counts and "labels" in batch:
+            labels = batch["labels"][..., 1:] if self.shifts else batch["labels"]
+            more = {"num_items_in_batch": batch.get("shift_labels", labels).ne(-100).sum()}
+        starts = range(0, len(next(iter(batch.values()))), self.size)
+        pieces = [{name: value[start : start + self.size] for name, value in batch.items()} for start in starts]
+        outputs = [self.model(**piece, **more) for piece in pieces]
+        losses = [one["loss"] if isinstance(one, Mapping) else one[0] for one in outputs]
+        return sum(losses) / (1 if more else len(losses))
 
 
 class _TrainingStep(nn.Module):
@@ -227,8 +256,8 @@ def _steps(loader: Any, pieces: int) -> int:
     return max(1, -(-len(loader) // pieces))
 
 
-def _loading(loader: Any, collate: Any) -> dict[str, Any]:
-    own = {"collate_fn": collate, "num_workers": loader.num_workers, "drop_last": loader.drop_last}
+def _loading(loader: Any, collate: Any, drop_last: bool) -> dict[str, Any]:
+    own = {"collate_fn": collate, "num_workers": loader.num_workers, "drop_last": drop_last}
     return {name: value for name, value in own.items() if value}
 
 

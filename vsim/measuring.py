@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
@@ -285,27 +284,23 @@ def calibrated(fields: Mapping[str, Any], sums: Sequence[Mapping[str, float]]) -
 
 
 def load_step(text: str) -> tuple[nn.Module, Step]:
-    """Return the model and the step that FILE.py:FUNCTION, or MODULE:FUNCTION, makes.
+    """Return the model and the step that FILE.py:FUNCTION makes.
 
     Raises:
-        OSError, ImportError: there is no such file or module. ValueError, TypeError: it has no such function, or the
-            function does not return a model and a function that trains it by one step.
+        OSError: there is no such file. ValueError, TypeError: it has no such function, or the function does not return
+            a model and a function that trains it by one step.
     """
     place, _, name = a_text("--step", text).rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError(f"--step must be FILE.py:FUNCTION or MODULE:FUNCTION, got {text!r}")
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise FileNotFoundError(f"--step {place}: no such file")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
+    path = Path(place)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise ValueError(f"--step must be FILE.py:FUNCTION, got {text!r}")
+    if not path.is_file():
+        raise FileNotFoundError(f"--step {place}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
+    spec.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):
         raise ValueError(f"--step {text}: {place} has no function {name!r}")

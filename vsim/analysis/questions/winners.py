@@ -30,7 +30,7 @@ from vsim.history.reached import Crossing
 from vsim.network import Compute, Network
 from vsim.network.links import bits_per_second, delay, rate
 from vsim.network.links import seconds as delay_of
-from vsim.network.timeline import duration, seconds_on
+from vsim.network.timeline import duration, median_draw, seconds_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ def winners(
         loss: the target. A strategy's time is the mean over its seeds, all of which must reach the loss.
         bandwidths: in bit/s or as text; default: 1 Mbit/s to 100 Gbit/s.
         latencies: in seconds or as text; default: 0.1 ms to 1 s.
-        compute: see `vsim.timeline`; default: the comparison's.
+        compute: see `vsim.timeline`; default: the comparison's. If it varies, each run takes its median draw of 32.
         collective: the algorithm of collectives, see `Network`; default: that of the comparison's network. The line of
             a server, too, is that of the comparison's network.
         stays: see `steps_to`.
@@ -79,7 +79,8 @@ def winners(
         """Return the three costs (3, L, B) of a run in a `Race`, in seconds."""
         known = at.step if math.isnan(at.formed) else at.formed
         steps = [run.history.last("step") if math.isnan(step) else step for step in (at.step, known, at.first, might)]
-        reached, of_formed, first, least = seconds_on(run.ledger, *grid, node, [*map(int, steps)]).T
+        own = median_draw(run.ledger, node)
+        reached, of_formed, first, least = seconds_on(run.ledger, *grid, own, [*map(int, steps)]).T
         if math.isnan(at.step):
             reached = first = np.full_like(least, math.inf)
             least = reached if math.isnan(might) else least
