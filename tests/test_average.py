@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vsim.cli import parse_strategy
+from vsim.core.average import robust
 from vsim.models import GPT
 from vsim.strategy import (
     AsyncDiLoCoStrategy,
@@ -54,7 +55,6 @@ from vsim.strategy.average import (
     Median,
     TrimmedMean,
     average_of,
-    robust,
 )
 
 Rows = NDArray[np.float64]

@@ -277,7 +277,7 @@ def test_save_dir_alone_is_a_checkpoint_at_the_end(tmp_path: Path) -> None:
 def test_a_file_says_all_without_running_anything(tmp_path: Path) -> None:
     trainer = fit(diloco3(), max_steps=7, save_dir=tmp_path)
     checkpoint = load_checkpoint(tmp_path)
-    assert repr(checkpoint).startswith("Checkpoint(step 7, 3 nodes, vsim.algorithms.diloco.DiLoCoStrategy from ")
+    assert repr(checkpoint).startswith("Checkpoint(step 7, 3 nodes, vsim.DiLoCoStrategy from ")
     assert (checkpoint.step, checkpoint.num_nodes, checkpoint.held) == (7, 3, [3])
     assert torch.equal(checkpoint.weights, weights(trainer))
     assert len(checkpoint.history) == 8 and list(checkpoint.ledger) == list(trainer.ledger)

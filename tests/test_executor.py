@@ -293,7 +293,7 @@ def test_an_index_out_of_range_is_clamped_and_its_error_is_that_of_the_cpu(
     check, found = Objective.check_indices, list[str]()
     good = TensorDataset(*(t[:40] for t in lookups(odd).tensors))
     expected = said(lookups(odd)), said(good, lookups(odd))
-    for place in ("engine.objective", "core.run", "training.models_measured"):
+    for place in ("engine.objective", "core.run", "runs.models_measured"):
         monkeypatch.setattr(f"vsim.{place}.is_off_cpu", lambda batch: True)
     monkeypatch.setattr(Objective, "check_indices", checked)
     assert (said(lookups(odd)), said(good, lookups(odd))) == expected and found

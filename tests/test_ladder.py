@@ -36,7 +36,7 @@ from vsim.strategy import (
     StreamingDiLoCoStrategy,
 )
 
-vsim_ladder = importlib.import_module("vsim.ladder")  # vsim.ladder is the function
+vsim_ladder = importlib.import_module("vsim.scale.ladder")  # vsim.ladder is the function
 SIZES, SEEDS = [2, 4, 8, 16], [1, 2]
 STRATEGIES = {
     "AllReduce": SimpleReduceStrategy(lr=1e-2),

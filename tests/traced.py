@@ -78,7 +78,7 @@ PLACES: list[tuple[str, Callable[..., Told], bool]] = [
     ("vsim.core.run:Run.__setattr__", set_in_run, True),
     ("vsim.runs.display:Display.show", shown, False),
     ("vsim.history.progress:Recorder._advance", lambda r, n, _: [(r.history.ledger, f"shown {n}")], False),
-    ("vsim.compare:_lowest", rung, False),
+    ("vsim.search.compare:_lowest", rung, False),
     ("vsim.history.history:History.__init__", lambda history, *_: TRACKS.begin(history), True),
     ("vsim.history.history:History.append", row, False),
     ("vsim.history.history:History.amend", amended, False),

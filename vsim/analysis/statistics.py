@@ -102,10 +102,10 @@ def seeds_needed(differences: ArrayLike, level: float = 0.95) -> float:
 
     effect = mean / deviation
     # Start from the number for a normal distribution, which is a little too small.
-    normal = ((stats.norm.ppf((1 + level) / 2) + stats.norm.ppf(POWER)) / effect) ** 2
-    if normal > MOST_SEEDS:
+    root = float(stats.norm.ppf((1 + level) / 2) + stats.norm.ppf(POWER)) / effect
+    if root > math.sqrt(MOST_SEEDS):
         return math.inf
-    seeds = max(2, math.ceil(normal))
+    seeds = max(2, math.ceil(root**2))
     while power(effect, seeds, level) < POWER:
         seeds += 1
     return seeds
