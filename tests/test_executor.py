@@ -141,7 +141,7 @@ def test_on_an_accelerator_pieces_follow_from_free_memory(monkeypatch: pytest.Mo
         of_node[size] = memory.node_bytes(whole, [t[0] for t in batch_of(task, 5, size)]) + weights[0].nbytes
     assert of_node[4] > of_node[2]
     room = 2.5 * memory._ALLOWANCE * of_node[4]  # for two nodes with four examples
-    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
     # In its first step a run keeps room for the state of the optimizer.
     free = memory._WORKSPACES + 2 * weights.nbytes + room
     monkeypatch.setattr(vmap, "available_bytes", lambda device: free)

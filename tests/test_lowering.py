@@ -265,7 +265,7 @@ def test_an_operation_agrees_with_the_loop(
     name: str, num_nodes: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_cpu:  # the forms of an accelerator
-        monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+        monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
     assert_agrees(OPERATIONS[name], [torch.randn(num_nodes, 5, 6, generator=torch.Generator().manual_seed(1))])
 
 
@@ -311,7 +311,7 @@ def test_autocast_casts_an_operation_as_in_the_loop(name: str, form: str, monkey
         return
     for kind in (LoopExecutor, VmapExecutor):
         if kind is VmapExecutor and form == "of an accelerator":
-            monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+            monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
         executor = make(kind, model, 3, autocast=True)
         losses.append(executor.losses_and_grads([EXAMPLES]))
         gradients.append(executor.replicas.grads)
@@ -324,7 +324,7 @@ def test_autocast_casts_an_operation_as_in_the_loop(name: str, form: str, monkey
 
 @pytest.mark.parametrize("name", sorted(FLOAT32_ON_ACCELERATORS - {"transformer layer"}))
 def test_autocast_normalizes_in_float32_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
     model, dtypes = noting(OPERATIONS[name])
     make(VmapExecutor, model, 3, autocast=True).losses_and_grads([EXAMPLES])
     assert {*dtypes} == {torch.float32}  # the call that measures memory, of one node, leaves no note
@@ -356,7 +356,7 @@ def test_every_operation_of_torch_that_draws_is_known_as_one() -> None:
 def test_large_convolutions_run_node_by_node_on_an_accelerator(
     little: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
     monkeypatch.setattr(rules, "_LITTLE_WORK", little)
     images, labels = torch.randn(3, 2, 1, 8, 8), torch.zeros(3, 2, dtype=torch.long)
     ours = make(AutoExecutor, CNN((1, 8, 8), (4,), 5, seed=0), 3)

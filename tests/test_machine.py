@@ -105,7 +105,7 @@ def test_on_an_accelerator_nodes_are_not_cut_by_free_memory(monkeypatch: pytest.
         return group.executor.settings
 
     assert settings_of(deterministic=True) == Settings(deterministic=True)
-    monkeypatch.setattr(batched, "favors_loops", lambda device: False)
+    monkeypatch.setattr(batched, "is_cache_bound", lambda device: False)
     assert settings_of() == Settings()
     assert settings_of(deterministic=True) == Settings(deterministic=True, chunk_size=2)
     monkeypatch.setattr(vsim.runs.spec, "pick_device", lambda *_: CUDA)

@@ -45,7 +45,7 @@ from vsim.processes import (
     under_torchrun,
     world_rank,
 )
-from vsim.runs.callbacks import Relay, telling_exit, with_hooks
+from vsim.runs.callbacks import RemoteCallbacks, telling_exit, with_hooks
 from vsim.runs.clients import ClientModels
 from vsim.runs.elsewhere import each, for_elsewhere
 from vsim.runs.fit import fit, prepare, steps
@@ -392,7 +392,7 @@ class Trainer:
         options = options_of(spec, device, number)
         if spec.max_memory_usage is not None:
             spec = replace(spec, max_memory_usage=spec.max_memory_usage / options.most_on_a_device)
-        relay, outcomes = Relay(recorder, spec.callbacks), list[Outcome]()
+        relay, outcomes = RemoteCallbacks(recorder, spec.callbacks), list[Outcome]()
 
         def receive(_: int, message: Any) -> None:
             outcomes.append(message) if isinstance(message, Outcome) else relay(message)

@@ -29,17 +29,17 @@ class Sharing(Protocol):
     """What is asked here of a `Group`, which documents it."""
 
     requests: Requests
-    tolerant: bool
+    isolates_failures: bool
     raises_first: bool
     several: bool
     apart: str
-    trial_steps: int
+    rng_check_steps: int
 
 
 def leave(group: Sharing, run: Run, error: Exception) -> None:
     """End a run that has failed, so that the others continue; or raise the error.
 
-    | the error | group.tolerant | otherwise |
+    | the error | group.isolates_failures | otherwise |
     | --- | --- | --- |
     | may come of a request to stop | the run is cut: the others complete the step, and all can be resumed; raised after a second request, and with several processes | raised |
     | losses or weights that are not finite | the run ends, at the same time in all processes | raised |
@@ -50,7 +50,7 @@ def leave(group: Sharing, run: Run, error: Exception) -> None:
     `group.raises_first` holds while no run has made progress that would be lost.
     """  # noqa: E501
     if group.requests.explains(error):
-        if group.requests.insisted or not (group.tolerant and run.is_alone):
+        if group.requests.insisted or not (group.isolates_failures and run.is_alone):
             raise error
         warnings.warn(
             f"{run.spec.label}: interrupted {_when(run)}: {error!r}",
@@ -60,7 +60,7 @@ def leave(group: Sharing, run: Run, error: Exception) -> None:
         run.cut = True
         return
     nothing_lost = group.raises_first and (run.done == 0 or isinstance(error, CheckpointError))
-    if not group.tolerant or not (isinstance(error, Diverged) or (run.is_alone and not nothing_lost)):
+    if not group.isolates_failures or not (isinstance(error, Diverged) or (run.is_alone and not nothing_lost)):
         raise error
     run.error = error
 
@@ -90,7 +90,7 @@ class Guard(AbstractContextManager[None]):
         if error is None and self.before:
             who = f"{self.run.spec.label}: its strategy or a callback"
             check_draws(self.group, self.before, self.run, who)
-        if not isinstance(error, Exception) or not self.group.tolerant:
+        if not isinstance(error, Exception) or not self.group.isolates_failures:
             return False
         leave(self.group, self.run, error)
         return True
@@ -101,7 +101,7 @@ class Guard(AbstractContextManager[None]):
 
 def states_for_trial(group: Sharing, run: Run) -> dict[str, bytes]:
     """Return the states of the global random generators, if `run` is one of several and in its first steps."""
-    return fingerprints(run.cluster.weights.device) if group.trial_steps > 0 and group.several else {}
+    return fingerprints(run.cluster.weights.device) if group.rng_check_steps > 0 and group.several else {}
 
 
 def check_draws(group: Sharing, before: Mapping[str, bytes], run: Run, who: str) -> None:

@@ -16,7 +16,7 @@ from vsim.data.batches import Uneven
 from vsim.engine.executor import Executor, undone
 
 
-class FewRows:
+class SubsetExecutor:
     """Computes some of an executor's rows, as copies: rows whose batches have one size, or rows at other weights.
 
     Args:
@@ -97,8 +97,8 @@ class FewRows:
 
 def _computed(executor: Executor, rows: list[int], batch: Any, minibatch_size: int | None) -> Tensor:
     """Return the losses (n,) of an executor whose rows are copies of `rows`."""
-    executor.objective.callers = rows
+    executor.objective.node_of_row = rows
     try:
         return executor.losses_and_grads(batch, minibatch_size)
     finally:
-        executor.objective.callers = None
+        executor.objective.node_of_row = None

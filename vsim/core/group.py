@@ -24,7 +24,7 @@ from vsim.cluster.replicas import Replicas
 from vsim.core.algorithm import take_step
 from vsim.core.exchange import exchange
 from vsim.core.failing import Guard, Requests, all_leave, check_draws, leave, states_for_trial
-from vsim.core.few_rows import FewRows
+from vsim.core.few_rows import SubsetExecutor
 from vsim.core.run import Diverged, Run
 from vsim.data.batches import Uneven, of_rows
 from vsim.engine.executor import Executor
@@ -64,10 +64,11 @@ class Group(Generic[R]):
         minibatch_size: the examples per node whose gradients are computed at once; None: the whole batch.
         several: whether runs of this and other groups train together, and share the global random generators.
         apart: what a user may do, other than to draw from nodes' generators, if runs would share draws.
-        tolerant: whether the other runs continue when a run fails; if False, the error is raised.
-        raises_first: whether an error in a run's first step is raised even if `tolerant`, because no progress is lost.
-        trial_steps: the number of coming steps in which draws from global random generators and undeclared state are
-            detected; the act `CheckDeclared` counts them down.
+        isolates_failures: whether the other runs continue when a run fails; if False, the error is raised.
+        raises_first: whether an error in a run's first step is raised even if `isolates_failures`, as no progress is
+            lost.
+        rng_check_steps: the number of coming steps in which draws from global random generators and undeclared state
+            are detected; the act `CheckDeclared` counts them down.
         present: the runs whose rows are computed, in the order of their rows; a run that ends stays until rows move.
         executor: computes the losses and gradients of the present rows.
         few: computes some of the present rows, if nodes have batches of different sizes.
@@ -85,11 +86,11 @@ class Group(Generic[R]):
     minibatch_size: int | None = None
     several: bool = False
     apart: str = "give together=False, or "
-    tolerant: bool = False
+    isolates_failures: bool = False
     raises_first: bool = True
-    trial_steps: int = 2
+    rng_check_steps: int = 2
     executor: Executor = field(init=False)
-    few: FewRows = field(init=False)
+    few: SubsetExecutor = field(init=False)
     present: list[R] = field(default_factory=list)
     batches: Iterator[tuple[int, Any]] = field(default_factory=lambda: iter(()))
     batch: Any = None
@@ -98,7 +99,7 @@ class Group(Generic[R]):
     _executors: dict[int, tuple[Executor, bool]] = field(default_factory=dict)  # by number of rows; with `is_small`
 
     def __post_init__(self) -> None:
-        self.few = FewRows(self.whole, self.make)
+        self.few = SubsetExecutor(self.whole, self.make)
         self.steps = train(self)
         for run in self.runs:
             run.group = self

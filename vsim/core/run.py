@@ -145,7 +145,7 @@ class Run:
             ValueError: with `deterministic=True`, the model draws from `random` or `numpy.random`, which no node owns.
         """
         device = self.cluster.weights.device
-        before = fingerprints(device) if self.spec.deterministic and self.group.trial_steps > 0 else {}
+        before = fingerprints(device) if self.spec.deterministic and self.group.rng_check_steps > 0 else {}
         yield
         now = fingerprints(device) if before else {}
         if found := [name for name in ("random", "numpy.random") if before.get(name) != now.get(name)]:

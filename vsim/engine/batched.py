@@ -32,7 +32,7 @@ class NodesDifferError(VmapError):
     """The model's Python code reads a value that differs between nodes, so that nodes may take different branches."""
 
 
-def favors_loops(device: torch.device) -> bool:
+def is_cache_bound(device: torch.device) -> bool:
     """Return whether a device is fastest with a few nodes at once, as a CPU is, because of its caches.
 
     On an accelerator, the launch of a kernel takes longer than the arithmetic of a small node, so a step should launch
@@ -156,7 +156,7 @@ def dropout(
     """
     if p == 1.0:
         return x * torch.zeros_like(x)
-    if not (whole_features or inplace or favors_loops(x.device)):  # CUDA's kernel for dropout draws other numbers
+    if not (whole_features or inplace or is_cache_bound(x.device)):  # CUDA's kernel for dropout draws other numbers
         ones = torch.ones_like(x[0])
         return x * (_stack([_dropped(ones, p, stream) for stream in streams]) != 0) * (1 / (1 - p))
     features = (*x.shape[:3], *[1] * (x.dim() - 3))  # one number is drawn for each example and channel
@@ -306,7 +306,7 @@ embedding: Callable[..., Tensor] = _Embedding.apply
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
     """GELU of x (K, …); `approximate`: see F.gelu."""
-    out: Tensor = _Gelu.apply(x, approximate) if favors_loops(x.device) else F.gelu(x, approximate=approximate)
+    out: Tensor = _Gelu.apply(x, approximate) if is_cache_bound(x.device) else F.gelu(x, approximate=approximate)
     return out
 
 

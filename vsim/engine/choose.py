@@ -75,7 +75,7 @@ class AutoExecutor(Executor):
     def _decide(self) -> None:
         fast: type[Executor] = CompiledExecutor if self.settings.compile else VmapExecutor
         one_at_a_time = VmapExecutor.nodes_at_once(self.replicas, self.settings) == 1
-        on_cpu = batched.favors_loops(self.replicas.weights.device)
+        on_cpu = batched.is_cache_bound(self.replicas.weights.device)
         if self.settings.deterministic and on_cpu:
             self.decision.kind, self.decision.why = LoopExecutor, "deterministic=True"
         elif self.asked == "auto" and fast is VmapExecutor and one_at_a_time:

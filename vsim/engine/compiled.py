@@ -106,7 +106,11 @@ class CompiledExecutor(VmapExecutor):
                 module.register_forward_hook(_without_gradient_of_padding)
 
         def of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            with self._precision(), Casting() if self.casts else nullcontext(), self.objective.placed(own, buffers):
+            with (
+                self._precision(),
+                Casting() if self.casts else nullcontext(),
+                self.objective.with_tensors(own, buffers),
+            ):
                 return self.objective(batch, False)[0]
 
         def total(weights: Views, buffers: Views, batch: Any, share: Tensor | None) -> tuple[Tensor, Tensor]:

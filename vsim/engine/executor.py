@@ -165,7 +165,7 @@ class Executor(ABC):
         buffers = {name: b[0].clone() for name, b in node.buffers.items()}
         objective, stream = self.objective.of_row(0).copied(), torch.Generator(device)
         stream.set_state((*self.generators, default_generator(device))[0].get_state())
-        placed = objective.placed(weights, buffers)
+        placed = objective.with_tensors(weights, buffers)
         untouched = self.objective.untouched()
         with (
             unwatched(),
@@ -388,7 +388,7 @@ class Executor(ABC):
         views = self.replicas.views(weights)
         parameters = {name: aligned(w).detach().requires_grad_(requires_grad) for name, w in views.items()}
         own_buffers = {name: b.clone() for name, b in buffers.items()}
-        with drawing_from(stream), self._precision(), objective.placed(parameters, own_buffers):
+        with drawing_from(stream), self._precision(), objective.with_tensors(parameters, own_buffers):
             yield
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -53,7 +53,7 @@ class LoopExecutor(Executor):
                 parameters = dict(zip(self.names, node.leaves, strict=True))
                 # Keep the context until the gradients are computed, because checkpointed parts of the model run again.
                 stream = self.generators[number]
-                with drawing_from(stream) as before, objective.placed(parameters, node.buffers):
+                with drawing_from(stream) as before, objective.with_tensors(parameters, node.buffers):
                     self.settings.undrawn.setdefault(stream, before)
                     with self._precision():
                         loss = self._loss(objective, own_batch)

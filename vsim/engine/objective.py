@@ -66,7 +66,7 @@ class Objective(nn.Module):
 
     Attributes:
         originals: the user's models, of which this model is a copy.
-        callers: callers[i] is the node of row i; None: row k is the row of node k.
+        node_of_row: the node of each row; None if row k is the row of node k.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Objective(nn.Module):
         self.loss_fn = loss_fn
         self.accuracy = accuracy
         self.originals: tuple[nn.Module, ...] = ()
-        self.callers: Sequence[int] | None = None
-        self.places = Places(model)
+        self.node_of_row: Sequence[int] | None = None
+        self.places = TensorSlots(model)
         self._arguments = _arguments_of(model)  # not a cached property, which the compiler cannot trace
         self._of_nodes: dict[int, Objective] = {}  # copies of all nodes but the first
         self._at_first: Objective | None = None  # the source of these copies
@@ -112,7 +112,7 @@ class Objective(nn.Module):
 
     def of_row(self, row: int) -> Objective:
         """Return the objective that computes a row: this objective or, after `separate`, the copy of the row's node."""
-        node = row if self.callers is None else self.callers[row]
+        node = row if self.node_of_row is None else self.node_of_row[row]
         if self._at_first is None or node == 0:
             return self
         if node not in self._of_nodes:
@@ -305,7 +305,7 @@ class Objective(nn.Module):
     # One call
 
     @contextmanager
-    def placed(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    def with_tensors(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
         """Put one node's tensors in the model for a block; then copy values assigned to buffers into the buffers."""
         before = self.places.put({**parameters, **buffers})
         try:
@@ -353,7 +353,7 @@ class Objective(nn.Module):
         memo: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors if isinstance(t, Tensor)}
         own = Objective(*copy.deepcopy((self.model, self.loss_fn), memo))
         parameters, buffers = ({n: t.detach().cpu() for n, t in named.items()} for named in (parameters, buffers))
-        with preserved(), unwatched(), torch.no_grad(), own.placed(parameters, buffers):
+        with preserved(), unwatched(), torch.no_grad(), own.with_tensors(parameters, buffers):
             try:
                 own(tree_map(lambda t: t.cpu(), batch), False)
             except IndexError:
@@ -494,7 +494,7 @@ def _counts_of_user(accuracy: Accuracy, outputs: Any, targets: Any, batch: Any) 
     return _counts(share, batch)
 
 
-class Places:
+class TensorSlots:
     """The places of a model's tensors in its modules' tables; `put` replaces the tensors.
 
     Does the same as torch.func.functional_call, but searches the modules once instead of at every call.

@@ -413,7 +413,7 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     lowered = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32
-    if lowered and not batched.favors_loops(x.device):  # as autocast does, except on the CPU
+    if lowered and not batched.is_cache_bound(x.device):  # as autocast does, except on the CPU
         (x, weight, bias), lowered = (cast(t, torch.float32) for t in (x, weight, bias)), False
     if lowered or x.is_complex() or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return NotImplemented
@@ -512,7 +512,7 @@ def _is_better_as_groups(x: Tensor, weight: Tensor, geometry: Any) -> bool:
     stride, *_ = geometry
     channels = weight.shape[1]
     outputs = x.numel() // x.shape[1] * weight.shape[0] // math.prod(stride)
-    if not batched.favors_loops(x.device):
+    if not batched.is_cache_bound(x.device):
         return outputs * weight[0].numel() < _LITTLE_WORK
     return channels == 1 or (channels >= 32 and outputs < 2**15)
 

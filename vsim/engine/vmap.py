@@ -97,7 +97,7 @@ class VmapExecutor(Executor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at_once = self.nodes_at_once(self.replicas, self.settings)
-        on_accelerator = not batched.favors_loops(self.replicas.weights.device)
+        on_accelerator = not batched.is_cache_bound(self.replicas.weights.device)
         self._fits_memory = self._cuts_by_batch = on_accelerator and self.settings.chunk_size is None
         self._pieces_of: dict[Any, list[slice]] = {}  # shapes of a batch → pieces
         self._rows_of: dict[Any, int] = {}  # shapes of a batch → rows that are evaluated at once
@@ -130,7 +130,7 @@ class VmapExecutor(Executor):
             ValueError: the embedding tables are too large for the device.
         """
         most = replicas.num_held
-        if batched.favors_loops(replicas.weights.device):
+        if batched.is_cache_bound(replicas.weights.device):
             most = max(1, WEIGHTS_AT_ONCE // replicas.num_parameters)
         wanted = min(replicas.num_held, settings.chunk_size or most)
         fitting = tables_at_once(replicas) if replicas.weights.device.type == "mps" else wanted
@@ -272,7 +272,7 @@ class VmapExecutor(Executor):
             raise VmapError(_explain_vmap_failure(ValueError("a module's hook on gradients would never be called")))
 
         def loss_of_node(own: Views, buffers: Views, batch: Any) -> Tensor:
-            with self.objective.placed(own, buffers):
+            with self.objective.with_tensors(own, buffers):
                 return self.objective(batch, False)[0]
 
         parts = (piece.leaves, piece.buffers, batch)
@@ -283,7 +283,7 @@ class VmapExecutor(Executor):
         self, objective: Objective, weights: Tensor, buffers: Views, batch: Any, stream: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
         def outcome_of_node(own: Views, buffers: Views, batch: Any) -> tuple[Tensor, ...]:
-            with objective.placed(own, buffers):
+            with objective.with_tensors(own, buffers):
                 return tuple(x for x in objective(batch, True) if x is not None)
 
         outcomes = []

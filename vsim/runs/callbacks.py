@@ -336,7 +336,7 @@ def with_hooks(spec: RunSpec) -> list[Any]:
     return callbacks
 
 
-class Relay:
+class RemoteCallbacks:
     """Passes a run's reports from other processes to its record and callbacks in this process.
 
     Args:

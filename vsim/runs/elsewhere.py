@@ -2,7 +2,7 @@
 
     this process                              the processes that train, of which the first sends
     Trainer.fit, train_elsewhere       ──►    options of the runs, without what works here
-    Relay, Display                     ◄──    (number of a run, its `StepReport` or `Outcome`), …
+    RemoteCallbacks, Display                     ◄──    (number of a run, its `StepReport` or `Outcome`), …
 
 Under torchrun every process is both: it trains, and receives from itself.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from vsim.cluster.state import CheckpointError
 from vsim.history.history import History
-from vsim.runs.callbacks import Relay
+from vsim.runs.callbacks import RemoteCallbacks
 from vsim.runs.display import Display
 from vsim.runs.interrupt import Interrupted
 from vsim.runs.outcome import Outcome
@@ -36,7 +36,7 @@ def train_elsewhere(race: Race, launch: Callable[[Race, Receive], object]) -> No
     Args:
         launch: called with the race to train there, and what receives the first process's messages here.
     """
-    relays = [Relay(run.recorder, run.spec.callbacks) for run in race.runs]
+    relays = [RemoteCallbacks(run.recorder, run.spec.callbacks) for run in race.runs]
     with Display(race.runs, race.progress, race.title) as display, ExitStack() as ending:
         for run in race.runs:
             ending.push(partial(finish, run))
@@ -84,7 +84,7 @@ def each(receive: Receive) -> Messages:
     return receive_all
 
 
-def for_elsewhere(spec: RunSpec, relay: Relay) -> RunSpec:
+def for_elsewhere(spec: RunSpec, relay: RemoteCallbacks) -> RunSpec:
     """Return a run's options for the processes that train it: without loggers and hooks, which stay in this process."""
     spec = replace(spec, callbacks=relay.remote, train_loss_hook=None, eval_loss_hook=None)
     return replace(spec, logger=None, run_name=None, wandb_project=None, log_x_axis="step", log_interval=1)

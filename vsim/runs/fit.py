@@ -196,7 +196,7 @@ def release(groups: Sequence[Group[TrackedRun]]) -> None:
     for group in groups:
         for run in group.runs:
             if run.presence.data_states is None:
-                run.keeping.left_states = global_states(run.cluster.weights.device)
+                run.keeping.final_rng_states = global_states(run.cluster.weights.device)
             run.release_clients()
             run.cluster.gradient_at = None  # it refers to the group, whose memory would stay in use
         group.batches = iter(())  # ends the worker processes of a DataLoader

@@ -199,7 +199,7 @@ class Race:
         """Set up runs of which an error ends only one, unless it comes before any run has made progress."""
         groups = prepare(runs, self.device, self.interrupt, connect=self.processes.connect)
         for group in groups:
-            group.tolerant, group.apart = True, "" if self.rungs else group.apart
+            group.isolates_failures, group.apart = True, "" if self.rungs else group.apart
             group.raises_first = not any(run.has_begun for run in self.runs if run not in runs)
         return groups
 

@@ -97,7 +97,7 @@ def build(
     executor = executor or executor_of(runs[0].spec.executor)
     groups = [_group(own, executor, device, interrupt) for own in _grouped(runs)]
     for group in groups:
-        group.several = group.tolerant = len(runs) > 1
+        group.several = group.isolates_failures = len(runs) > 1
     return groups
 
 
@@ -204,7 +204,7 @@ def _group(
     objective.originals = tuple(run.spec.model for run in runs)
     objective.begin()
     # A deterministic run on an accelerator computes all nodes at once, because pieces would depend on free memory.
-    repeats = spec.deterministic and not batched.favors_loops(device)
+    repeats = spec.deterministic and not batched.is_cache_bound(device)
     chunk_size = spec.chunk_size or (whole.num_held if repeats else None)
     settings = Settings(
         spec.autocast, spec.deterministic, chunk_size, spec.compile, runs[0].presence.collectives.position

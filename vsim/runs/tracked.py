@@ -76,12 +76,12 @@ class Recording:
     Attributes:
         row: the history's row of the last step.
         has_sent: whether nodes have communicated in the last step.
-        known_events: the number of events in the ledger that are reported.
+        events_reported: the number of events in the ledger that are reported.
     """
 
     row: Mapping[str, float] = field(default_factory=dict)
     has_sent: bool = False
-    known_events: int = 0
+    events_reported: int = 0
 
 
 @dataclass(eq=False)
@@ -92,13 +92,13 @@ class Keeping:
         lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
         settings: the settings that must be equal in a resumed run, once known; see `vsim.history.describe`.
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
-        left_states: the states of the process's random generators after training.
+        final_rng_states: the states of the process's random generators after training.
     """
 
     lasting: list[Lasting] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     undeclared: Contents = field(default_factory=dict)
-    left_states: dict[str, Any] | None = None
+    final_rng_states: dict[str, Any] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -227,7 +227,7 @@ class TrackedRun(Run):
         return saving is not None and saving.wanted and (self.is_over or _every(saving.interval, self.done))
 
     @property
-    def is_to_be_moved(self) -> bool:
+    def must_be_serializable(self) -> bool:
         """Whether the run's state must be savable or movable, as the run is saved, or its nodes come and go."""
         return self.presence.plan is not None or (self.spec.saving is not None and self.spec.saving.wanted)
 
@@ -237,7 +237,9 @@ class TrackedRun(Run):
         if self.presence.data_states is not None:
             return self.presence.data_states.states
         return (
-            global_states(self.cluster.weights.device) if self.keeping.left_states is None else self.keeping.left_states
+            global_states(self.cluster.weights.device)
+            if self.keeping.final_rng_states is None
+            else self.keeping.final_rng_states
         )
 
     @property

@@ -26,7 +26,7 @@ from vsim.algorithms.asynchronous import AsynchronousStrategy
 from vsim.arguments import retold
 from vsim.cluster.frozen import clear_gradients, skipping
 from vsim.core.failing import Guard
-from vsim.core.few_rows import FewRows
+from vsim.core.few_rows import SubsetExecutor
 from vsim.core.group import Step
 from vsim.data.batches import Batches, one_in_memory, sizes_of
 from vsim.engine import Executor
@@ -57,7 +57,7 @@ class Workers:
         minibatch_size: examples per node at once; None: the whole batch.
     """
 
-    def __init__(self, run: TrackedRun, engine: Executor, few: FewRows, minibatch_size: int | None) -> None:
+    def __init__(self, run: TrackedRun, engine: Executor, few: SubsetExecutor, minibatch_size: int | None) -> None:
         strategy, batches = run.strategy, run.presence.batches
         assert isinstance(strategy, AsynchronousStrategy) and isinstance(batches, Batches)
         self.run, self.strategy, self.engine, self.minibatch_size = run, strategy, engine, minibatch_size

@@ -69,7 +69,11 @@ def at(
             ledger = strategy.dry_run(bare, runs[0].history.num_nodes, most, runs[0].seed, clock)
         less = [run.measured_less or times_less(comparison, run) for run in runs]
         found[name] = [
-            replace(run, history=run.history.with_ledger(ledger), measured_less=own if math.isfinite(own) else None)
+            replace(
+                run,
+                history=run.history.with_ledger(ledger),
+                measured_less=own if math.isfinite(own) else None,
+            )
             for run, own in zip(runs, less, strict=True)
         ]
     size = sum(p.numel() * p.element_size() for p in bare.parameters() if p.requires_grad)

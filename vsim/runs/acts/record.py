@@ -48,7 +48,7 @@ class Record:
             row |= {"tokens": run.tokens or math.nan, "train_loss": _mean_of_known(run.node_losses), "lr": run.lr}
             row |= {"payload_bytes": ledger.payload_bytes, "wire_bytes": ledger.wire_bytes, "seconds": run.seconds}
             row |= {"validation_seconds": run.measuring.seconds, "memory_bytes": memory, **own, **measured}
-            events, recording.known_events = ledger[recording.known_events :], len(ledger)
+            events, recording.events_reported = ledger[recording.events_reported :], len(ledger)
             report = StepReport(row, run.losses_of_all, events, *of_run, executor.reason)
             recording.has_sent = bool(run.spec.callbacks) and report.has_sent
         report.segment = ledger.attendance[-1] if ledger.attendance else None

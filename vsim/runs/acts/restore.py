@@ -24,6 +24,6 @@ class Resume:
                         resume(run, run.spec.start)
                     run.spec = replace(run.spec, start=None)  # free the checkpoint's memory
                 if not run.starts:
-                    run.recording.known_events = len(run.ledger)
+                    run.recording.events_reported = len(run.ledger)
             if len({run.done for run in group.runs}) > 1:
                 raise ValueError(f"runs that train together are at different steps: {[r.done for r in group.runs]}")

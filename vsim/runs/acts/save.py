@@ -30,10 +30,10 @@ class CheckDeclared:
 
     def __call__(self, moment: Moment) -> None:
         for group in moment.groups:
-            if group.trial_steps > 0:
+            if group.rng_check_steps > 0:
                 reached = [run for run in moment.training if run.group is group]
-                group.trial_steps -= bool(reached)
-                moment.each(self._check, [run for run in reached if run.is_to_be_moved])
+                group.rng_check_steps -= bool(reached)
+                moment.each(self._check, [run for run in reached if run.must_be_serializable])
 
     def _check(self, run: TrackedRun) -> None:
         with naming(run.spec.label if run.group.several else ""):
