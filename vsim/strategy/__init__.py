@@ -151,6 +151,7 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
         },
     ),
     "demo-paper": (DeMoStrategy, {"compression_decay": 0.999, "compression_topk": 32, "compression_chunk": 64}),
+    "demo-2": (DeMoStrategy, {"version": 2, "alpha": 0.2}),
 }
 
 # fmt: off
