@@ -5,6 +5,7 @@ from typing import Any
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.schedule import restarts
 from vsim.strategy import average
+from vsim.strategy.adapters import AdapterStrategy
 from vsim.strategy.afl import AFLStrategy
 from vsim.strategy.allreduce import SimpleReduceStrategy
 from vsim.strategy.alone import AloneStrategy
@@ -156,11 +157,11 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
 
 # fmt: off
 __all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "Algorithm", "AloneStrategy",
-    "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy", "Compressor",
-    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
-    "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy", "EDiTStrategy",
-    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
+    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "AdapterStrategy", "Algorithm",
+    "AloneStrategy", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy",
+    "Compressor", "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy",
+    "DecoupledDiLoCoStrategy", "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy",
+    "EDiTStrategy", "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
     "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
     "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "GroupAverage",
     "HierarchicalStrategy", "IndexSelector", "MuLoCoStrategy", "NoLoCoStrategy", "OptimSpec",
