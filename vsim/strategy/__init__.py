@@ -88,6 +88,7 @@ from vsim.strategy.slowmo import SlowMoStrategy
 from vsim.strategy.sparseloco import SparseLoCoStrategy
 from vsim.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from vsim.strategy.streaming import StreamingDiLoCoStrategy
+from vsim.strategy.weight_sync import WeightSyncStrategy
 from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
 
 edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
@@ -170,6 +171,6 @@ __all__ = [
     "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds",
     "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SparseLoCoStrategy",
     "StateAverage", "StatisticalQuantizer", "Strategy", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
-    "UniformQuantizer", "When", "algorithm", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso",
-    "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
+    "UniformQuantizer", "WeightSyncStrategy", "When", "algorithm", "centered_clip", "clip", "compress", "edit",
+    "geometric_median", "iso", "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
 ]
