@@ -32,7 +32,7 @@ STEPS, NODES, RTOL = 6, 4, 2e-3
 OPTIMIZER = OptimSpec("adamw", lr=1e-2, eps=1e-3)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(DCT|Tile|RandomBasis)TopK:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch itself, while compiling
 ]
 

@@ -23,7 +23,7 @@ from vsim.cluster.optim import OPTIMIZERS
 from vsim.strategy import Average, DiLoCoStrategy, HierarchicalStrategy, ScaffoldStrategy, Strategy
 from vsim.strategy.average import Edit
 
-pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile|RandomBasis)TopK:UserWarning")
 
 
 @pytest.fixture(autouse=True)

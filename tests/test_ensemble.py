@@ -299,7 +299,7 @@ def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
         assert re.search("nothing to read|must be shared weights, torch.float32", result[name].failure), name
 
 
-@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+@pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 @pytest.mark.parametrize(
     ("num_nodes", "seeds"),
     [(2, [7]), *(pytest.param(k, seeds, marks=pytest.mark.slow) for k, seeds in ((1, [7]), (5, [1, 2])))],
@@ -309,7 +309,7 @@ def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int])
     Beside(strategies, {}, examples, model, {"num_nodes": num_nodes}).check(seeds)
 
 
-@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+@pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 def test_without_deterministic_a_run_is_its_own_fit_up_to_rounding() -> None:
     strategies = {**SEVERAL, "demo": DeMoStrategy(lr=1e-4), "alone": Strategy(lr=1e-3)}
     for task in TASKS[1:]:

@@ -76,7 +76,7 @@ from vsim.strategy import (
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 12, "batch_size": 4, "progress": False, "val_interval": None}
 FEDAVG, FREE = FedAvgStrategy(H=2, lr=0.1), vsim.Network(float("inf"))
-pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK")
 
 
 def trained(strategy: Strategy, model: nn.Module | None = None, **options: Any) -> tuple[Tensor, vsim.Trainer]:

@@ -63,7 +63,7 @@ def test_parameters_are_the_layers_of_the_computation(size: int, layers: int) ->
 
 
 @common.every_row
-@pytest.mark.filterwarnings("ignore:DCTTopK")
+@pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK")
 def test_without_values_the_same_is_sent(row: common.Row) -> None:
     """As in the run; a share p of entries that are drawn is p of them, and islands are others after other draws."""
     run = common.run(row.make(), data=common.examples())

@@ -38,7 +38,7 @@ from vsim.strategy.communicate import all_gather, all_reduce, broadcast, send
 STEPS = 14
 
 # DeMo says which parameters cost more than they are.
-pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 
 
 # Strategies ----------------------------------------------------------------------------------------------------------

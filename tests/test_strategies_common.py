@@ -354,9 +354,20 @@ TABLE = [
             "compression_chunk": 8,
             "weight_decay": 0.5,
             "index_bytes": "packed",
+            "alpha": 0.5,
+            "transform": "none",
+            "update": "orthogonal",
+            "version": 2,
         },
         equal_after=ALWAYS,
         refuses="has no effect, for the step is by the sign",
+    ),
+    Row(
+        "DeMo, version 2",
+        DeMoStrategy,
+        {"version": 2, "alpha": 0.2, "transform": "random", "update": "orthogonal"},
+        every(1, "all_gather", "coefficients", 90 * 12),
+        equal_after=ALWAYS,
     ),
     # The hidden matrix 16×64 has rank 16 / 4 = 4: P has 64 entries, R 256. The other parameters have 1210 − 1024.
     Row(
@@ -572,7 +583,7 @@ TABLE = [
     ),
 ]
 # Of the biases here, whose few entries cost more with their indices than without: tests/test_demo.py has that.
-pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile)TopK:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|Tile|RandomBasis)TopK:UserWarning")
 every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 EACH = {
     row.cls: row for row in reversed(TABLE) if row.cls is not CommunicateOptimizeStrategy

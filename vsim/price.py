@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from vsim.arguments import a_list, countable, known_keywords, real_number, whole
 from vsim.cluster.ledger import BYTES_OF_A_STEP, Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
+from vsim.network.pipeline import Pipeline
 from vsim.shapes import naming_layers, without_values
 from vsim.strategy import Algorithm
 
@@ -33,6 +36,12 @@ def price(
     compute: Compute | float | str | None = None,
     bytes_per_parameter: int | None = None,
     seed: int = 42,
+    stages: int = 1,
+    microbatches: int = 1,
+    experts: int = 1,
+    tokens: int | None = None,
+    compression: float = 1.0,
+    within: Network | str | float | None = None,
 ) -> Timeline:
     """Return the timeline of a run without training it. Tensors have no values, so that 10¹² parameters cost nothing.
 
@@ -48,9 +57,18 @@ def price(
         num_nodes: K, up to 10⁶. max_steps: steps of the run. network, compute: see `timeline`.
         bytes_per_parameter: 1, 2, 4 or 8. Default: 4, or as in the model.
         seed: seed of random decisions that all nodes share, such as the draw of islands.
+        stages, microbatches, experts: each node is a pipeline of this many stages, through which its examples pass in
+            this many parts; each stage has this many machines, to which the tokens of every layer travel and back. See
+            `vsim.network.pipeline`. `compute` is then the time in which all machines of a node compute a step. Waits
+            inside a node count as waits, and `compute` of the timeline includes them. The ledger has only the messages
+            between nodes.
+        tokens: tokens of a node's step, batch · sequence. compression: how many times smaller activations travel; they
+            have `bytes_per_parameter`.
+        within: the network inside a node. Default: `network`.
 
     Raises:
-        TypeError: neither or both of parameters and model are given; network or compute is missing.
+        TypeError: neither or both of parameters and model are given; network or compute is missing; or stages or
+            experts lack tokens, or have a model of unknown width.
         ValueError: the strategy's messages depend on values (such as the union of entries that nodes nominate).
     """
     network, compute = Network.of(network), Compute.of(compute)
@@ -58,8 +76,26 @@ def price(
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
-    model = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
-    return timeline(_dry_run(strategy, model, num_nodes, max_steps, seed, compute), network, compute)
+    bare = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
+    ledger = _dry_run(strategy, bare, num_nodes, max_steps, seed, compute)
+    inside: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "experts": experts}
+    if all(value == 1 for value in inside.values()):
+        if tokens is not None or within is not None or compression != 1:
+            raise TypeError("tokens=, within= and compression= have no effect without stages= or experts=")
+        return timeline(ledger, network, compute)
+    if tokens is None:
+        raise TypeError("stages= and experts= take tokens=, those of a node's step: batch · sequence")
+    blocks = getattr(bare, "blocks", None)
+    if model is not None or blocks is None:
+        raise TypeError("stages= and experts= take parameters= of 20 million or more, which have the shapes of a GPT")
+    if within is None and network.num_nodes is not None:
+        raise TypeError(f"{network!r} has different links: give within=, the network inside a node")
+    width, size = len(bare.norm.weight), next(bare.parameters()).element_size()  # type: ignore[union-attr, arg-type]
+    pipeline = Pipeline(**inside, tokens=tokens, layers=len(blocks), width=width, bytes=size, compression=compression)
+    padded = pipeline.padded(compute, network if within is None else Network.of(within))
+    line, share = timeline(ledger, network, padded), compute.node_seconds.mean() / padded.node_seconds.mean()
+    computed = line.compute_seconds * share
+    return replace(line, compute_seconds=computed, stalls=line.stalls + line.compute_seconds - computed)
 
 
 @known_keywords

@@ -19,6 +19,7 @@ FAMILIES = {
     "local steps": "Nodes take H local steps between syncs.",
     "graphs": "Nodes send to their neighbours on a graph, and their weights differ.",
     "federated": "Clients hold their own data; in each round, a cohort of them meets at a server.",
+    "rollouts": "One node trains, and sends its weights to receivers that use them.",
     "asynchronous": "Workers have their own speeds, on [a virtual clock](asynchronous.md); give `compute=`.",
 }
 SOURCE = re.compile(r"(arXiv:|openreview\.net/forum\?id=)([\w.]+\w)")

@@ -597,6 +597,25 @@ class DeMo(Formula):
         return 12 * len(TENSORS)
 
 
+@dataclass(frozen=True)
+class DeMo2(DeMo):
+    """Peng et al. 2026: as `DeMo`, but δ_k ← β δ_k + (1 − β) g_k; δ_k ← δ_k − α DCT⁻¹(q_k); and no sign.
+
+    The mean of the q_k is over all nodes.
+    """
+
+    alpha: float = 0.25
+
+    def step(self, t: int, s: State, g: Array, choice: int = 0) -> None:
+        basis = np.eye(g.shape[1])
+        basis[:2, :2] = np.array([[1, 1], [1, -1]]) / np.sqrt(2)
+        coefficients = (self.decay * s["δ"] + (1 - self.decay) * g) @ basis.T
+        sent = np.where(largest(coefficients), coefficients, 0)
+        s["δ"] = (coefficients - self.alpha * sent) @ basis
+        step = sent.mean(0, keepdims=True) @ basis
+        s["θ"] = (1 - self.lr * self.weight_decay) * s["θ"] - self.lr * step
+
+
 def largest(rows: Array) -> NDArray[np.bool_]:
     """Where each row has its largest magnitude of each parameter."""
     kept = np.zeros(rows.shape, bool)

@@ -77,6 +77,11 @@ HISTORIES = {
         "DeMoStrategy(lr=0.25, compression_decay=0.5, compression_topk=1, weight_decay=0.125)",
         formulas.DeMo(0.25, decay=0.5, weight_decay=0.125),
     ),
+    "demo_2": Golden(
+        "DeMoStrategy(lr=0.25, compression_decay=0.5, compression_topk=1, weight_decay=0.125, alpha=0.25, "
+        "update='identity', version=2)",
+        formulas.DeMo2(0.25, decay=0.5, weight_decay=0.125),
+    ),
     "gpa": local("GPAStrategy", "mu_x=0.5, mu_y=0.75", formulas.GPA(0.25)),
     "fedadam": local("FedOptStrategy", "H=2", formulas.FedOpt(0.25, 2)),
     "fedyogi": local("FedOptStrategy", "H=2, outer_optim='yogi'", formulas.FedOpt(0.25, 2, "yogi")),

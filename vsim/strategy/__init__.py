@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vsim.algorithms.adapters import AdapterStrategy
 from vsim.algorithms.afl import AFLStrategy
 from vsim.algorithms.allreduce import SimpleReduceStrategy
 from vsim.algorithms.alone import AloneStrategy
@@ -65,6 +66,7 @@ from vsim.algorithms.sparseloco import SparseLoCoStrategy
 from vsim.algorithms.sparta import SPARTAStrategy
 from vsim.algorithms.sparta_diloco import SPARTADiLoCoStrategy
 from vsim.algorithms.streaming import StreamingDiLoCoStrategy
+from vsim.algorithms.weight_sync import WeightSyncStrategy
 from vsim.cluster.optim import OptimSpec
 from vsim.cluster.schedule import restarts
 from vsim.core import average
@@ -152,15 +154,16 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
         },
     ),
     "demo-paper": (DeMoStrategy, {"compression_decay": 0.999, "compression_topk": 32, "compression_chunk": 64}),
+    "demo-2": (DeMoStrategy, {"version": 2, "alpha": 0.2}),
 }
 
 # fmt: off
 __all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "Algorithm", "AloneStrategy",
-    "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy", "Compressor",
-    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
-    "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy", "EDiTStrategy",
-    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
+    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "AdapterStrategy", "Algorithm",
+    "AloneStrategy", "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy",
+    "Compressor", "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy",
+    "DecoupledDiLoCoStrategy", "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy",
+    "EDiTStrategy", "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
     "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
     "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "GroupAverage",
     "HierarchicalStrategy", "IndexSelector", "MuLoCoStrategy", "NoLoCoStrategy", "OptimSpec",
@@ -169,6 +172,6 @@ __all__ = [
     "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds",
     "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SparseLoCoStrategy",
     "StateAverage", "StatisticalQuantizer", "Strategy", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
-    "UniformQuantizer", "When", "algorithm", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso",
-    "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
+    "UniformQuantizer", "WeightSyncStrategy", "When", "algorithm", "centered_clip", "clip", "compress", "edit",
+    "geometric_median", "iso", "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
 ]

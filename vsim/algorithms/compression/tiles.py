@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from vsim_kernels import dct_tiles, idct_tiles, matrix_shape, scatter_mean, tile_shape, topk_entries
+from vsim_kernels import dct_tiles, idct_tiles, matrix_shape, scatter_mean, scatter_sum, tile_shape, topk_entries
 
 from vsim.algorithms.compression.quantizers import BlockQuantizer
 from vsim.arguments import one_of, whole_number
@@ -59,6 +59,8 @@ class TileTopK(Compressor):
 
     first: Tensor  # shared (V,): where the tile of each sent value starts, among all tiles' entries
     derived = ("first",)
+    subtracted = 1.0  # the share of a sent value that leaves the error; with less, part of the value is sent again
+    over_all_nodes = False  # whether the mean of an entry counts nodes that did not send the entry, with 0
 
     def __init__(
         self, topk: int = 64, chunk: int = 64, index_bytes: str = "packed", quantizer: BlockQuantizer | None = None
@@ -131,7 +133,9 @@ class TileTopK(Compressor):
         received = message[0] if self.quantizer is None else self.quantizer.decoded(message, sent, cluster)  # (K, V)
         all_index = all_index + self.first  # places among all tiles' entries
         nodes = slice(cluster.replicas.nodes.start, cluster.replicas.nodes.stop)
-        tiles.scatter_(1, all_index[nodes], sent - received[nodes])
+        tiles.scatter_(1, all_index[nodes], torch.sub(sent, received[nodes], alpha=self.subtracted))
+        if self.over_all_nodes:
+            return [scatter_sum(all_index, received, tiles.shape[1]).div_(len(received))]
         return [scatter_mean(all_index, received, tiles.shape[1])]
 
     def _by_group(self, tiles: Tensor) -> Sequence[Tensor]:
