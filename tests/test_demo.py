@@ -14,10 +14,11 @@ from separate import warmup_then_cosine
 from torch import Tensor, nn
 
 import vsim
+from vsim.algorithms import demo
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.private_torch import TorchDispatchMode
-from vsim.strategy import PRESETS, DeMoStrategy, demo
+from vsim.strategy import PRESETS, DeMoStrategy
 
 
 def side(n: int, chunk: int) -> int:
