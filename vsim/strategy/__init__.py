@@ -1,98 +1,105 @@
 """The strategies: how the nodes of a cluster train and communicate."""
 
-from typing import Any
+import types
+import typing
 
-from vsim.cluster.optim import OptimSpec
-from vsim.cluster.schedule import restarts
+from vsim.cluster.optim import OptimSpec as OptimSpec
+from vsim.cluster.schedule import restarts as restarts
 from vsim.strategy import average
-from vsim.strategy.afl import AFLStrategy
-from vsim.strategy.allreduce import SimpleReduceStrategy
-from vsim.strategy.alone import AloneStrategy
-from vsim.strategy.async_diloco import AsyncDiLoCoStrategy
-from vsim.strategy.asynchronous import AsynchronousStrategy
-from vsim.strategy.attack import Attack
-from vsim.strategy.average import (
-    RULES,
-    Average,
-    Rule,
-    centered_clip,
-    clip,
-    compress,
-    geometric_median,
-    iso,
-    krum,
-    mean,
-    median,
-    rda,
-    ties,
-    trimmed_mean,
-    tsv,
-)
-from vsim.strategy.base import Algorithm
-from vsim.strategy.compression import (
-    FP4,
-    QSGD,
-    Compressor,
-    DCTTopK,
-    PowerSGD,
-    RandomK,
-    ScaledSign,
-    SignVote,
-    StatisticalQuantizer,
-    TileTopK,
-    TopK,
-    UniformQuantizer,
-)
-from vsim.strategy.d2 import D2Strategy
-from vsim.strategy.decoupled import DecoupledDiLoCoStrategy
-from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy
-from vsim.strategy.demo import DeMoStrategy
-from vsim.strategy.desloc import DESLOCStrategy, StateAverage
-from vsim.strategy.diloco import DiLoCoStrategy
-from vsim.strategy.dion import DionStrategy
-from vsim.strategy.ditto import DittoStrategy
-from vsim.strategy.dpfedavg import DPFedAvgStrategy
-from vsim.strategy.eager import EagerDiLoCoStrategy
-from vsim.strategy.edit import EDiTStrategy
-from vsim.strategy.exact_diffusion import ExactDiffusionStrategy
-from vsim.strategy.fedavg import FedAvgStrategy
-from vsim.strategy.fedbn import FedBNStrategy
-from vsim.strategy.feddyn import FedDynStrategy
-from vsim.strategy.fednova import FedNovaStrategy
-from vsim.strategy.fedopt import FedAdagrad, FedAdam, FedOptStrategy, FedYogi
-from vsim.strategy.fedper import FedPerStrategy
-from vsim.strategy.fedprox import FedProxStrategy
-from vsim.strategy.fedrep import FedRepStrategy
-from vsim.strategy.fields import algorithm, state
-from vsim.strategy.gossip import GossipStrategy
-from vsim.strategy.gpa import GPAStrategy
-from vsim.strategy.gradient_tracking import GradientTrackingStrategy
-from vsim.strategy.graphs import RandomGraph
-from vsim.strategy.hierarchical import GroupAverage, HierarchicalStrategy
-from vsim.strategy.muloco import MuLoCoStrategy
-from vsim.strategy.noloco import NoLoCoStrategy
-from vsim.strategy.per_node import CommunicateOptimizeStrategy, Strategy
-from vsim.strategy.push_sum import PushSumStrategy
-from vsim.strategy.qfedavg import QFedAvgStrategy
-from vsim.strategy.quasi_global import QuasiGlobalMomentumStrategy
-from vsim.strategy.relay_sum import RelaySumStrategy
-from vsim.strategy.scaffold import ScaffoldStrategy
-from vsim.strategy.selectors import (
-    IndexSelector,
-    PartitionedIndexSelector,
-    RandomIndexSelector,
-    ShuffledSequentialIndexSelector,
-)
-from vsim.strategy.slowmo import SlowMoStrategy
-from vsim.strategy.sparseloco import SparseLoCoStrategy
-from vsim.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
-from vsim.strategy.streaming import StreamingDiLoCoStrategy
-from vsim.strategy.when import QSR, Every, PostLocal, Seconds, When
+from vsim.strategy.afl import AFLStrategy as AFLStrategy
+from vsim.strategy.allreduce import SimpleReduceStrategy as SimpleReduceStrategy
+from vsim.strategy.alone import AloneStrategy as AloneStrategy
+from vsim.strategy.async_diloco import AsyncDiLoCoStrategy as AsyncDiLoCoStrategy
+from vsim.strategy.asynchronous import AsynchronousStrategy as AsynchronousStrategy
+from vsim.strategy.attack import Attack as Attack
+from vsim.strategy.average import RULES as RULES
+from vsim.strategy.average import Average as Average
+from vsim.strategy.average import Rule as Rule
+from vsim.strategy.average import centered_clip as centered_clip
+from vsim.strategy.average import clip as clip
+from vsim.strategy.average import compress as compress
+from vsim.strategy.average import geometric_median as geometric_median
+from vsim.strategy.average import iso as iso
+from vsim.strategy.average import krum as krum
+from vsim.strategy.average import mean as mean
+from vsim.strategy.average import median as median
+from vsim.strategy.average import rda as rda
+from vsim.strategy.average import ties as ties
+from vsim.strategy.average import trimmed_mean as trimmed_mean
+from vsim.strategy.average import tsv as tsv
+from vsim.strategy.base import Algorithm as Algorithm
+from vsim.strategy.compression import FP4 as FP4
+from vsim.strategy.compression import QSGD as QSGD
+from vsim.strategy.compression import Compressor as Compressor
+from vsim.strategy.compression import DCTTopK as DCTTopK
+from vsim.strategy.compression import PowerSGD as PowerSGD
+from vsim.strategy.compression import RandomK as RandomK
+from vsim.strategy.compression import ScaledSign as ScaledSign
+from vsim.strategy.compression import SignVote as SignVote
+from vsim.strategy.compression import StatisticalQuantizer as StatisticalQuantizer
+from vsim.strategy.compression import TileTopK as TileTopK
+from vsim.strategy.compression import TopK as TopK
+from vsim.strategy.compression import UniformQuantizer as UniformQuantizer
+from vsim.strategy.d2 import D2Strategy as D2Strategy
+from vsim.strategy.decoupled import DecoupledDiLoCoStrategy as DecoupledDiLoCoStrategy
+from vsim.strategy.delayed_nesterov import DelayedNesterovStrategy as DelayedNesterovStrategy
+from vsim.strategy.demo import DeMoStrategy as DeMoStrategy
+from vsim.strategy.desloc import DESLOCStrategy as DESLOCStrategy
+from vsim.strategy.desloc import StateAverage as StateAverage
+from vsim.strategy.diloco import DiLoCoStrategy as DiLoCoStrategy
+from vsim.strategy.dion import DionStrategy as DionStrategy
+from vsim.strategy.ditto import DittoStrategy as DittoStrategy
+from vsim.strategy.dpfedavg import DPFedAvgStrategy as DPFedAvgStrategy
+from vsim.strategy.eager import EagerDiLoCoStrategy as EagerDiLoCoStrategy
+from vsim.strategy.edit import EDiTStrategy as EDiTStrategy
+from vsim.strategy.exact_diffusion import ExactDiffusionStrategy as ExactDiffusionStrategy
+from vsim.strategy.fedavg import FedAvgStrategy as FedAvgStrategy
+from vsim.strategy.fedbn import FedBNStrategy as FedBNStrategy
+from vsim.strategy.feddyn import FedDynStrategy as FedDynStrategy
+from vsim.strategy.fednova import FedNovaStrategy as FedNovaStrategy
+from vsim.strategy.fedopt import FedAdagrad as FedAdagrad
+from vsim.strategy.fedopt import FedAdam as FedAdam
+from vsim.strategy.fedopt import FedOptStrategy as FedOptStrategy
+from vsim.strategy.fedopt import FedYogi as FedYogi
+from vsim.strategy.fedper import FedPerStrategy as FedPerStrategy
+from vsim.strategy.fedprox import FedProxStrategy as FedProxStrategy
+from vsim.strategy.fedrep import FedRepStrategy as FedRepStrategy
+from vsim.strategy.fields import algorithm as algorithm
+from vsim.strategy.fields import state as state
+from vsim.strategy.gossip import GossipStrategy as GossipStrategy
+from vsim.strategy.gpa import GPAStrategy as GPAStrategy
+from vsim.strategy.gradient_tracking import GradientTrackingStrategy as GradientTrackingStrategy
+from vsim.strategy.graphs import RandomGraph as RandomGraph
+from vsim.strategy.hierarchical import GroupAverage as GroupAverage
+from vsim.strategy.hierarchical import HierarchicalStrategy as HierarchicalStrategy
+from vsim.strategy.muloco import MuLoCoStrategy as MuLoCoStrategy
+from vsim.strategy.noloco import NoLoCoStrategy as NoLoCoStrategy
+from vsim.strategy.per_node import CommunicateOptimizeStrategy as CommunicateOptimizeStrategy
+from vsim.strategy.per_node import Strategy as Strategy
+from vsim.strategy.push_sum import PushSumStrategy as PushSumStrategy
+from vsim.strategy.qfedavg import QFedAvgStrategy as QFedAvgStrategy
+from vsim.strategy.quasi_global import QuasiGlobalMomentumStrategy as QuasiGlobalMomentumStrategy
+from vsim.strategy.relay_sum import RelaySumStrategy as RelaySumStrategy
+from vsim.strategy.scaffold import ScaffoldStrategy as ScaffoldStrategy
+from vsim.strategy.selectors import IndexSelector as IndexSelector
+from vsim.strategy.selectors import PartitionedIndexSelector as PartitionedIndexSelector
+from vsim.strategy.selectors import RandomIndexSelector as RandomIndexSelector
+from vsim.strategy.selectors import ShuffledSequentialIndexSelector as ShuffledSequentialIndexSelector
+from vsim.strategy.slowmo import SlowMoStrategy as SlowMoStrategy
+from vsim.strategy.sparseloco import SparseLoCoStrategy as SparseLoCoStrategy
+from vsim.strategy.sparta import SPARTADiLoCoStrategy as SPARTADiLoCoStrategy
+from vsim.strategy.sparta import SPARTAStrategy as SPARTAStrategy
+from vsim.strategy.streaming import StreamingDiLoCoStrategy as StreamingDiLoCoStrategy
+from vsim.strategy.when import QSR as QSR
+from vsim.strategy.when import Every as Every
+from vsim.strategy.when import PostLocal as PostLocal
+from vsim.strategy.when import Seconds as Seconds
+from vsim.strategy.when import When as When
 
 edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
 
 # Short name → class, and the command line's defaults where they differ from those of the class.
-STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
+STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, typing.Any]]] = {
     "allreduce": (SimpleReduceStrategy, {}),
     "fedavg": (FedAvgStrategy, {"H": 10}),
     "diloco": (DiLoCoStrategy, {}),
@@ -139,7 +146,7 @@ COMPARED = [
 ]
 
 # Short name → class, and the paper's hyperparameters as far as the paper gives them.
-PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
+PRESETS: dict[str, tuple[type[Algorithm], dict[str, typing.Any]]] = {
     "diloco-paper": (
         DiLoCoStrategy,
         {
@@ -153,21 +160,5 @@ PRESETS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "demo-paper": (DeMoStrategy, {"compression_decay": 0.999, "compression_topk": 32, "compression_chunk": 64}),
 }
 
-# fmt: off
-__all__ = [
-    "COMPARED", "FP4", "PRESETS", "QSGD", "QSR", "RULES", "STRATEGIES", "AFLStrategy", "Algorithm", "AloneStrategy",
-    "AsyncDiLoCoStrategy", "AsynchronousStrategy", "Attack", "Average", "CommunicateOptimizeStrategy", "Compressor",
-    "D2Strategy", "DCTTopK", "DESLOCStrategy", "DPFedAvgStrategy", "DeMoStrategy", "DecoupledDiLoCoStrategy",
-    "DelayedNesterovStrategy", "DiLoCoStrategy", "DionStrategy", "DittoStrategy", "EDiTStrategy",
-    "EagerDiLoCoStrategy", "Every", "ExactDiffusionStrategy", "FedAdagrad", "FedAdam", "FedAvgStrategy",
-    "FedBNStrategy", "FedDynStrategy", "FedNovaStrategy", "FedOptStrategy", "FedPerStrategy", "FedProxStrategy",
-    "FedRepStrategy", "FedYogi", "GPAStrategy", "GossipStrategy", "GradientTrackingStrategy", "GroupAverage",
-    "HierarchicalStrategy", "IndexSelector", "MuLoCoStrategy", "NoLoCoStrategy", "OptimSpec",
-    "PartitionedIndexSelector", "PostLocal", "PowerSGD", "PushSumStrategy", "QFedAvgStrategy",
-    "QuasiGlobalMomentumStrategy", "RandomGraph", "RandomIndexSelector", "RandomK", "RelaySumStrategy", "Rule",
-    "SPARTADiLoCoStrategy", "SPARTAStrategy", "ScaffoldStrategy", "ScaledSign", "Seconds",
-    "ShuffledSequentialIndexSelector", "SignVote", "SimpleReduceStrategy", "SlowMoStrategy", "SparseLoCoStrategy",
-    "StateAverage", "StatisticalQuantizer", "Strategy", "StreamingDiLoCoStrategy", "TileTopK", "TopK",
-    "UniformQuantizer", "When", "algorithm", "centered_clip", "clip", "compress", "edit", "geometric_median", "iso",
-    "krum", "mean", "median", "rda", "restarts", "state", "ties", "trimmed_mean", "tsv",
-]
+# All names but modules: `X as X` in an import above is also how type checkers see that X is public here.
+__all__ = sorted(name for name, one in [*vars().items()] if name[0] != "_" and not isinstance(one, types.ModuleType))
