@@ -16,8 +16,8 @@ import vsim
 from vsim import Comparison, Trainer
 from vsim.checkpoint.folder import checkpoint_path, checkpoints_in
 from vsim.data import digits
+from vsim.history.history import OF_THE_MACHINE, History
 from vsim.models import MLP
-from vsim.records.history import OF_THE_MACHINE, History
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SPARTADiLoCoStrategy, Strategy
 from vsim.training.view import RunView
 

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim import Sample
 from vsim.data import partition
+from vsim.history.history import History
 from vsim.models import MLP
-from vsim.records.history import History
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, FedPerStrategy
 
 OPTIONS: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "batch_size": 4, "progress": False, "val_interval": None}

@@ -23,12 +23,15 @@ from matplotlib.figure import Figure
 
 import vsim
 from vsim import History
+from vsim.analysis.columns import headings
+from vsim.analysis.overview import overview
+from vsim.analysis.summary import tuning
+from vsim.analysis.tables import HOURS, MEGABYTES, Heading, Marks, text_table
 from vsim.data import digits, partition
+from vsim.figures.looks import COLOURS, looks_of
+from vsim.history.curves import X_AXES, bands
+from vsim.history.history import COLUMNS
 from vsim.models import MLP
-from vsim.records.history import COLUMNS
-from vsim.records.plots import COLOURS, X_AXES, bands, looks_of, overview
-from vsim.records.summary import tuning
-from vsim.records.tables import Marks, text_table
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, Strategy
 
 
@@ -86,7 +89,7 @@ def test_the_notebook_view_has_table_and_figure(comparison: vsim.Comparison) -> 
 
 def test_to_pandas_and_to_csv_agree(comparison: vsim.Comparison, tmp_path: Path) -> None:
     frame = comparison.to_pandas()
-    assert list(frame.columns) == ["strategy", "seed", *COLUMNS]
+    assert list(frame.columns) == ["strategy", "seed", *COLUMNS, "MB per accuracy point"]
     assert set(frame["seed"]) == {42} and len(frame) == 3 * (STEPS + 1)
     comparison.to_csv(tmp_path / "c.csv")
     with open(tmp_path / "c.csv", newline="") as file:
@@ -129,7 +132,8 @@ def test_a_table_of_latex_is_whole() -> None:
         {"name": "a_b", "loss": 1.0, "loss std": 0.1, "hours": 12.0, "wire MB": 5e5},
         {"name": "c", "loss": 2.0, "hours": 0.0123, "wire MB": 2.5e6},
     ]
-    text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B")
+    own = [*headings("hours"), Heading("wire {unit}", MEGABYTES)]
+    text = text_table(rows, "latex_booktabs", ["name"], notes=["5 % † of a_b"], caption="A & B", headings=own)
     note = r"{\footnotesize 5 \% $^{\dagger}$ of a\_b\par}"
     for part in (r"\caption{A \& B}", note, r"2.00\phantom{ ± 0.10}", "wire TB", "2.50", "720.00", "0.74"):
         assert part in text
@@ -241,12 +245,14 @@ def test_numbers_of_a_column_have_one_unit() -> None:
         {"strategy": "b", "wire MB/node": 3.9e6, "hours": 7.25, "hours to 2": "never", "dollars": 7.5, "loss": 1.2e30},
         {"strategy": "c", "wire MB/node": 12e3, "hours": math.nan, "hours to 2": 0.01, "dollars": 0.0, "loss": 2e5},
     ]
-    shown = [re.split(r"  +", line) for line in text_table(rows, "simple", ["strategy"]).splitlines()]
+    own = [*headings("wire MB/node", "hours", "dollars"), Heading("{unit} to 2", HOURS, unit_of="hours")]
+    shown = [re.split(r"  +", line) for line in text_table(rows, "simple", ["strategy"], headings=own).splitlines()]
     assert shown[0] == ["strategy", "wire TB/node", "minutes", "minutes to 2", "dollars", "loss"]
     assert shown[2] == ["a", "225.600", "6000.00", "30.00", "112000", "2.50"]
     assert shown[3] == ["b", "3.900", "435.00", "never", "7.50", "1.2e+30"]
     assert shown[4] == ["c", "0.012", "–", "0.60", "0.00", "200000"]
-    (heading, _, first, *_) = text_table(rows[2:], "simple", ["strategy"], ["wire MB/node", "hours to 2"]).splitlines()
+    columns = ["wire MB/node", "hours to 2"]
+    heading, _, first, *_ = text_table(rows[2:], "simple", ["strategy"], columns, headings=own).splitlines()
     assert heading.split("  ")[1:] == ["wire GB/node", "minutes to 2"] and first.split()[1:] == ["12.00", "0.60"]
 
 
@@ -257,7 +263,9 @@ def test_a_table_fits_a_terminal() -> None:
     marks = Marks("loss", {0}, set(), "")
 
     def lines(width: int | None) -> list[str]:
-        return text_table(rows, "simple", ["strategy"], marks=marks, notes=notes, width=width).splitlines()
+        own = headings("accuracy", "wire MB/node", "seconds to simulate", "hours")
+        text = text_table(rows, "simple", ["strategy"], marks=marks, notes=notes, width=width, headings=own)
+        return text.splitlines()
 
     whole = lines(None)
     assert whole == lines(max(map(len, whole))) and len(whole) == 4

@@ -29,8 +29,8 @@ from torch.utils.data import Subset
 
 import vsim
 from vsim import Trainer
+from vsim.history.history import COLUMNS, OF_THE_MACHINE
 from vsim.logger import CSVLogger
-from vsim.records.history import COLUMNS, OF_THE_MACHINE
 from vsim.strategy import (
     FP4,
     QSGD,

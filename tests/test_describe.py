@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy, multi_margin_loss
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from vsim import CheckpointError, Trainer
-from vsim.records.describe import CHANGED, describe, differences, digest_of
+from vsim.history.agreement import CHANGED, differences
+from vsim.history.describe import describe, digest_of
 from vsim.strategy import DeMoStrategy, FedAvgStrategy, OptimSpec
 
 
@@ -174,7 +175,7 @@ def test_all_that_differs_is_named(tmp_path: Path) -> None:
 
 def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
-    monkeypatch.setattr("vsim.records.describe.versions", lambda: {"torch": "another torch"})
+    monkeypatch.setattr("vsim.history.agreement.versions", lambda: {"torch": "another torch"})
     with pytest.warns(UserWarning, match="saved with .*torch.*, resumed with .*another torch.*: bits may differ"):
         trained(tmp_path, resume=True, max_steps=6)
 

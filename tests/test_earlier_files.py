@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import vsim
+from vsim.analysis.comparison import Comparison
 from vsim.models import MLP
-from vsim.records.comparison import Comparison
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, clip, mean
 from vsim.strategy.remade import remade
 

@@ -14,11 +14,11 @@ from made import check_refusals, run, texts
 from made import comparison as made
 
 import vsim
+from vsim.analysis.losses import compare_finals
+from vsim.analysis.questions.pareto import dominating
+from vsim.analysis.spent import amount
+from vsim.analysis.statistics import paired
 from vsim.network import Compute
-from vsim.records.fronts import dominating
-from vsim.records.losses import compare_finals
-from vsim.records.spent import amount
-from vsim.records.statistics import paired
 
 NETWORK = "8 Mbit/s, 0 ms"  # a byte takes a microsecond
 NO_TIME = 1e-12  # of compute, in seconds

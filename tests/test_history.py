@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from separate import small_mlp, vectors
 
 from vsim import History, Trainer
-from vsim.records.history import COLUMNS, write_csv
+from vsim.history.formats import write_csv
+from vsim.history.history import COLUMNS
 from vsim.strategy import DiLoCoStrategy
 
 

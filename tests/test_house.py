@@ -16,21 +16,22 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from vsim import Trainer
+from vsim import Comparison, Ladder, Trainer
 from vsim.strategy import DiLoCoStrategy
 
 ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "sweep", "trainer", "tune", "verify"}
-BELOW_TRAINING = "arguments checkpoint cluster core data engine extras figures network records strategy"
+FACES = {"cli", "compare", "compat", "grid", "ladder", "logger", "records", "sweep", "trainer", "tune", "verify"}
+BELOW_TRAINING = "analysis arguments checkpoint cluster core data engine extras figures history network strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.
 MOST_CALLS, MOST_FILES_OF_CALLS = 14, 7
 # What a newcomer loads to understand a gradient: the core, with everything that it imports.
 MOST_FILES_OF_THE_CORE, MOST_LINES_OF_THE_CORE = 50, 9_500
 MOST_LINES_OF_AN_ACT = 200
+SHORT, MOST_LINES_OF_A_FILE = ("analysis", "history"), 440
 # What was read when this was last written, by `python tests/test_house.py`: the functions that run before the model is
 # called for the first time, which is in the proof; and the files that the training loop loads at once.
 READ = Path(__file__).parent / "reading.json"
@@ -140,6 +141,36 @@ def test_what_is_below_training_does_not_import_it() -> None:
     assert {
         name for name in BELOW_TRAINING.split() if rooms().get(name, set()) & {"training", "process", *FACES}
     } == set()
+
+
+def test_the_record_of_a_run_knows_nothing_of_comparisons() -> None:
+    assert rooms()["history"] <= {
+        "arguments",
+        "cluster",
+        "extras",
+        "figures",
+        "network",
+        "reading",
+        "version",
+        "writing",
+    }
+
+
+def test_a_question_to_a_comparison_is_a_file() -> None:
+    """Named after the method, with a function of that name."""
+    inside = {name.rpartition(".")[2]: name for name in MODULES if name.startswith("vsim.analysis.questions.")}
+    assert len(inside) > 7
+    for name, module in inside.items():
+        method = getattr(Ladder if name == "decide" else Comparison, name)
+        defined = [node.name for node in ast.parse(MODULES[module].read_text("utf-8")).body if hasattr(node, "name")]
+        assert name in defined and method.__name__ == name
+    shared = {(name, used) for name, module in inside.items() for used in inside if inside[used] in files()[module]}
+    assert shared == {("cheapest", "best"), ("differences", "best"), ("decide", "winners")}
+
+
+def test_files_of_records_and_comparisons_are_not_long() -> None:
+    lines = {name: path.read_text("utf-8").count("\n") for name, path in MODULES.items() if room(f"{name}.") in SHORT}
+    assert max(lines.values()) <= MOST_LINES_OF_A_FILE, max(lines, key=lines.__getitem__)
 
 
 def test_the_core_knows_nothing_of_what_happens_between_its_steps() -> None:

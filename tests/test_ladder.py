@@ -20,12 +20,13 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Compute, Ladder
+from vsim.analysis.questions.decide import Decision, _advice, _fits_on_map, _with_size, decide
+from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES
+from vsim.analysis.size_order import order
+from vsim.figures.words import in_short
 from vsim.ladder import _Remaining
 from vsim.models import GPT, MLP
 from vsim.network.timeline import duration, seconds_on
-from vsim.records.decision import Decision, _advice, _fits_on_map, _with_size, decided
-from vsim.records.size_order import in_short, order
-from vsim.records.winners import BANDWIDTHS, LATENCIES
 from vsim.strategy import (
     AloneStrategy,
     DiLoCoStrategy,
@@ -355,7 +356,7 @@ def synthetic(ladder: Ladder, gap: float, noise: float = 0.001) -> Decision:
     steps = dict.fromkeys(STRATEGIES, 10)
     limits = {"time": "1 h"}
     network, compute = vsim.Network("1 Gbit/s"), Compute(0.1)
-    return decided(
+    return decide(
         ladder.largest, frame, 2000, 4, network, compute, limits, steps, "10 steps", False, None, {}, ladder._looks()
     )
 
@@ -393,7 +394,7 @@ def test_the_advice_is_the_cheapest_that_decides_and_is_found_in_few_orders(
         if order(_with_size(found, frame, size, seeds), target).pair(first, rival).decided
     ]
     orders: list[int] = []
-    monkeypatch.setattr("vsim.records.decision.order", lambda *args: [orders.append(0), order(*args)][1])
+    monkeypatch.setattr("vsim.analysis.questions.decide.order", lambda *args: [orders.append(0), order(*args)][1])
     said = _advice(found, frame, first, undecided, list(STRATEGIES))
     if deciding:
         _, size, seeds = min(deciding)

@@ -17,8 +17,9 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from vsim import History
-from vsim.records import progress
-from vsim.records.progress import LiveRace, LiveTable
+from vsim.history import live, live_table
+from vsim.history.live import LiveRace
+from vsim.history.live_table import LiveTable
 
 CELL = """
 import time
@@ -76,7 +77,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return handle
 
     monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(live, "_in_notebook", lambda: True)
     return pictures
 
 
@@ -93,7 +94,7 @@ def test_drawing_costs_a_small_share_of_the_time(
 ) -> None:
     """In twenty seconds of training; and however fast, not more than twice a second."""
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     plot = LiveRace({"": [grown(History(), 1)]})
 
     def draw() -> bytes:
@@ -164,7 +165,7 @@ def test_a_race_draws_the_mean_and_who_stopped_does_not_hold_it_up(shown: list[b
 def test_a_run_that_never_began_shows_nothing(shown: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     LiveRace({"": [History()]}).close()
     assert shown == []
-    monkeypatch.setattr(progress, "_in_notebook", lambda: False)
+    monkeypatch.setattr(live, "_in_notebook", lambda: False)
     with pytest.raises(ValueError, match="progress='plot' draws in a notebook, and this is not one"):
         LiveRace({"": [History()]})
 
@@ -174,7 +175,7 @@ def table_in(file: io.StringIO, title: str = "a race", terminal: bool = True) ->
 
 
 def test_a_table_follows_the_runs_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: 1.0))  # a loaded machine may take long
+    monkeypatch.setattr(live_table, "time", SimpleNamespace(perf_counter=lambda: 1.0))  # a loaded machine may take long
     terminal = io.StringIO()
     table = table_in(terminal)
     histories = {"a[b]": [losses(3.0, 2.0)], "lost": [losses(3.0, math.nan)], "slow": [losses(2.5)]}

@@ -26,9 +26,9 @@ from torch import nn
 
 import vsim
 from vsim import CSVLogger, TensorBoardLogger, Trainer, WandbLogger
-from vsim.records.loggers import RunLog, folder_name
-from vsim.records.loggers.base import train_row
-from vsim.records.progress import StepReport
+from vsim.history.loggers import RunLog, folder_name
+from vsim.history.loggers.base import train_row
+from vsim.history.progress import StepReport
 from vsim.saved import read_log
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec
 

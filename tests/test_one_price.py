@@ -15,12 +15,12 @@ from errors import refused
 
 import vsim
 from vsim import ComparedRun, Comparison, Event, History, Network
+from vsim.analysis.questions.winners import Winners
+from vsim.analysis.report.data import content
+from vsim.analysis.tables import HOURS
 from vsim.data import digits
 from vsim.models import MLP
 from vsim.network.planes import planes
-from vsim.records.report.data import content
-from vsim.records.tables import UNITS
-from vsim.records.winners import Winners
 from vsim.strategy import FedAvgStrategy, SimpleReduceStrategy
 from vsim_cli import main
 
@@ -70,7 +70,7 @@ def by_rows(c: Comparison, network: Any) -> float:
 def by_table(c: Comparison, network: Any) -> float:
     table = c.table(columns=["hours"], digits=9, network=network, compute=COMPUTE)
     _, unit = table.splitlines()[0].split()
-    return dict(UNITS["hours"])[unit] * 3600 * float(table.splitlines()[2].split()[-1])
+    return {name: size for name, size, _ in HOURS.units}[unit] * 3600 * float(table.splitlines()[2].split()[-1])
 
 
 def by_map(c: Comparison, network: Any) -> float:

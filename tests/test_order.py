@@ -14,7 +14,8 @@ from made import check_refusals
 from numpy.typing import NDArray
 from scipy.stats import linregress
 
-from vsim.records.size_order import CALLED, FEWEST, Order, in_short, order
+from vsim.analysis.size_order import CALLED, FEWEST, Order, order
+from vsim.figures.words import in_short
 
 SIZES = (3e4, 1e5, 3e5, 1e6)
 Law = Callable[[float], float]

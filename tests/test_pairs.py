@@ -252,7 +252,7 @@ class Runs:
         self.processes: list[Any] = []
         patch.setattr("vsim.trainer.train_in_processes", self.train)
         patch.setattr("vsim.training.acts.feed.fitting_minibatch", self.probe)
-        patch.setattr("vsim.records.loggers.run_log.WandbLogger", lambda project, **own: Log("wandb", **own))
+        patch.setattr("vsim.history.loggers.run_log.WandbLogger", lambda project, **own: Log("wandb", **own))
 
     def train(self, spec: Any, options: Any, report: Any) -> Any:
         self.processes.append(options)

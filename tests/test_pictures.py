@@ -13,7 +13,7 @@ from documents import ROOT, blocks
 from pictures import ELSEWHERE, draw, pictures
 
 import vsim.figures.paper
-from vsim.records.plots import COLOURS
+from vsim.figures.looks import COLOURS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

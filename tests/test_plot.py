@@ -14,9 +14,11 @@ from made import run as made_run
 from matplotlib.colors import to_rgb
 
 from vsim import History, scaling
+from vsim.analysis.overview import overview
+from vsim.figures.looks import COLOURS, DASHES, MARKERS, looks_of
 from vsim.figures.paper import plain_ticks, save
 from vsim.figures.style import sized
-from vsim.records.plots import COLOURS, DASHES, MARKERS, bands, looks_of, overview
+from vsim.history.curves import bands
 
 
 def history(points: int, first_payload: float = 1e6, last_payload: float = 8e6) -> History:

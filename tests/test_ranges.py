@@ -15,11 +15,11 @@ from separate import TASKS, small_cnn, small_mlp, vectors
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, load_checkpoint
+from vsim.analysis.comparison import Comparison
 from vsim.cluster.state import CheckpointError
 from vsim.logger import CSVLogger
 from vsim.process.distributed import even_ranges
 from vsim.process.world import LARGE_MODEL, auto_processes, first_device, number_of_processes
-from vsim.records.comparison import Comparison
 from vsim.strategy import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,

@@ -12,13 +12,13 @@ import pytest
 
 import vsim
 from vsim import CSVLogger, Trainer
+from vsim.analysis.report.page import report
+from vsim.analysis.swept import Sweep
 from vsim.data import text_file
+from vsim.history.history import History
+from vsim.history.loggers import check_run_name
 from vsim.models import MLP
 from vsim.reading import parse_json
-from vsim.records.history import History
-from vsim.records.loggers import check_run_name
-from vsim.records.report.page import report
-from vsim.records.swept import Sweep
 from vsim.saved import read_comparison, read_log
 from vsim.strategy import AloneStrategy, FedAvgStrategy
 from vsim.training.race_folder import read_whole

@@ -21,10 +21,10 @@ from made import run as made_run
 
 import vsim
 from vsim import Compute, Network
+from vsim.analysis.report.page import report
 from vsim.cluster.participation import Sample
 from vsim.data import digits
 from vsim.models import MLP
-from vsim.records.report.page import report
 from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from vsim_cli import main
 

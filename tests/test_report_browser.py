@@ -23,16 +23,18 @@ from made import run
 
 import vsim
 from vsim import Compute, Network
+from vsim.analysis.columns import COLUMNS
+from vsim.analysis.crossings import never
+from vsim.analysis.losses import compare_finals
+from vsim.analysis.questions.pareto import within
+from vsim.analysis.report.data import _heading
+from vsim.analysis.report.page import report
+from vsim.analysis.tables import HOURS, MEGABYTES, SECONDS, Heading, Unit, cell, unit_of
 from vsim.data import digits
 from vsim.figures.paper import PlainLocator
+from vsim.history.curves import limits
+from vsim.history.reached import crossing
 from vsim.models import MLP
-from vsim.records.crossings import never
-from vsim.records.fronts import within
-from vsim.records.losses import compare_finals
-from vsim.records.plots import limits
-from vsim.records.report.page import report
-from vsim.records.statistics import crossing
-from vsim.records.tables import DIGITS, PERCENT, Unit, cell, unit_of
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, StreamingDiLoCoStrategy
 from vsim.sweep import sweep
 from vsim.watch import Watch
@@ -43,7 +45,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 AXE = os.environ.get("AXE_CORE")
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
-LIVE = ("hours", "utilization", "dollars", "steps to target", "wire MB to target", "hours to target")
+LIVE = {column.to("target").name: column for column in COLUMNS if column.is_live}
 HOSTILE = "</script><img src=x onerror='window.harmed = 1'>\"&<b>"
 ON: dict[str, Any] = {"network": "200 Mbit/s, 50 ms", "compute": 0.8}
 
@@ -115,11 +117,11 @@ def check(page: Any, comparison: vsim.Comparison) -> None:
     rows = comparison.rows(at["target"], network, Compute(at["sec"], dollars_per_hour=at["price"]))
     missed = never(comparison, at["target"])
     for name, row, said in zip(comparison, rows, cells(page), strict=True):
-        for key in LIVE:
+        for key, column in LIVE.items():
             if key == "dollars" and not at["price"]:
                 continue
-            exact = row[key.replace("target", f"{at['target']:g}")] * (at["size"] if "MB" in key else 1)
-            if "target" in key and name in missed:
+            exact = row[column.to(at["target"]).name] * (at["size"] if column.scales else 1)
+            if column.is_to_loss and name in missed:
                 assert key not in said
             else:
                 assert said[key] == pytest.approx(exact, rel=1e-3, abs=1e-12), (name, key, at)
@@ -155,11 +157,15 @@ def test_a_rule_in_both_languages_is_one_rule(opened: Any) -> None:
         found: list[Any] = opened.evaluate(f"(all) => all.map((given) => vsim.rules.{rule}(...given))", arguments)
         return found
 
-    keys = [*PERCENT, *DIGITS, "fewer bytes than AllReduce", "hours", "hours to 1", "wire MB/node", "steps", "dollars"]
-    own = np.random.default_rng(4)
-    columns = [[key, (10 ** own.uniform(-7, 10, own.integers(0, 5))).tolist()] for key in keys for _ in range(9)]
-    units = [unit_of(key, values) for key, values in columns]
-    found = [Unit(name, factor, n, sign.replace("\u00a0", " ")) for name, factor, n, sign in each("unitOf", columns)]
+    own, shown_as = np.random.default_rng(4), [column.to(1.0) for column in COLUMNS]
+    shown_as += [Heading("{unit}", measure) for measure in (MEGABYTES, HOURS, SECONDS)]
+    columns = [(one, (10 ** own.uniform(-7, 10, own.integers(0, 5))).tolist()) for one in shown_as for _ in range(5)]
+    units = [unit_of(one, values) for one, values in columns]
+    asked_units = [[_heading(one) | {"title": one.title}, values] for one, values in columns]
+    found = [
+        Unit(name, factor, n, sign.replace("\u00a0", " "), exact)
+        for name, factor, n, sign, exact in each("unitOf", asked_units)
+    ]
     assert [one._replace(factor=1.0) for one in found] == [one._replace(factor=1.0) for one in units]
     assert [one.factor for one in found] == pytest.approx([one.factor for one in units])
     shown = [

@@ -24,10 +24,10 @@ from made import comparison as made
 from made import run as one_run
 
 import vsim
+from vsim.analysis.cache import Cache
+from vsim.analysis.report.page import data_of, report
 from vsim.checkpoint.folder import locked
-from vsim.records.cache import Cache
-from vsim.records.loggers import CSVLogger
-from vsim.records.report.page import data_of, report
+from vsim.history.loggers import CSVLogger
 from vsim.saved import read_comparison, read_comparisons, read_log, select
 from vsim.strategy import DiLoCoStrategy, GossipStrategy, SimpleReduceStrategy
 from vsim.strategy.remade import remade

@@ -10,7 +10,7 @@ import pytest
 from made import check_refusals, run
 
 from vsim import Comparison, scaling
-from vsim.records.size_order import order
+from vsim.analysis.size_order import order
 from vsim.scaling import penalty
 
 

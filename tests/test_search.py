@@ -19,8 +19,8 @@ from made import never
 from test_tune import TRAIN, VAL, Quadratic
 
 import vsim
+from vsim.analysis.search import Search
 from vsim.cluster.randomness import fingerprints
-from vsim.records.search import Search
 from vsim.saved import read_comparison
 from vsim.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vsim
+from vsim.analysis.spent import forming_bytes, forming_seconds
 from vsim.cluster.ledger import Event
 from vsim.network import Network, timeline
-from vsim.records.spent import forming_bytes, forming_seconds
 from vsim.strategy import (
     AloneStrategy,
     DESLOCStrategy,

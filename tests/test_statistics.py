@@ -14,7 +14,8 @@ from made import of_finals as comparison
 from numpy.typing import NDArray
 from scipy import stats
 
-from vsim.records.statistics import contenders, crossing, differences, holm, paired, power, ranking, seeds_needed
+from vsim.analysis.statistics import contenders, differences, holm, paired, power, ranking, seeds_needed
+from vsim.history.reached import crossing
 
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
 

@@ -11,38 +11,23 @@ from pathlib import Path
 import pytest
 from documents import ROOT, blocks
 
-from vsim.records.tables import (
-    CLIENT_ACCURACIES,
-    CLIENT_LOSSES,
-    ON_DEMAND,
-    PERCENT,
-    SIMULATED,
-    UNDECIDED,
-    UNITS,
-)
+from vsim.analysis.columns import COLUMNS
+from vsim.analysis.tables import HOURS, UNDECIDED, Heading
 
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-_UNITS = {word: "|".join(name for name, _ in units) for word, units in UNITS.items()}
-# Headings of tables of results, with any of their units.
-_KNOWN = [
-    re.sub(rf"\b({'|'.join(_UNITS)})\b", lambda word: f"({_UNITS[word[0]]})", re.escape(name).replace(r"\ ", " "))
-    for name in (
-        *("validation loss", "training loss", "test loss", "steps", "dollars", "note", "validated on", "P(behind"),
-        *(
-            "wire MB/node",
-            "wire MB/client",
-            "server MB",
-            "fewer bytes than AllReduce",
-            "hours",
-            "of the budget",
-            "order",
-        ),
-        *(SIMULATED, *ON_DEMAND, *PERCENT, *CLIENT_ACCURACIES, *CLIENT_LOSSES),
-    )
-]
+
+
+def _in_any_unit(heading: Heading) -> str:
+    """A pattern of what a table may call a column."""
+    title = re.escape(heading.title).replace(r"\ ", " ").replace(re.escape("{loss}"), r"[\d.]+")
+    return title.replace(re.escape("{unit}"), f"({'|'.join(name for name, *_ in heading.measure.units)})")
+
+
+# Headings of tables of results: of comparisons, of decisions, and of `vsim time`.
 _HEADING = re.compile(
-    rf"({'|'.join(_KNOWN)})|(steps|wire ({_UNITS['MB']})|({_UNITS['hours']})) to [\d.]+|P\(behind .*\)"
+    "|".join(map(_in_any_unit, (*COLUMNS, Heading("{unit} per step", HOURS))))
+    + r"|note|validated on|of the budget|order|P\(behind .*\)"
 )
 _PAIRS = re.escape("not significantly different (p > 0.05)")  # of two strategies, at a size of a ladder
 _LEGEND = re.escape(UNDECIDED).replace(r"\{\}", "(, .+| at that size)")

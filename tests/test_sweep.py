@@ -19,12 +19,12 @@ from made import check_refusals, never, run, texts
 
 import vsim
 from vsim import ComparedRun, History, Sweep
+from vsim.analysis.swept import Point
 from vsim.compare import rungs
 from vsim.data import digits
+from vsim.figures.looks import COLOURS
 from vsim.grid import points
 from vsim.models import MLP
-from vsim.records.plots import COLOURS
-from vsim.records.swept import Point
 from vsim.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy, TopK, compress
 
 # grid

@@ -27,11 +27,11 @@ from torch import Tensor
 
 import vsim
 from vsim import Sample, Schedule, Trainer, load_checkpoint
+from vsim.analysis.comparison import Comparison
 from vsim.checkpoint.folder import checkpoints_in
+from vsim.history.history import History
 from vsim.process import world
 from vsim.process.distributed import CollectiveFailure
-from vsim.records.comparison import Comparison
-from vsim.records.history import History
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
 SECONDS = 120

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vsim
+from vsim.analysis.swept import Sweep
 from vsim.grid import points
-from vsim.records.swept import Sweep
 from vsim.strategy import DiLoCoStrategy, OptimSpec, SimpleReduceStrategy
 from vsim.strategy.fields import arguments_of
 from vsim_cli import main

@@ -17,9 +17,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import vsim
+from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES, Winners
+from vsim.analysis.racing import Race
+from vsim.figures.looks import looks_of
 from vsim.network import Compute
-from vsim.records.plots import looks_of
-from vsim.records.winners import BANDWIDTHS, LATENCIES, Race, Winners
 from vsim.strategy import AloneStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, SparseLoCoStrategy
 
 K = 4

@@ -17,7 +17,8 @@ from made import never, run
 
 from vsim.checkpoint.files import Checkpoint
 from vsim.figures.paper import save
-from vsim.records.history import History, write_json
+from vsim.history.formats import write_json
+from vsim.history.history import History
 from vsim.strategy import FedAvgStrategy
 from vsim.training.race_folder import write_whole
 from vsim.writing import replacing

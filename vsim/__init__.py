@@ -10,6 +10,10 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) - 1 :][:2] == ["-m", 
         sys.exit(status)
 
 from vsim import saved, scaling
+from vsim.analysis.compared import ComparedRun
+from vsim.analysis.comparison import Comparison
+from vsim.analysis.search import Search
+from vsim.analysis.swept import Sweep
 from vsim.checkpoint.files import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from vsim.cluster.ledger import Event, Ledger
 from vsim.cluster.participation import (
@@ -28,16 +32,12 @@ from vsim.cluster.participation import (
 from vsim.compare import compare
 from vsim.compat.diloco_sim import DilocoSimulator
 from vsim.grid import grid
+from vsim.history.history import History
+from vsim.history.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from vsim.ladder import Ladder, ladder, load_ladder
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.process.bitwise import Difference
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison
-from vsim.records.history import History
-from vsim.records.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from vsim.records.search import Search
-from vsim.records.swept import Sweep
 from vsim.strategy.attack import Attack
 from vsim.sweep import sweep
 from vsim.trainer import LocalTrainer, Trainer

@@ -24,6 +24,14 @@ from typing import Any
 from torch import nn
 
 from vsim import strategy as strategies_of_vsim
+from vsim.analysis.columns import headings
+from vsim.analysis.comparison import Comparison
+from vsim.analysis.losses import measured_at, note
+from vsim.analysis.report.page import report as page_of
+from vsim.analysis.spent import amount
+from vsim.analysis.summary import tuning
+from vsim.analysis.swept import Sweep
+from vsim.analysis.tables import HOURS, Heading, text_table
 from vsim.arguments import naming, one_of
 from vsim.cluster.optim import OPTIMIZERS, OptimSpec
 from vsim.cluster.participation import (
@@ -40,18 +48,12 @@ from vsim.cluster.participation import (
 from vsim.compare import OF_RUNS
 from vsim.compare import compare as compare_strategies
 from vsim.data import TextDataset, digits, docs_text, fashion_mnist, mnist, mnist1d, partition, text_file
+from vsim.figures.words import in_short
+from vsim.history.loggers import CSVLogger, Logger, TensorBoardLogger
 from vsim.models import CNN, GPT, MLP
 from vsim.network import Compute, Network
 from vsim.price import price
 from vsim.process import CollectiveFailure, ForkServerFailure, NodeFailure, under_torchrun, world_rank
-from vsim.records.comparison import Comparison
-from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger
-from vsim.records.losses import measured_at, note
-from vsim.records.report.page import report as page_of
-from vsim.records.spent import amount
-from vsim.records.summary import tuning
-from vsim.records.swept import Sweep
-from vsim.records.tables import in_short, text_table
 from vsim.saved import files_at, read_comparisons
 from vsim.strategy import (
     COMPARED,
@@ -304,7 +306,8 @@ def time(command: commands.Time) -> int:
         )
     size = in_short(command.parameters)
     print(f"{size} parameters, {command.nodes} nodes, {command.steps:,} steps\n{on!r}, {computing!r}\n")
-    print(text_table(rows, "simple", ["strategy"], on_demand=(), width=_width()))
+    shown = [*headings("hours", "utilization", "payload MB/node"), Heading("{unit} per step", HOURS)]
+    print(text_table(rows, "simple", ["strategy"], width=_width(), headings=shown))
     return 0
 
 

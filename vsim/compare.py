@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vsim.analysis.compared import ComparedRun
+from vsim.analysis.comparison import Comparison, no_comparison
+from vsim.analysis.conditions import BY_NAME, Conditions
+from vsim.analysis.spent import amount
+from vsim.analysis.swept import Sweep, are_numbers
 from vsim.arguments import (
     a_function,
     a_list,
@@ -34,6 +39,8 @@ from vsim.core.run import Diverged
 from vsim.data.batches import Batches, Data, resolve
 from vsim.engine.objective import LossFunction
 from vsim.grid import made, merged, points, settings_of
+from vsim.history.describe import describe_problem
+from vsim.history.loggers import check_run_name, date_and_time, folder_name, for_one_run
 from vsim.network import Compute, Network
 from vsim.price import overlapped, steps_within
 from vsim.process import (
@@ -48,12 +55,6 @@ from vsim.process import (
     under_torchrun,
     world_rank,
 )
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison, no_comparison
-from vsim.records.describe import BY_NAME, Conditions, describe_problem
-from vsim.records.loggers import check_run_name, date_and_time, folder_name, for_one_run
-from vsim.records.spent import amount
-from vsim.records.swept import Sweep, are_numbers
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fields import arguments_of, shown
 from vsim.trainer import Trainer

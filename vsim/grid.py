@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from vsim.analysis.swept import Point
 from vsim.arguments import a_list, reject_unknown
-from vsim.records.describe import describe
-from vsim.records.swept import Point
+from vsim.history.describe import describe
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fields import parameters_of
 

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from vsim.analysis.by_size import Ladder
+from vsim.analysis.comparison import Comparison
 from vsim.arguments import a_function, a_list, a_path, countable, given, naming, real_number, retold, whole_number
 from vsim.cluster.ledger import BYTES_OF_A_STEP
 from vsim.cluster.plan import BYTES_OF_A_CLIENT
 from vsim.cluster.randomness import isolated
 from vsim.compare import call_text, checked_seeds, compare
 from vsim.data.batches import Batches, Data, resolve, sizes_of
+from vsim.figures.words import in_short
 from vsim.network.timeline import duration
-from vsim.records.by_size import Ladder
-from vsim.records.comparison import Comparison
-from vsim.records.tables import in_short
 from vsim.training.spec import option_defaults, takes_options
 
 __all__ = ["Ladder", "ladder", "load_ladder"]

@@ -1,5 +1,5 @@
-"""The import path of loggers for users; the loggers are defined in `vsim.records.loggers`."""
+"""The import path of loggers for users; the loggers are defined in `vsim.history.loggers`."""
 
-from vsim.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from vsim.history.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"]

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from vsim.analysis.spent import amount_text
 from vsim.arguments import a_list, countable, known_keywords, real_number, whole_number
 from vsim.cluster.ledger import BYTES_OF_A_STEP, Ledger
 from vsim.network import Compute, Network, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
-from vsim.records.spent import amount_text
 from vsim.shapes import naming_layers, without_values
 from vsim.strategy import Algorithm
 

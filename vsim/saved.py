@@ -17,20 +17,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from vsim.analysis.cache import Cache
+from vsim.analysis.compared import ComparedRun
+from vsim.analysis.comparison import Comparison
+from vsim.analysis.search import Search
+from vsim.analysis.swept import Sweep
 from vsim.arguments import a_path, a_text, countable, given, whole_number
 from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in
 from vsim.cluster.ledger import BYTES_OF_A_STEP
 from vsim.cluster.plan import BYTES_OF_A_CLIENT
 from vsim.cluster.state import CheckpointError
+from vsim.history.formats import holding_a_record, read_json
+from vsim.history.history import COLUMNS, History
 from vsim.network import Timeline
 from vsim.reading import parse_json, read_text
-from vsim.records.cache import Cache
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison
-from vsim.records.history import COLUMNS, History, holding_a_record, read_json
-from vsim.records.search import Search
-from vsim.records.swept import Sweep
 
 # File names of `vsim compare` and `vsim sweep`.
 NAMES = ("comparison.json", "sweep.json")

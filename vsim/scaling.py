@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vsim.analysis.compared import Runs
+from vsim.analysis.size_order import FAR
 from vsim.arguments import given, one_of, real_number, true_or_false, whole_number
+from vsim.figures.looks import COLOURS
 from vsim.figures.style import STYLE, styled
-from vsim.records.compared import Runs
-from vsim.records.plots import COLOURS
-from vsim.records.size_order import FAR
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from vsim.records.comparison import Comparison
+    from vsim.analysis.comparison import Comparison
 
 Floats = NDArray[np.float64]
 FORMS = ("power", "floor", "interaction")
@@ -334,7 +334,7 @@ def penalty(
     """
     import pandas as pd
 
-    from vsim.records.statistics import confidence_interval
+    from vsim.analysis.statistics import confidence_interval
 
     if not isinstance(comparison, Runs):
         raise TypeError(f"comparison must be a vsim.Comparison, got {given(comparison)}")

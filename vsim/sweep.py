@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from vsim.analysis.comparison import no_comparison
+from vsim.analysis.swept import Sweep
 from vsim.compare import call_text, compare, train_entries
 from vsim.data.batches import Data
 from vsim.grid import known_settings, made, points
-from vsim.records.comparison import no_comparison
-from vsim.records.swept import Sweep
 from vsim.strategy.base import Algorithm
 from vsim.training.spec import takes_options
 

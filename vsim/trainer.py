@@ -27,6 +27,10 @@ from vsim.data.batches import Data, evened
 from vsim.engine.explain import Explanation, explain
 from vsim.engine.machine import check_repeats, devices_of_nodes, pick_device
 from vsim.engine.objective import LossFunction
+from vsim.history.describe import describe_problem, describe_run
+from vsim.history.history import History
+from vsim.history.loggers import Logger, RunLog
+from vsim.history.progress import Recorder
 from vsim.private_torch import uncompiled
 from vsim.process import (
     first_device,
@@ -39,10 +43,6 @@ from vsim.process import (
     under_torchrun,
     world_rank,
 )
-from vsim.records.describe import describe_problem, describe_run
-from vsim.records.history import History
-from vsim.records.loggers import Logger, RunLog
-from vsim.records.progress import Recorder
 from vsim.shapes import check_apart
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fields import arguments_of
@@ -355,7 +355,7 @@ class Trainer:
     def config(
         self, options: Mapping[str, Any], started: datetime | None = None, problem: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the configuration of `fit(**options)` as plain values for JSON; see `vsim.records.describe`.
+        """Return the configuration of `fit(**options)` as plain values for JSON; see `vsim.history.describe`.
 
         Args:
             started: start of the run; default: now.

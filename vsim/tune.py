@@ -14,6 +14,11 @@ import numpy as np
 import psutil
 from torch import nn
 
+from vsim.analysis.compared import ComparedRun
+from vsim.analysis.comparison import Comparison
+from vsim.analysis.conditions import Conditions
+from vsim.analysis.questions.pareto import COSTS
+from vsim.analysis.search import Search
 from vsim.arguments import a_function, a_list, a_path, a_text, given, naming, one_of, whole_number
 from vsim.checkpoint.folder import locked
 from vsim.compare import call_text, checked_seeds, compare, config_of, train_entries
@@ -21,11 +26,6 @@ from vsim.data.batches import Data
 from vsim.extras import extra
 from vsim.network import Compute, Network
 from vsim.process import from_first_rank, under_torchrun, world_rank
-from vsim.records.compared import ComparedRun
-from vsim.records.comparison import Comparison
-from vsim.records.describe import Conditions
-from vsim.records.fronts import COSTS
-from vsim.records.search import Search
 from vsim.strategy.base import Algorithm
 from vsim.training.interrupt import Interrupt
 from vsim.training.spec import option_defaults, takes_options

@@ -14,10 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from vsim.analysis.cache import Cache
+from vsim.analysis.report.page import data_of, served
+from vsim.analysis.spent import AnyCompute, AnyNetwork
 from vsim.arguments import a_path, real_number, whole_number
-from vsim.records.cache import Cache
-from vsim.records.report.page import data_of, served
-from vsim.records.spent import AnyCompute, AnyNetwork
 from vsim.saved import files_at, read_comparisons, select
 
 HOST = "127.0.0.1"

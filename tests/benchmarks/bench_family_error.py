@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from vsim.records.statistics import holm
+from vsim.analysis.statistics import holm
 
 WAYS = ("Holm, the best as if given", "Holm, all pairs", "Tukey", "Hsu")
 CASES = {  # means of K strategies, and the spread of the last third

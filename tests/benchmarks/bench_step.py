@@ -455,9 +455,10 @@ _TITLES = {"mlp": "MLP", "cnn": "CNN", "gpt": "GPT", "resnet": "ResNet-18-like"}
 
 def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw milliseconds per node and step against K, a panel a model, with the floor as an area."""
+    from vsim.figures.legends import LEGEND
+    from vsim.figures.looks import COLOURS, MARKERS
     from vsim.figures.paper import new_figure, plain_ticks, save
     from vsim.figures.style import styled
-    from vsim.records.plots import COLOURS, LEGEND, MARKERS
 
     names = list(dict.fromkeys(line["model"] for line in lines))
     figure = new_figure(1.7 * len(names), 2.6)

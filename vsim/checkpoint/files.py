@@ -34,9 +34,10 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.reductions import reduce_rows
 from vsim.cluster.replicas import Replicas, Views
 from vsim.cluster.state import CheckpointError
+from vsim.history.agreement import CHANGED, differences, layout_of
+from vsim.history.describe import flat_bytes
+from vsim.history.history import History
 from vsim.reading import regular
-from vsim.records.describe import CHANGED, differences, flat_bytes, layout_of
-from vsim.records.history import History
 from vsim.writing import replacing
 
 FORMAT = 11
@@ -49,7 +50,7 @@ class Checkpoint:
     Attributes:
         step: the number of completed steps.
         history: the record of the run up to this step.
-        settings: argument → description for everything that determines the run; see `vsim.records.describe`.
+        settings: argument → description for everything that determines the run; see `vsim.history.describe`.
         held: the number of nodes that each process held.
         stacked: name → encoded state with a row for each node. shared: name → encoded state that is equal on all nodes.
             See `vsim.checkpoint.tree`.

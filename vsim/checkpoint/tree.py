@@ -37,7 +37,7 @@ from vsim.cluster.collectives import Collectives, Pending
 from vsim.cluster.optimizers import JointOptimizers, forget, nodes_of, stepped_tensors
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import CheckpointError, name_of, with_extra_state
-from vsim.records.describe import flat_bytes
+from vsim.history.describe import flat_bytes
 
 Encoded = Any  # see the module's docstring
 _PLAIN = (type(None), bool, int, float, str)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from vsim.cluster.randomness import GENERATORS
 from vsim.cluster.state import Stateful, owners, placements_of
-from vsim.records.describe import flat_bytes
+from vsim.history.describe import flat_bytes
 
 _HIDDEN = ("_placements", "_of_clients")
 Contents = dict[tuple[str, str], Any]

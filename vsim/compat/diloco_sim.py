@@ -17,8 +17,8 @@ from vsim.cluster.optim import OptimSpec
 from vsim.data.batches import check_dataset
 from vsim.data.order import Order
 from vsim.engine.objective import LossFunction
-from vsim.records.history import History
-from vsim.records.loggers.base import perplexity
+from vsim.history.history import History
+from vsim.history.loggers.base import perplexity
 from vsim.strategy import Algorithm, DiLoCoStrategy, SPARTADiLoCoStrategy
 from vsim.trainer import Trainer
 

@@ -26,7 +26,7 @@ from vsim.cluster.optimizers import (
     torch_optimizers,
 )
 from vsim.cluster.replicas import Replicas
-from vsim.records.history import OF_THE_MACHINE, History
+from vsim.history.history import OF_THE_MACHINE, History
 from vsim.strategy.base import Algorithm
 from vsim.training.view import RunView
 

@@ -32,11 +32,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vsim.engine.memory import check_room
+from vsim.history.progress import StepReport
 from vsim.private_torch import NAMES_OF_OPERATORS
 from vsim.process.child import Descriptor, Setup, main, torch_settings
 from vsim.process.distributed import CollectiveFailure, even_ranges
 from vsim.process.options import ProcessOptions, backend_for
-from vsim.records.progress import StepReport
 from vsim.training.interrupt import Interrupt, Interrupted
 from vsim.training.outcome import Outcome
 from vsim.training.race import Race

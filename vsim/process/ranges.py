@@ -19,9 +19,9 @@ from vsim.cluster.ledger import Ledger
 from vsim.cluster.randomness import isolated
 from vsim.data.batches import BatchSource
 from vsim.engine import Executor
+from vsim.history.history import History
+from vsim.history.progress import Recorder
 from vsim.process.distributed import ProcessCollectives, completing
-from vsim.records.history import History
-from vsim.records.progress import Recorder
 from vsim.training.fit import Orders, fit, prepare
 from vsim.training.interrupt import Interrupt
 from vsim.training.race import Messages, Processes, Race

@@ -1,1 +1,1 @@
-"""The record of a run: history, description, progress, figures and loggers."""
+"""The import path of figures for users: `vsim.records.plots`."""

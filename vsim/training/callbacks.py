@@ -15,9 +15,9 @@ from vsim.arguments import a_text, one_of, real_number, whole_number
 from vsim.cluster.state import Lasting
 from vsim.engine.executor import bits_of
 from vsim.engine.objective import listed
+from vsim.history.history import ACCURACIES
+from vsim.history.progress import Hook, Recorder, StepReport
 from vsim.private_torch import version
-from vsim.records.history import ACCURACIES
-from vsim.records.progress import Hook, Recorder, StepReport
 from vsim.training.alike import is_vsims
 from vsim.training.spec import RunSpec
 from vsim.training.tracked import TrackedRun

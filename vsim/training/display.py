@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vsim.history.history import History
+from vsim.history.live import LiveRace
+from vsim.history.live_table import LiveTable
+from vsim.history.progress import StepReport
 from vsim.network.timeline import duration
-from vsim.records.history import History
-from vsim.records.progress import LiveRace, LiveTable, StepReport
 from vsim.training.tracked import TrackedRun
 
 _SECONDS_BETWEEN = 0.1  # updates of a progress bar

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from vsim.cluster.state import CheckpointError
-from vsim.records.history import History
+from vsim.history.history import History
 from vsim.training.callbacks import Relay
 from vsim.training.display import Display
 from vsim.training.interrupt import Interrupted

@@ -13,8 +13,9 @@ from vsim.checkpoint.files import load_checkpoint
 from vsim.checkpoint.folder import Saving, checkpoints_in, folder_at
 from vsim.cluster.state import CheckpointError
 from vsim.core.run import Diverged
+from vsim.history.formats import checksum, write_json
+from vsim.history.history import History
 from vsim.reading import read_text
-from vsim.records.history import History, checksum, write_json
 from vsim.training.tracked import TrackedRun
 
 

@@ -10,7 +10,7 @@ from vsim.checkpoint.files import Checkpoint
 from vsim.checkpoint.tree import Filler, cut, own_of
 from vsim.cluster.randomness import set_global_states
 from vsim.cluster.state import CheckpointError
-from vsim.records.describe import CHANGED, HORIZON, VERSIONS, differences
+from vsim.history.agreement import CHANGED, HORIZON, VERSIONS, differences
 from vsim.training.fork import continue_as_fork
 from vsim.training.lasting import restore
 from vsim.training.row_state import fill_rows

@@ -14,7 +14,7 @@ from vsim.checkpoint.tree import Encoded, encoded, joined
 from vsim.checkpoint.undeclared import Contents, changed, contents_of, line_for
 from vsim.cluster.state import CheckpointError, owners
 from vsim.engine.objective import listed
-from vsim.records.describe import settings_of_run
+from vsim.history.agreement import settings_of_run
 from vsim.training.lasting import shared_state, stacked_state
 from vsim.training.tracked import TrackedRun
 

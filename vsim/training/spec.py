@@ -32,10 +32,10 @@ from vsim.data.flipped import FlippedLabels
 from vsim.engine import EXECUTORS
 from vsim.engine.machine import pick_device
 from vsim.engine.objective import Accuracy, LossFunction
+from vsim.history.history import COLUMNS
+from vsim.history.loggers import Logger, run_loggers
+from vsim.history.progress import Hook
 from vsim.network import Compute, Network
-from vsim.records.history import COLUMNS
-from vsim.records.loggers import Logger, run_loggers
-from vsim.records.progress import Hook
 from vsim.strategy.attack import Attack
 from vsim.strategy.base import Algorithm
 from vsim.strategy.fields import arguments_of
@@ -57,7 +57,7 @@ class RunSpec:
 
     To add an option, add a field to this class and a line to the docstring of `fit`. The signatures of `fit`, `compare`
     and `sweep` are made from this class. If the option changes results, a resume must notice another value: see
-    `vsim.records.describe`. Tests list options, too, and say where one is missing.
+    `vsim.history.describe`. Tests list options, too, and say where one is missing.
 
     Args:
         model, train_dataset, val_dataset, loss_fn: see `Trainer`.

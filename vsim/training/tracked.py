@@ -21,8 +21,8 @@ from vsim.cluster.randomness import DataStates, global_states
 from vsim.cluster.state import Lasting
 from vsim.core.run import WHAT_HELPS, Diverged, Run
 from vsim.data.batches import BatchSource
-from vsim.records.history import History
-from vsim.records.progress import Recorder
+from vsim.history.history import History
+from vsim.history.progress import Recorder
 from vsim.training.clients import ClientModels, Clients
 from vsim.training.spec import RunSpec
 
@@ -90,7 +90,7 @@ class Keeping:
 
     Attributes:
         lasting: the declarations of all state that lasts from step to step; saved, restored, and moved with the rows.
-        settings: the settings that must be equal in a resumed run, once known; see `vsim.records.describe`.
+        settings: the settings that must be equal in a resumed run, once known; see `vsim.history.describe`.
         undeclared: the strategy's undeclared attributes when training began; see `vsim.checkpoint.undeclared`.
         left_states: the states of the process's random generators after training.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vsim.arguments import one_of, whole_number
 from vsim.cluster.cluster import Cluster
 from vsim.cluster.ledger import Ledger
-from vsim.records.history import ACCURACIES, COLUMNS, CONSENSUS, SPREAD, TESTED, VALIDATED, History
+from vsim.history.history import ACCURACIES, COLUMNS, CONSENSUS, SPREAD, TESTED, VALIDATED, History
 from vsim.strategy.base import Algorithm
 from vsim.training.clients import OwnModels
 

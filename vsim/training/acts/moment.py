@@ -9,7 +9,7 @@ from typing import Any
 
 from vsim.core.failing import Guard
 from vsim.core.group import Group
-from vsim.records.progress import StepReport
+from vsim.history.progress import StepReport
 from vsim.training.tracked import TrackedRun
 
 Send = Callable[[Sequence[tuple[TrackedRun, Any]]], None]  # (run, its `StepReport` or `Outcome`), …

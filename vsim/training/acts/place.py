@@ -20,10 +20,10 @@ from vsim.cluster.state import check_rows
 from vsim.core.group import Group
 from vsim.data.batches import resolve, validation_examples
 from vsim.engine import Executor, VmapExecutor
+from vsim.history.agreement import settings_of
+from vsim.history.history import COLUMNS
 from vsim.network import Compute, Network
 from vsim.network.event_clock import VirtualClock
-from vsim.records.describe import settings_of
-from vsim.records.history import COLUMNS
 from vsim.strategy.asynchronous import AsynchronousStrategy
 from vsim.strategy.base import Algorithm
 from vsim.training.acts.moment import Moment

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from vsim.engine.memory import Held
-from vsim.records.progress import StepReport
+from vsim.history.progress import StepReport
 from vsim.training.acts.moment import Moment, Send
 from vsim.training.tracked import TrackedRun
 

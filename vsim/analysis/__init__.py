@@ -1,0 +1,1 @@
+"""Comparisons of runs, and the questions to them. Nothing here trains."""

@@ -1,0 +1,173 @@
+"""The areas of a map of networks, and their names."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vsim.figures.legends import LEGEND, legend_columns
+from vsim.figures.style import STYLE, literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+Floats = NDArray[np.float64]
+
+# So many tied strategies are one grey area of the map, with this name.
+CROWD, OPEN, _GREY, _HATCH = 3, "no clear winner", "#D9D9D9", "//////"
+# Letters of a note in an inch.
+LETTERS = 19
+
+
+def fill(ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], colours: Sequence[str]) -> None:
+    """Fill cells in the first colour, hatched in the second; in grey if there is no colour."""
+    from matplotlib.colors import ListedColormap
+
+    cells = np.ma.masked_where(~own, np.zeros(own.shape))
+    kind: Any = {"shading": "nearest", "rasterized": True, "vmin": 0, "vmax": 1}
+    ax.pcolormesh(x, y, cells, cmap=ListedColormap([*colours[:1], _GREY][:1]), **kind)
+    if min(own.shape) < 2:
+        return
+    # Extend hatches to the edges of the outer cells, not only to their centres.
+    level = np.pad(own.astype(float), 1, mode="edge")
+    wide, high = (np.concatenate([[v[0] ** 1.5 / v[1] ** 0.5], v, [v[-1] ** 1.5 / v[-2] ** 0.5]]) for v in (x, y))
+    for colour in colours[1:]:
+        striped = ax.contourf(wide, high, level, levels=[0.5, 1.5], colors="none", hatches=[_HATCH])
+        striped.set(edgecolor=colour, linewidth=0.0)
+    if not own.all():
+        ax.contour(wide, high, level, levels=[0.5], colors="white", linewidths=1.0)
+
+
+def label(
+    ax: Axes,
+    x: Floats,
+    y: Floats,
+    areas: Mapping[tuple[str, ...], NDArray[np.bool_]],
+    tints: Mapping[str, str],
+    notes: str,
+    own: bool,
+) -> None:
+    """Name the areas of a map: inside where the text fits, otherwise in a legend below the map, above the notes.
+
+    Args:
+        x, y: positions (B,) and (L,) of the cells, in data coordinates. areas: names → the area's cells (L, B).
+        tints: name → the colour of its area. notes: text below map and legend.
+        own: whether vsim made the figure, which then may grow.
+    """
+    from matplotlib.patches import Patch
+    from matplotlib.transforms import ScaledTranslation
+
+    from vsim.figures.paper import fit
+
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    depths = {names: _depth(cells) for names, cells in areas.items()}
+    listed, height = list[tuple[str, ...]](), figure.get_figheight()
+    blank = bool(areas) and not np.any(list(areas.values()), axis=0).all()
+    width = 1.2 * figure.get_figwidth() * ax.get_position().width
+    below: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+    while True:  # a legend makes the map smaller
+        labels = [textwrap.fill(_name(names), int(LETTERS * width) - 8) for names in listed]
+        labels += ["none"] if blank else []
+        columns = min(2, legend_columns(labels, width)) if labels else 1
+        rows = -(-sum(1 + label.count("\n") for label in labels) // columns)
+        if own:
+            figure.set_figheight(height + 0.14 * rows + 0.13 * (notes.count("\n") + 1 if notes else 0))
+        if labels:
+            looks = [
+                ([*(tints[name] for name in names), _GREY][0], [tints[name] for name in names[1:]]) for names in listed
+            ]
+            patches = [
+                Patch(facecolor=face, hatch=_HATCH if edge else "", edgecolor=(*edge, face)[0]) for face, edge in looks
+            ]
+            patches += [Patch(facecolor="white", edgecolor="0.6", linewidth=0.6)] if blank else []
+            place = ScaledTranslation(0, -32 / 72, figure.dpi_scale_trans)
+            style: Any = {**LEGEND, "handlelength": 1.6, "fontsize": 7, "borderaxespad": 0, "borderpad": 0}
+            ax.legend(
+                patches,
+                labels,
+                loc="upper left",
+                bbox_to_anchor=(0, 0),
+                ncols=columns,
+                bbox_transform=ax.transAxes + place,
+                **style,
+            )
+        placed = [ax.annotate(notes, (0, 0), (0, -34 - 11 * rows), fontsize=7, color="0.4", **below)] if notes else []
+        fit(ax)
+        figure.draw_without_rendering()
+        missing = []
+        for names, cells in areas.items():
+            if names not in listed:
+                fitted = _inside(ax, x, y, cells, depths[names], names)
+                placed += [fitted] if fitted is not None else []
+                missing += [names] if fitted is None else []
+        if not missing:
+            return
+        listed += missing
+        for text in placed:
+            text.remove()
+
+
+def _name(names: tuple[str, ...]) -> str:
+    return literal(" or ".join(names)) or OPEN
+
+
+def _texts(names: tuple[str, ...]) -> list[str]:
+    """Return ways to break the name of an area into lines, the widest first."""
+    lines = _name(names).replace(" or ", " or\n")
+    return list(
+        dict.fromkeys(
+            [_name(names), lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
+        )
+    )
+
+
+def _inside(
+    ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], depth: NDArray[np.int64], names: tuple[str, ...]
+) -> Any:
+    """Write the names into their region, as deep inside as they fit; return the text, None if they do not fit."""
+    columns = ax.transData.transform(np.stack([x, np.full(len(x), y[0])], 1))[:, 0]
+    rows = ax.transData.transform(np.stack([np.full(len(y), x[0]), y], 1))[:, 1]
+    from matplotlib.patheffects import withStroke
+
+    frame = ax.get_window_extent()
+    halo = [withStroke(linewidth=2, foreground="white", alpha=0.7)]
+    style: Any = {"ha": "center", "va": "center", "fontsize": STYLE["legend.fontsize"], "path_effects": halo}
+    deepest = np.argwhere(depth > 0)[np.argsort(-depth[depth > 0], kind="stable")][:200]
+    for said in _texts(names):
+        if own.all():
+            text = ax.text(0.5, 0.5, said, transform=ax.transAxes, **style)
+            if text.get_window_extent().width <= frame.width:
+                return text
+            text.remove()
+            continue
+        text = ax.text(x[0], y[0], said, **style)
+        box = text.get_window_extent()
+        wide, high = box.width / 2 + 2, box.height / 2 + 1
+        for i, j in deepest:
+            across, up = np.abs(columns - columns[j]) <= wide, np.abs(rows - rows[i]) <= high
+            edges = columns[j] - wide, columns[j] + wide, rows[i] - high, rows[i] + high
+            in_frame = frame.x0 <= edges[0] and edges[1] <= frame.x1 and frame.y0 <= edges[2] and edges[3] <= frame.y1
+            if in_frame and own[np.ix_(up, across)].all():
+                text.set_position((x[j], y[i]))
+                return text
+        text.remove()
+    return None
+
+
+def _depth(region: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return how far every cell is from the edge of its region, in cells; 0 outside."""
+    framed = np.pad(region, 1)
+    depth = np.zeros(framed.shape, dtype=np.int64)
+    while framed.any():
+        depth += framed
+        inner = framed.copy()
+        for axis in (0, 1):
+            inner &= np.roll(framed, 1, axis) & np.roll(framed, -1, axis)
+        framed = inner
+    return depth[1:-1, 1:-1]
