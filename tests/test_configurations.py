@@ -161,7 +161,7 @@ OWN: dict[str, dict[str, Values]] = {
     short: {
         name: (taken_by(cls)[name], [one_of_its_own(name, value) for value in refused_by(cls).get(name, ())])
         for name in own_arguments(cls)
-        if name not in TOGETHER
+        if name not in TOGETHER and name in taken_by(cls)
     }
     for short, (cls, _) in STRATEGIES.items()
     if not cls.is_asynchronous

@@ -29,8 +29,8 @@ from vsim.models import MLP
 from vsim.strategy import (
     FP4,
     QSGD,
-    STRATEGIES,
     AFLStrategy,
+    Algorithm,
     AloneStrategy,
     CommunicateOptimizeStrategy,
     D2Strategy,
@@ -46,6 +46,7 @@ from vsim.strategy import (
     ExactDiffusionStrategy,
     FedAdam,
     FedAvgStrategy,
+    FedBNStrategy,
     FedDynStrategy,
     FedNovaStrategy,
     FedOptStrategy,
@@ -126,6 +127,7 @@ class Row:
             of all arguments. REFUSED_BY_ALL has those of arguments that many strategies have.
         warm: what averages gradients in the warm-up of a schedule, if it is not the argument `average`, by default the
             mean; False if H takes no warm-up.
+        no_history: why tests/reproductions/golden.py has no formula of the strategy.
         clients: whether a round of all clients has the same bits as nodes without rounds; also of federated strategies.
     """
 
@@ -144,6 +146,7 @@ class Row:
     refused: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     warm: Any = None
     clients: bool = False
+    no_history: str = ""
 
     def make(self, **more: Any) -> Strategy:
         return self.cls(**{**self.arguments, "lr": self.lr, **more})
@@ -227,6 +230,7 @@ def of_sparta(**given: Any) -> dict[str, Any]:
 
 
 EDGES_OF_SPARTA: dict[str, Any] = {
+    "no_history": "draws the entries that it sends",
     "also": {"sparta_interval": [1, 3], "async_delay": [0, 4], "quantization_bits": [1, 16], "mask": ["seed"]}
     | {"compression_method": ["random", "topk"]},
     "refused": {
@@ -410,6 +414,7 @@ TABLE = [
         {**OUTER, "average": compress(TopK(0.1))},
         label="outer gradient",
         learns_with=OF_ROUNDS,
+        no_history="orthogonalizes matrices",
     ),
     # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.
     Row(
@@ -444,6 +449,7 @@ TABLE = [
         {"rank_fraction": 0.5, "mu": 0.5, "weight_decay": 0.5, "only": "*.weight"},
         equal_after=ALWAYS,
         refused={"rank_fraction": [1.1], "mu": [-0.1], "weight_decay": [-1], "only": ["absent"]},
+        no_history="begins with a drawn matrix",
     ),
     # Tiles 16×64 and 10×16 send 64 values each with 10 and 8 bits an index, the vectors of 16 and 10 all of theirs
     # with 4: 154 values, 640 + 512 + 64 + 40 bits = 157 bytes. 154 codes of 2 bits are 38.5 bytes; 4 values more.
@@ -590,6 +596,7 @@ TABLE = [
         sent=every(3, "all_reduce", "weights", 4 * 1040),
         equal_after=(),
         refused={"H": [0, 1], "head_steps": [Instead(H=3, head_steps=3)]},
+        no_history="is FedPer, whose clients train one part at a time: tests/test_personal.py",
     ),
     periodic(
         "Ditto",
@@ -597,6 +604,7 @@ TABLE = [
         {"H": 2, "lam": 1.0, "personal_lr": 0.1, "average": "median"},
         alone=True,
         refused={"lam": [-1.0], "personal_lr": [-1.0]},
+        no_history="computes gradients at other weights: tests/test_personal.py",
     ),
     # The number of steps, and the weights.
     periodic(
@@ -614,6 +622,7 @@ TABLE = [
         lr=0.3,
         learns_with={"H": 5, "q": 0.1},
         refused={"q": [-1]},
+        no_history="weighs nodes by losses, and golden.py has gradients alone: tests/test_fair.py",
     ),
     periodic(
         "AFL",
@@ -621,6 +630,7 @@ TABLE = [
         {"H": 2, "gamma": 0.5},
         sent=in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_gather", "losses", 4)),
         refused={"gamma": [-1]},
+        no_history="weighs nodes by losses, and golden.py has gradients alone: tests/test_fair.py",
     ),
     periodic("FedDyn", FedDynStrategy, {"H": 2, "alpha": 1.0}, lr=0.3, learns_with={"H": 10}, refused={"alpha": [0]}),
     periodic(
@@ -830,13 +840,23 @@ def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
     assert outcome(row.changed(argument))[:3] != of_row(row)[:3]
 
 
-def test_the_table_knows_every_argument_of_every_strategy() -> None:
-    known = {row.cls: set(row.changes) for row in TABLE if row.changes}
-    for cls, _ in STRATEGIES.values():
-        if cls.is_asynchronous:  # these are in tests/test_asynchronous.py
-            continue
-        arguments = set(parameters_of(cls)) - {"attack", *COMMON}  # which test_attack.py tries
-        assert arguments == known.get(cls, set()), cls
+def of_families() -> list[type[Algorithm]]:
+    """The exported strategies that name a family."""
+    exported = (getattr(vsim.strategy, name) for name in vsim.strategy.__all__)
+    return [one for one in exported if isinstance(one, type) and issubclass(one, Algorithm) and "family" in vars(one)]
+
+
+NO_ROW = {FedBNStrategy: "the model here has no norms; tests/test_personal.py"}
+
+
+@pytest.mark.parametrize("cls", [cls for cls in of_families() if not cls.is_asynchronous and cls not in NO_ROW])
+def test_the_table_knows_every_argument_of_every_strategy(cls: type[Algorithm]) -> None:
+    rows = [row for row in TABLE if row.cls is cls]
+    assert rows, f"tests/test_strategies_common.py, TABLE: add a row of {cls.__name__}"
+    arguments = set(parameters_of(cls)) - {"attack", *COMMON}  # which test_attack.py tries
+    known = {name for row in rows for name in row.changes}
+    said = f"TABLE: `changes` of rows of {cls.__name__} need other values of {arguments - known}"
+    assert arguments == known, said if arguments - known else f"{cls.__name__} has no arguments {known - arguments}"
 
 
 SELECTOR = RandomIndexSelector(0.1)

@@ -98,45 +98,46 @@ from vsim.strategy.when import When as When
 
 edit = average.edit  # the imports above bind `edit` to the module edit.py: bind it to the rule
 
-# Short name → class, and the command line's defaults where they differ from those of the class.
+# The command line's defaults where they differ from those of the class.
+_DEFAULTS: dict[type, dict[str, typing.Any]] = {
+    FedAvgStrategy: {"H": 10},
+    StreamingDiLoCoStrategy: {"fragments": 2, "delay": 1, "mixing": 0.5},
+    DeMoStrategy: {"index_bytes": "packed"},
+    DionStrategy: {"lr": 0.01},
+    SparseLoCoStrategy: {"H": 10, "topk": 32, "outer_lr": 1.5},
+    MuLoCoStrategy: {"H": 10, "outer_lr": 0.4, "lr": 0.01},
+    NoLoCoStrategy: {"H": 10},
+    SlowMoStrategy: {"H": 10},
+    DESLOCStrategy: {"H": 10, "H_v": 30},
+    GPAStrategy: {"mu_x": 0.974},
+    FedOptStrategy: {"H": 10},
+    FedProxStrategy: {"H": 10},
+    FedPerStrategy: {"H": 10},
+    FedRepStrategy: {"H": 10},
+    DittoStrategy: {"H": 10},
+    FedNovaStrategy: {"H": 10},
+    FedDynStrategy: {"H": 10, "lr": 0.3},
+    QFedAvgStrategy: {"H": 10},
+    AFLStrategy: {"H": 10},
+    ScaffoldStrategy: {"H": 10, "lr": 0.3},
+    AsyncDiLoCoStrategy: {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)},
+    DelayedNesterovStrategy: {"H": 10, "outer_lr": 0.4, "momentum": 0.5},
+    DecoupledDiLoCoStrategy: {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)},
+}
+# The command line offers every strategy under the name of its file, except those that need other arguments or models.
+_NAMES: dict[type, str] = {SPARTADiLoCoStrategy: "sparta_diloco"}
+_NOT_OFFERED = (DPFedAvgStrategy, FedBNStrategy, HierarchicalStrategy)
+
+
+def _name(cls: type) -> str:
+    return _NAMES.get(cls, cls.__module__.rpartition(".")[2])
+
+
+# Short name → class, and the command line's defaults.
 STRATEGIES: dict[str, tuple[type[Algorithm], dict[str, typing.Any]]] = {
-    "allreduce": (SimpleReduceStrategy, {}),
-    "fedavg": (FedAvgStrategy, {"H": 10}),
-    "diloco": (DiLoCoStrategy, {}),
-    "sparta": (SPARTAStrategy, {}),
-    "sparta_diloco": (SPARTADiLoCoStrategy, {}),
-    "streaming": (StreamingDiLoCoStrategy, {"fragments": 2, "delay": 1, "mixing": 0.5}),
-    "eager": (EagerDiLoCoStrategy, {}),
-    "demo": (DeMoStrategy, {"index_bytes": "packed"}),
-    "dion": (DionStrategy, {"lr": 1e-2}),
-    "sparseloco": (SparseLoCoStrategy, {"H": 10, "topk": 32, "outer_lr": 1.5}),
-    "edit": (EDiTStrategy, {}),
-    "muloco": (MuLoCoStrategy, {"H": 10, "outer_lr": 0.4, "lr": 1e-2}),
-    "noloco": (NoLoCoStrategy, {"H": 10}),
-    "gossip": (GossipStrategy, {}),
-    "d2": (D2Strategy, {}),
-    "exact_diffusion": (ExactDiffusionStrategy, {}),
-    "gradient_tracking": (GradientTrackingStrategy, {}),
-    "quasi_global": (QuasiGlobalMomentumStrategy, {}),
-    "push_sum": (PushSumStrategy, {}),
-    "relay_sum": (RelaySumStrategy, {}),
-    "slowmo": (SlowMoStrategy, {"H": 10}),
-    "desloc": (DESLOCStrategy, {"H": 10, "H_v": 30}),
-    "gpa": (GPAStrategy, {"mu_x": 0.974}),
-    "fedopt": (FedOptStrategy, {"H": 10}),
-    "fedprox": (FedProxStrategy, {"H": 10}),
-    "fedper": (FedPerStrategy, {"H": 10}),
-    "fedrep": (FedRepStrategy, {"H": 10}),
-    "ditto": (DittoStrategy, {"H": 10}),
-    "fednova": (FedNovaStrategy, {"H": 10}),
-    "feddyn": (FedDynStrategy, {"H": 10, "lr": 0.3}),
-    "qfedavg": (QFedAvgStrategy, {"H": 10}),
-    "afl": (AFLStrategy, {"H": 10}),
-    "scaffold": (ScaffoldStrategy, {"H": 10, "lr": 0.3}),
-    "alone": (AloneStrategy, {}),
-    "async_diloco": (AsyncDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
-    "delayed_nesterov": (DelayedNesterovStrategy, {"H": 10, "outer_lr": 0.4, "momentum": 0.5}),
-    "decoupled": (DecoupledDiLoCoStrategy, {"H": 10, "outer_optim": OptimSpec("sgd", lr=0.4)}),
+    _name(one): (one, _DEFAULTS.get(one, {}))
+    for one in [*vars().values()]
+    if isinstance(one, type) and "family" in vars(one) and one not in _NOT_OFFERED
 }
 # The strategies that the command line compares by default. A few hundred steps make few rounds, in which DiLoCo's outer
 # learning rate of 0.7, tuned for H = 500, overshoots the minimum.
