@@ -26,8 +26,7 @@ import vsim.strategy
 from vsim.analysis.report.data import _COLLECTIVES
 from vsim.data.partition import KINDS
 from vsim.network.cost import ALGORITHMS
-from vsim.strategy import STRATEGIES, Algorithm, Compressor, IndexSelector, Rule, When
-from vsim.strategy.average import functions
+from vsim.strategy import STRATEGIES, Algorithm, Compressor, IndexSelector, Rule, When, remade
 from vsim.training.spec import EVENTS
 from vsim_cli.commands import Command
 
@@ -81,13 +80,22 @@ def test_pages_name_strategies_that_exist(page: str) -> None:
     assert not {*re.findall(r"\b\w+Strategy\b", text(page))} - own, f"{page} names strategies that are gone"
 
 
+def test_calls_of_earlier_versions_are_of_strategies_that_exist() -> None:
+    gone = {old for old, (name, _) in remade._PARTS.items() if name not in vsim.strategy.__all__}
+    assert not gone, f"vsim/strategy/remade.py, _PARTS: remove {gone}"
+    calls = text("tests/earlier/calls.txt").splitlines()
+    lines = [f"line {i}: {call}" for i, call in enumerate(calls, 1) if remade.remade(call) is None]
+    assert not lines, f"tests/earlier/calls.txt: the strategies of these lines are gone: {lines}"
+
+
 def test_rules_and_compressors_are_tried_and_in_the_reference() -> None:
     rules = [cls for cls in defined() if issubclass(cls, Rule) and cls is not Rule]
     tried = {type(rule) for rule in test_average.ALL} | test_average.ROBUST.keys()
     for cls in rules:
         assert cls in tried, f"tests/test_average.py: add {cls.__name__} to REFERENCES, or to ALL and a test by hand"
         needless = all(p.default is not p.empty for p in inspect.signature(cls).parameters.values())
-        assert cls.made_by in vsim.strategy.RULES or not needless, f"{functions.__file__}: add {cls.made_by} to RULES"
+        by_name = cls.made_by in vsim.strategy.RULES or not needless
+        assert by_name, f"vsim/strategy/average/functions.py: add {cls.made_by} to RULES"
     assert not (left := lacking("docs/strategies.md", *(cls.made_by for cls in rules))), f"docs/strategies.md: {left}"
     made = {name: type(make()) for name, make in test_compression.ALL.items()}
     by_hand = {made[name] for name in (*test_compression.BY_HAND, "dct")}
