@@ -386,7 +386,8 @@ def test_the_table_knows_every_argument() -> None:
     known = {cls: set(changes) for cls, _, changes in TABLE.values()}
     for cls, _ in STRATEGIES.values():
         if cls.is_asynchronous:
-            assert set(inspect.signature(cls).parameters) - {"attack", *COMMON} == known[cls]
+            assert cls in known, f"tests/test_asynchronous.py, TABLE: add a row of {cls.__name__}"
+            assert set(inspect.signature(cls).parameters) - {"attack", *COMMON} == known[cls], cls
 
 
 @pytest.mark.parametrize(

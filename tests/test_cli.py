@@ -402,7 +402,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("compare --strategies diloco:h=50", ["'h'", "did you mean 'H'", "Valid: "]),
     (
         "compare --strategies dilocco",
-        ["strategy 'dilocco': did you mean 'diloco'? strategy must be one of 'allreduce'"],
+        ["strategy 'dilocco': did you mean 'diloco'? strategy must be one of 'afl', 'allreduce'"],
     ),
     ("compare --strategies diloco:H", ["argument=value", "'H'"]),
     ("compare --strategies diloco:H=", ["argument=value", "'H='"]),

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from test_strategies_common import Instead, own_arguments, refused_by, taken_by
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, StepLR
 from torch.utils.data import Subset
@@ -53,7 +54,6 @@ from vsim.strategy import (
     TopK,
     UniformQuantizer,
     compress,
-    mean,
 )
 
 # Beginnings of errors that are not about one argument, but about what several of them together have led to.
@@ -147,55 +147,24 @@ COMPRESSORS: list[Callable[[], Any]] = [
     lambda: UniformQuantizer(4, 32, two_stage=True),
     lambda: TileTopK(4, 8, quantizer=StatisticalQuantizer(4)),
 ]
-AVERAGE = among(average=(["mean", mean("examples"), "median"], ["size"]))
 OUTER_SGD = OptimSpec("sgd", lr=0.5, momentum=0.5)
-OUTER = among(outer_lr=([0.1, 0.7, 1.0], [-1.0, "1", math.nan]), outer_optim=(["sgd", "adam"], ["muon", 3]))
-SPARTA = among(
-    sparta_interval=([1, 2, 3], [0]),
-    async_delay=([0, 1, 4], [-1]),
-    quantization_bits=([1, 4, 16], [0, 17]),
-    mask=(["seed", "broadcast"], ["none"]),
-    compression_method=(["random", "topk"], ["top"]),
-)
-# Of each strategy, the arguments that are its own.
+# Arguments that are drawn together with others below, of which some contradict each other.
+TOGETHER = {"H", "p_sparta", "index_selector"}
+
+
+def one_of_its_own(name: str, value: Any) -> Any:
+    return value[name] if isinstance(value, Instead) else value
+
+
+# Of each strategy, the arguments that are its own, as its rows have them.
 OWN: dict[str, dict[str, Values]] = {
-    "fedavg": AVERAGE | among(island_size=([1, 2, 3], [0, 9, "all"])),
-    "diloco": AVERAGE | OUTER,
-    "sparta": SPARTA,
-    "sparta_diloco": OUTER | SPARTA,
-    "streaming": AVERAGE
-    | OUTER
-    | among(
-        fragments=([1, 2, None], [0, 99, [["absent"]], "all"]),
-        pattern=(["strided", "sequential"], ["random"]),
-        delay=([0, 1, 2], [-1, 99]),
-        mixing=([0, 0.5, 1.0], [1.5]),
-        outer_step=(["due", "send"], ["late"]),
-    ),
-    "eager": OUTER | among(eager=([True, False], ["no"])),
-    "fedopt": AVERAGE | among(outer_optim=(["adam", "yogi", "sgd"], ["muon", 3]), outer_lr=([0.01, 1.0], [0, "1"])),
-    "fedper": AVERAGE | among(personal=(["*.bias", ["*.0.*", "*.bias"]], ["absent", 3])),
-    "fedprox": AVERAGE | among(mu=([0, 0.1], [-1])),
-    "scaffold": among(outer_lr=([0.5, 2.0], [0])),
-    "noloco": among(alpha=([0, 0.5], [2]), gamma=([0, 0.7, None], [-1])),
-    "gossip": among(topology=(["ring", "one_peer_exponential"], ["star", [(0, 0)]])),
-    "slowmo": among(beta=([0, 0.5], [2])),
-    "desloc": among(H_m=([1, 2, 5], [0])),
-    "gpa": among(mu_x=([0, 0.5], [1]), mu_y=([0, 1.0], [2])),
-    "sparseloco": among(
-        topk=([1, 8, 99], [0]),
-        chunk=([1, 7, 64], [0]),
-        quantization_bits=([1, 2, 8, None], [0, 9]),
-        error_feedback=([0, 0.5, 1], [1.1, "all"]),
-        outer_lr=([0.1, 1.0], [-1.0, 0]),
-    ),
-    "demo": among(
-        compression_topk=([1, 8, 99], [0]),
-        compression_chunk=([1, 7, 64], [0]),
-        compression_decay=([0.0, 0.5, 1.0], [2.0]),
-        weight_decay=([0.0, 0.1], [-1.0]),
-        index_bytes=(["int64", "packed"], ["int8"]),
-    ),
+    short: {
+        name: (taken_by(cls)[name], [one_of_its_own(name, value) for value in refused_by(cls).get(name, ())])
+        for name in own_arguments(cls)
+        if name not in TOGETHER and name in taken_by(cls)
+    }
+    for short, (cls, _) in STRATEGIES.items()
+    if not cls.is_asynchronous
 }
 NESTEROV = OptimSpec("sgd", momentum=0.9, nesterov=True, weight_decay=1e-3)
 OPTIMIZERS = ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "nadam", "adafactor", NESTEROV]

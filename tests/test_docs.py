@@ -107,10 +107,13 @@ def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pyte
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
     made = importlib.import_module("strategy_tables")
     for page in made.PAGES:
-        assert page.read_text(encoding="utf-8") == made.written(page), "run python docs/extensions/strategy_tables.py"
+        assert page.read_text(encoding="utf-8") == made.written(page), (
+            f"{page}: run python docs/extensions/strategy_tables.py"
+        )
     bases = {"Strategy", "CommunicateOptimizeStrategy", "AsynchronousStrategy"}
     exported = {n for n in vsim.strategy.__all__ if n.endswith("Strategy")}
-    assert exported - bases == {cls.__name__ for family in made.FAMILIES for cls in made.strategies(family)}
+    named = {cls.__name__ for family in made.FAMILIES for cls in made.strategies(family)}
+    assert exported - bases == named, f"these need a `family`, one of {[*made.FAMILIES]}: {exported - bases - named}"
 
     class Faster(vsim.strategy.DiLoCoStrategy):
         """Do less: FasterLoCo [Somebody 2027, arXiv:2701.00001].

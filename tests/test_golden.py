@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from reproductions import golden
+from test_strategies_common import EACH, TABLE
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vsim
 import vsim.strategy
+from vsim.strategy import Algorithm
 
 
 class Given(nn.Module):
@@ -63,5 +65,16 @@ def run(history: dict[str, Any], dtype: torch.dtype, executor: str) -> tuple[Ten
     return torch.stack(weights).double(), sent
 
 
+@pytest.mark.parametrize("cls", [row.cls for row in EACH if hasattr(row.cls, "family")])
+def test_every_strategy_has_a_history_or_a_reason(cls: type[Algorithm]) -> None:
+    made = [name for name, one in golden.HISTORIES.items() if one.call.startswith(f"{cls.__name__}(")]
+    reasons = [row.no_history for row in TABLE if row.cls is cls and row.no_history]
+    where = f"add the formula of {cls.__name__} to HISTORIES in tests/reproductions/golden.py"
+    assert made or reasons, f"{where}, or say why there is none in its row of TABLE: no_history="
+    assert not (made and reasons), f"remove no_history={reasons} from TABLE: there is {made}"
+
+
 def test_there_is_a_history_for_every_name() -> None:
     assert {path.stem for path in golden.FOLDER.glob("*.json")} == set(golden.HISTORIES)
+    gone = [name for name, one in golden.HISTORIES.items() if one.call.partition("(")[0] not in vsim.strategy.__all__]
+    assert not gone, f"tests/reproductions/golden.py, HISTORIES: remove {gone}, whose classes are gone"

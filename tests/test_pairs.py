@@ -240,7 +240,8 @@ def names_of(function: Any) -> set[str]:
 
 
 def test_every_option_has_a_value() -> None:
-    assert set(OPTIONS) == names_of(Trainer.fit)
+    options = names_of(Trainer.fit)
+    assert set(OPTIONS) == options, f"tests/test_pairs.py, OPTIONS: a value of {options - {*OPTIONS}}, and how it acts"
 
 
 class Runs:

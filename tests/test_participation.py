@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from resumed import assert_same_comparison
 from separate import Noisy, shard_batches, small_mlp, vectors
 from separate import own_examples as dataset
-from test_strategies_common import TABLE
+from test_strategies_common import TABLE, Row
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
@@ -47,25 +47,16 @@ from vsim.engine import VmapExecutor
 from vsim.models import MLP
 from vsim.runs.acts import attend, place
 from vsim.strategy import (
-    AFLStrategy,
     AloneStrategy,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoStrategy,
-    DittoStrategy,
-    DPFedAvgStrategy,
-    EDiTStrategy,
     FedAvgStrategy,
     FedBNStrategy,
-    FedDynStrategy,
-    FedNovaStrategy,
     FedOptStrategy,
     FedPerStrategy,
-    FedProxStrategy,
-    FedRepStrategy,
     NoLoCoStrategy,
     OptimSpec,
-    QFedAvgStrategy,
     ScaffoldStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
@@ -295,7 +286,8 @@ def test_a_node_that_never_takes_part_does_not_exist() -> None:
     three = compared(STRATEGIES, num_nodes=3)
     for name, run in compared(STRATEGIES, num_nodes=4, participation=Schedule({0: [0, 1, 2]})).items():
         expected, losses = three[name], run.history.node_losses
-        assert all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values())), name
+        same = all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values()))
+        assert same, f"{name}, a row of TABLE of clients, differs between a round of all clients and no rounds"
         assert np.array_equal(losses[:, :3], expected.history.node_losses) and np.isnan(losses[:, 3]).all()
         assert run.ledger.payload_bytes == expected.ledger.payload_bytes
         assert run.ledger.node_payload_bytes[3] == 0
@@ -453,26 +445,18 @@ def test_as_many_other_nodes_as_the_model_has_tensors() -> None:
 # Cohorts --------------------------------------------------------------------------------------------------------------
 
 SGD: dict[str, Any] = {"H": 3, "lr": 0.1, "inner_optim": "sgd"}
+
+
+def of_clients(row: Row) -> Strategy:
+    given = {name: value for name, value in SGD.items() if name != "inner_optim" or not row.refuses}
+    return row.make(**given)
+
+
 FEDERATED = {
-    type(strategy).__name__: strategy
-    for strategy in (
-        FedAvgStrategy(**SGD),
-        DiLoCoStrategy(**SGD),
-        FedOptStrategy(H=3, lr=0.1, inner_optim=OptimSpec("sgd", momentum=0.9)),
-        FedProxStrategy(**SGD, mu=0.5),
-        FedPerStrategy(**SGD),
-        FedRepStrategy(**SGD),
-        DittoStrategy(**SGD),
-        ScaffoldStrategy(H=3, lr=0.1),
-        FedNovaStrategy(**SGD),
-        FedDynStrategy(H=3, lr=0.1),
-        QFedAvgStrategy(**SGD, q=0.5),
-        AFLStrategy(**SGD, gamma=0.05),
-        EDiTStrategy(**SGD, gate_after=1),
-        DPFedAvgStrategy(**SGD, clip=0.1, noise_multiplier=0.1),
-    )
+    **{row.name: of_clients(row) for row in TABLE if row.is_of_clients},
+    "FedAdam, momentum": FedOptStrategy(H=3, lr=0.1, inner_optim=OptimSpec("sgd", momentum=0.9)),
+    "clipped": FedAvgStrategy(**SGD, average=mean("examples") | clip(0.1)),
 }
-FEDERATED["clipped"] = FedAvgStrategy(**SGD, average=mean("examples") | clip(0.1))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -482,7 +466,8 @@ def test_a_cohort_of_all_is_all(deterministic: bool) -> None:
     everyone = compared(FEDERATED, plain(), **options)
     for name, run in compared(FEDERATED, plain(), participation=Sample(5, of=5), **options).items():
         expected = everyone[name]
-        assert all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values())), name
+        same = all(map(torch.equal, run.model.state_dict().values(), expected.model.state_dict().values()))
+        assert same, f"{name}, a row of TABLE of clients, differs between a round of all clients and no rounds"
         np.testing.assert_array_equal(run.history.node_losses, expected.history.node_losses, name)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
@@ -30,8 +31,9 @@ from vsim.runs.view import RunView
 from vsim.strategy import (
     FP4,
     QSGD,
-    STRATEGIES,
+    AdapterStrategy,
     AFLStrategy,
+    Algorithm,
     AloneStrategy,
     CommunicateOptimizeStrategy,
     D2Strategy,
@@ -47,6 +49,7 @@ from vsim.strategy import (
     ExactDiffusionStrategy,
     FedAdam,
     FedAvgStrategy,
+    FedBNStrategy,
     FedDynStrategy,
     FedNovaStrategy,
     FedOptStrategy,
@@ -81,8 +84,10 @@ from vsim.strategy import (
     StatisticalQuantizer,
     Strategy,
     StreamingDiLoCoStrategy,
+    TileTopK,
     TopK,
     UniformQuantizer,
+    WeightSyncStrategy,
     When,
     clip,
     compress,
@@ -119,6 +124,13 @@ class Row:
         nodes_differ: whether equal nodes do not stay equal, as they draw random numbers of their own, or have different
             places in a tree.
         refuses: what it says to an inner optimizer that is not its own, if it takes no other.
+        also: argument → more values that it takes, for the configurations of tests/test_configurations.py.
+        refused: argument → values out of its range, which raise an error in the call or when a run begins; or `Instead`
+            of all arguments. REFUSED_BY_ALL has those of arguments that many strategies have.
+        warm: what averages gradients in the warm-up of a schedule, if it is not the argument `average`, by default the
+            mean; False if H takes no warm-up.
+        no_history: why tests/reproductions/golden.py has no formula of the strategy.
+        clients: whether a round of all clients has the same bits as nodes without rounds; also of federated strategies.
     """
 
     name: str
@@ -132,6 +144,11 @@ class Row:
     learns_with: dict[str, Any] = field(default_factory=dict)
     nodes_differ: bool = False
     refuses: str = ""
+    also: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    refused: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    warm: Any = None
+    clients: bool = False
+    no_history: str = ""
 
     def make(self, **more: Any) -> Strategy:
         return self.cls(**{**self.arguments, "lr": self.lr, **more})
@@ -139,6 +156,16 @@ class Row:
     def changed(self, argument: str) -> Strategy:
         value = self.changes[argument]
         return self.cls(**(value if isinstance(value, Instead) else {**self.arguments, argument: value}), lr=self.lr)
+
+    @property
+    def schedules(self) -> bool:
+        """Whether H may be a schedule, by the class's annotation, with a warm-up."""
+        parameter = parameters_of(cast("type", self.cls)).get("H")
+        return self.warm is not False and parameter is not None and "When" in str(parameter.annotation)
+
+    @property
+    def is_of_clients(self) -> bool:
+        return self.clients or getattr(self.cls, "family", "") == "federated"
 
     def takes(self, num_nodes: int) -> bool:
         """Return whether it can run on `num_nodes` nodes."""
@@ -204,6 +231,20 @@ def of_sparta(**given: Any) -> dict[str, Any]:
     }
 
 
+EDGES_OF_SPARTA: dict[str, Any] = {
+    "no_history": "draws the entries that it sends",
+    "also": {"sparta_interval": [1, 3], "async_delay": [0, 4], "quantization_bits": [1, 16], "mask": ["seed"]}
+    | {"compression_method": ["random", "topk"]},
+    "refused": {
+        "p_sparta": [0, 1.1],
+        "sparta_interval": [0],
+        "index_selector": [3],
+        "async_delay": [-1],
+        "compression_method": ["top_k"],
+        "quantization_bits": [0, 17, 32],
+        "mask": ["sed"],
+    },
+}
 # Two layers are two fragments: 1024 + 16 = 1040 entries after steps 3 // 2 = 1 and 4, 170 after steps 3 and 6.
 FRAGMENTS = [(s, f"outer gradient of fragment {i}", 4.0 * n) for s, i, n in ((1, 0, 1040), (3, 1, 170))]
 FRAGMENTS += [(s + 3, label, payload) for s, label, payload in FRAGMENTS]
@@ -228,7 +269,15 @@ TABLE = [
         in_order(every(1, "all_gather", "gradients: norms", 4), every(1, "merge", "gradients", 4 * P)),
         equal_after=ALWAYS,
     ),
-    periodic("FedAvg", FedAvgStrategy, {"H": 2, "island_size": 2, "average": mean("examples")}, alone=True),
+    periodic(
+        "FedAvg",
+        FedAvgStrategy,
+        {"H": 2, "island_size": 2, "average": mean("examples")},
+        alone=True,
+        also={"island_size": [1, 3], "average": ["median"]},
+        refused={"island_size": [0, 9, "all"]},
+        clients=True,
+    ),
     Row(
         "FedAvg, median",
         FedAvgStrategy,
@@ -242,10 +291,22 @@ TABLE = [
         in_order(every(1, "all_reduce", "gradients in groups of 2", 4 * P), every(3, "all_reduce", "weights", 4 * P)),
         {"levels": {2: 2, 4: 3}, "outer": OUTER["outer_optim"], "outer_lr": 0.3, "average": {4: mean("examples")}},
         equal_after=SYNCS,
+        refused={
+            "levels": [{2: 0}, {3: 1, 4: 2}, {2: 1}],
+            "outer": ["adan"],
+            "outer_lr": [Instead(levels={4: 3}, outer="sgd", outer_lr=0)],
+            "average": ["men", {3: "mean"}],
+        },
     ),
     Row("FedAvg in islands", FedAvgStrategy, {"H": 2, "island_size": 2}, every(2, "all_reduce", "weights", 4 * P)),
     periodic(
-        "DiLoCo", DiLoCoStrategy, {**OUTER, "average": mean("examples")}, label="outer gradient", learns_with=OF_ROUNDS
+        "DiLoCo",
+        DiLoCoStrategy,
+        {**OUTER, "average": mean("examples")},
+        label="outer gradient",
+        learns_with=OF_ROUNDS,
+        also={"average": ["median"], "outer_lr": [0.1, 0.7, 1.0], "outer_optim": ["sgd", "adam"]},
+        clients=True,
     ),
     # topk_entries of P = 1210: round(0.1 · 1210) = 121 pairs of 8 + 4 bytes.
     Row(
@@ -262,6 +323,7 @@ TABLE = [
         SPARSE,
         {**of_sparta(), "index_selector": PartitionedIndexSelector(0.25)},
         alone=True,
+        **EDGES_OF_SPARTA,
     ),
     Row(
         "SPARTA, random",
@@ -279,6 +341,8 @@ TABLE = [
         {**of_sparta(H=3), **OUTER, "average": "median", "index_selector": RandomIndexSelector(0.25)},
         equal_after=SYNCS,
         learns_with=OF_ROUNDS,
+        warm=False,
+        **EDGES_OF_SPARTA,
     ),
     Row(
         "Streaming DiLoCo",
@@ -295,6 +359,14 @@ TABLE = [
             "average": "iso",
         },
         learns_with=OF_ROUNDS,
+        also={"fragments": [None], "delay": [0], "mixing": [0, 1.0], "outer_lr": [1.0], "average": ["median"]},
+        refused={
+            "fragments": [0, 99, [["absent"]], "all"],
+            "pattern": ["random"],
+            "delay": [-1, Instead(H=3, delay=99)],
+            "mixing": [1.5],
+            "outer_step": ["late"],
+        },
     ),
     Row(
         "Streaming DiLoCo, RDA",
@@ -334,6 +406,9 @@ TABLE = [
         {**OUTER, "average": edit(0.1), "threshold": 100, "gate_after": 4, "outer_max_norm": 0.01},
         equal_after=[1, 2, 3, 6],
         learns_with={**OF_ROUNDS, "gate_after": 10},
+        refused={"threshold": [0], "gate_after": [0], "outer_max_norm": [0]},
+        warm="mean",
+        clients=True,
     ),
     periodic(
         "MuLoCo",
@@ -341,6 +416,7 @@ TABLE = [
         {**OUTER, "average": compress(TopK(0.1))},
         label="outer gradient",
         learns_with=OF_ROUNDS,
+        no_history="orthogonalizes matrices",
     ),
     # Tiles 16×64 and 10×16 send 32 pairs each, the vectors of 16 and 10 all of theirs: 90 pairs of 8 + 4 bytes.
     Row(
@@ -360,6 +436,18 @@ TABLE = [
             "version": 2,
         },
         equal_after=ALWAYS,
+        also={"compression_topk": [1, 99], "compression_chunk": [1, 7], "compression_decay": [0.0, 1.0]},
+        refused={
+            "alpha": [-0.1, 1.1],
+            "transform": ["fft"],
+            "update": ["sgn"],
+            "version": [3],
+            "compression_decay": [1.1, 2.0],
+            "compression_topk": [0],
+            "compression_chunk": [0],
+            "weight_decay": [-1],
+            "index_bytes": ["int32", "int8"],
+        },
         refuses="has no effect, for the step is by the sign",
     ),
     Row(
@@ -377,6 +465,8 @@ TABLE = [
         in_order(*(every(1, "all_reduce", name, 4 * n) for name, n in (("gradients", 186), ("P", 64), ("R", 256)))),
         {"rank_fraction": 0.5, "mu": 0.5, "weight_decay": 0.5, "only": "*.weight"},
         equal_after=ALWAYS,
+        refused={"rank_fraction": [1.1], "mu": [-0.1], "weight_decay": [-1], "only": ["absent"]},
+        no_history="begins with a drawn matrix",
     ),
     # Tiles 16×64 and 10×16 send 64 values each with 10 and 8 bits an index, the vectors of 16 and 10 all of theirs
     # with 4: 154 values, 640 + 512 + 64 + 40 bits = 157 bytes. 154 codes of 2 bits are 38.5 bytes; 4 values more.
@@ -388,6 +478,9 @@ TABLE = [
         {"H": 2, "topk": 8, "chunk": 8, "quantization_bits": None, "error_feedback": 0.5, "outer_lr": 0.5},
         equal_after=SYNCS,
         learns_with={"H": 5},
+        also={"topk": [1, 99], "chunk": [1, 7], "quantization_bits": [1, 8], "error_feedback": [0, 1]},
+        refused={"topk": [0], "chunk": [0], "quantization_bits": [0, 9], "error_feedback": [1.1, "all"]},
+        warm=compress(TileTopK(64, 64, "packed", StatisticalQuantizer(2)), 0.95),
     ),
     Row(
         "NoLoCo",
@@ -396,6 +489,8 @@ TABLE = [
         in_order(every(3, "send", "outer gradient", 4 * P), every(3, "send", "outer weights", 4 * P)),
         {"H": 2, "alpha": 0.9, "beta": 0.9, "gamma": 0.9},
         learns_with={"H": 5},
+        also={"alpha": [0], "gamma": [0, None]},
+        refused={"alpha": [-0.1, 2], "beta": [0], "gamma": [-1]},
     ),
     # On a ring of four every node has two neighbours: two rounds of messages.
     Row(
@@ -405,6 +500,7 @@ TABLE = [
         in_order(*[every(3, "send", "weights", 4 * P)] * 2),
         {"H": 2, "topology": "complete", "tracking": Instead(tracking=True)},
         learns_with={"H": 5},
+        also={"topology": ["ring", "one_peer_exponential"]},
     ),
     # Hops of 1 and 2 in turn: the mean of four after two steps, from which their own steps have moved them.
     Row("Gossip, one peer", GossipStrategy, {"topology": "one_peer_exponential"}, every(1, "send", "weights", 4 * P)),
@@ -413,6 +509,7 @@ TABLE = [
         GossipStrategy,
         {"tracking": True},
         in_order(*[every(1, "send", "weights and trackers", 8 * P)] * 2),
+        warm=False,
     ),
     on_ring("D2", D2Strategy, "weights", 4 * P),
     on_ring("Exact diffusion", ExactDiffusionStrategy, "weights", 4 * P),
@@ -421,6 +518,7 @@ TABLE = [
         on_ring("Quasi-global momentum", QuasiGlobalMomentumStrategy, "weights", 4 * P, momentum=0.5),
         lr=0.3,
         refuses="the inner optimizer must be plain SGD",
+        refused={"momentum": [1.0, -0.1]},
     ),
     Row(
         "Push-sum",
@@ -437,6 +535,7 @@ TABLE = [
         in_order(*[every(1, "send", "weights and counts", 4 * (P + 1))] * 2),
         {"topology": "binary_tree", "form": "gradient"},
         nodes_differ=True,
+        refused={"topology": ["star", "ring"], "form": ["weights"]},
     ),
     Row(
         "RelaySumStrategy of gradients",
@@ -445,7 +544,14 @@ TABLE = [
         in_order(*[every(1, "send", "gradients", 4 * P)] * 2),
         nodes_differ=True,
     ),
-    periodic("SlowMo", SlowMoStrategy, {"H": 2, "alpha": 0.9, "beta": 0.9, "average": "rda"}, learns_with={"H": 5}),
+    periodic(
+        "SlowMo",
+        SlowMoStrategy,
+        {"H": 2, "alpha": 0.9, "beta": 0.9, "average": "rda"},
+        learns_with={"H": 5},
+        also={"beta": [0]},
+        refused={"alpha": [0], "beta": [1.5]},
+    ),
     # Most images have the same black margin, not all: m and v together, or there are steps of lr·m/eps.
     Row(
         "DES-LOC",
@@ -458,6 +564,8 @@ TABLE = [
         alone=True,
         equal_after=ALWAYS,
         learns_with={"H": 5, "H_v": 15},
+        also={"H_m": [2, 5]},
+        refused={"H_m": [0], "H_v": [0]},
     ),
     Row(
         "GPA",
@@ -467,6 +575,8 @@ TABLE = [
         {"mu_x": 0.9, "mu_y": 0.5},
         equal_after=ALWAYS,
         learns_with={"mu_x": 0.9},
+        also={"mu_x": [0], "mu_y": [0, 1.0]},
+        refused={"mu_x": [1], "mu_y": [1.1]},
     ),
     periodic(
         "FedAdam",
@@ -474,8 +584,11 @@ TABLE = [
         {"H": 2, "outer_optim": "yogi", "outer_lr": 0.1, "average": "rda"},
         label="outer gradient",
         learns_with={"H": 5},
+        also={"outer_optim": ["adam", "sgd"], "outer_lr": [0.01, 1.0], "average": ["median", mean("examples")]},
     ),
-    periodic("FedProx", FedProxStrategy, {"H": 2, "mu": 0.1, "average": "median"}),
+    periodic(
+        "FedProx", FedProxStrategy, {"H": 2, "mu": 0.1, "average": "median"}, also={"mu": [0]}, refused={"mu": [-1]}
+    ),
     Row(
         "FedProx, clipped",
         FedProxStrategy,
@@ -485,7 +598,13 @@ TABLE = [
     ),
     # All but the last layer: 1024 + 16 entries.
     periodic(
-        "FedPer", FedPerStrategy, PERSONAL, sent=every(3, "all_reduce", "weights", 4 * 1040), equal_after=(), alone=True
+        "FedPer",
+        FedPerStrategy,
+        PERSONAL,
+        sent=every(3, "all_reduce", "weights", 4 * 1040),
+        equal_after=(),
+        alone=True,
+        also={"personal": ["*.bias", ["*.0.*", "*.bias"]]},
     ),
     periodic(
         "FedRep",
@@ -493,14 +612,24 @@ TABLE = [
         {**PERSONAL, "head_steps": 2},
         sent=every(3, "all_reduce", "weights", 4 * 1040),
         equal_after=(),
+        refused={"H": [0, 1], "head_steps": [Instead(H=3, head_steps=3)]},
+        no_history="is FedPer, whose clients train one part at a time: tests/test_personal.py",
     ),
-    periodic("Ditto", DittoStrategy, {"H": 2, "lam": 1.0, "personal_lr": 0.1, "average": "median"}, alone=True),
+    periodic(
+        "Ditto",
+        DittoStrategy,
+        {"H": 2, "lam": 1.0, "personal_lr": 0.1, "average": "median"},
+        alone=True,
+        refused={"lam": [-1.0], "personal_lr": [-1.0]},
+        no_history="computes gradients at other weights: tests/test_personal.py",
+    ),
     # The number of steps, and the weights.
     periodic(
         "FedNova",
         FedNovaStrategy,
         {"H": 2, "average": "mean"},
         sent=in_order(every(3, "all_reduce", "normalized moves", 4 * P), every(3, "all_reduce", "steps", 4)),
+        warm=mean("examples"),
     ),
     periodic(
         "q-FedAvg",
@@ -509,18 +638,23 @@ TABLE = [
         sent=every(3, "all_reduce", "weighted moves", 4 * (P + 1)),
         lr=0.3,
         learns_with={"H": 5, "q": 0.1},
+        refused={"q": [-1]},
+        no_history="weighs nodes by losses, and golden.py has gradients alone: tests/test_fair.py",
     ),
     periodic(
         "AFL",
         AFLStrategy,
         {"H": 2, "gamma": 0.5},
         sent=in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_gather", "losses", 4)),
+        refused={"gamma": [-1]},
+        no_history="weighs nodes by losses, and golden.py has gradients alone: tests/test_fair.py",
     ),
-    periodic("FedDyn", FedDynStrategy, {"H": 2, "alpha": 1.0}, lr=0.3, learns_with={"H": 10}),
+    periodic("FedDyn", FedDynStrategy, {"H": 2, "alpha": 1.0}, lr=0.3, learns_with={"H": 10}, refused={"alpha": [0]}),
     periodic(
         "SCAFFOLD",
         ScaffoldStrategy,
         {"H": 2, "outer_lr": 0.5},
+        also={"outer_lr": [2.0]},
         sent=in_order(every(3, "all_reduce", "weights", 4 * P), every(3, "all_reduce", "control variates", 4 * P)),
         lr=0.5,
         learns_with={"H": 5},
@@ -532,6 +666,8 @@ TABLE = [
         {"H": 2, "clip": 0.1, "noise_multiplier": 0.02},
         arguments={"H": 3, "clip": 1.0, "noise_multiplier": 0.01},
         learns_with={"H": 5, "clip": 5.0},
+        refused={"clip": [0], "noise_multiplier": [-1], "delta": [0]},
+        warm=False,
     ),
     Row(
         "modules in order",
@@ -721,41 +857,79 @@ def test_every_argument_has_an_effect(row: Row, argument: str) -> None:
     assert outcome(row.changed(argument))[:3] != of_row(row)[:3]
 
 
-def test_the_table_knows_every_argument_of_every_strategy() -> None:
-    known = {row.cls: set(row.changes) for row in TABLE if row.changes}
-    for cls, _ in STRATEGIES.values():
-        if cls.is_asynchronous:  # these are in tests/test_asynchronous.py
-            continue
-        arguments = set(parameters_of(cls)) - {"attack", *COMMON}  # which test_attack.py tries
-        assert arguments == known.get(cls, set()), cls
+def of_families() -> list[type[Algorithm]]:
+    """The exported strategies that name a family."""
+    exported = (getattr(vsim.strategy, name) for name in vsim.strategy.__all__)
+    return [one for one in exported if isinstance(one, type) and issubclass(one, Algorithm) and "family" in vars(one)]
+
+
+NO_EFFECT: dict[type[Algorithm], set[str]] = {DPFedAvgStrategy: {"delta"}}  # on training: δ of the ε that is reported
+NO_ROW = {
+    AdapterStrategy: "the model here has no adapters; tests/test_adapters.py",
+    FedBNStrategy: "the model here has no norms; tests/test_personal.py",
+    WeightSyncStrategy: "one node trains; tests/test_weight_sync.py",
+}
+
+
+@pytest.mark.parametrize("cls", [cls for cls in of_families() if not cls.is_asynchronous and cls not in NO_ROW])
+def test_the_table_knows_every_argument_of_every_strategy(cls: type[Algorithm]) -> None:
+    rows = [row for row in TABLE if row.cls is cls]
+    assert rows, f"tests/test_strategies_common.py, TABLE: add a row of {cls.__name__}"
+    arguments = set(parameters_of(cls)) - {"attack", *COMMON}  # which test_attack.py tries
+    known = {name for row in rows for name in row.changes} | NO_EFFECT.get(cls, set())
+    said = f"TABLE: `changes` of rows of {cls.__name__} need other values of {arguments - known}"
+    assert arguments == known, said if arguments - known else f"{cls.__name__} has no arguments {known - arguments}"
 
 
 SELECTOR = RandomIndexSelector(0.1)
-# Arguments out of their range, each by itself: the error names argument and value. Types are in test_malformed_inputs.
-OUT_OF_RANGE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (FedAvgStrategy, {"H": 0, "island_size": 0, "average": "men"}),
-    (DiLoCoStrategy, {"H": 0, "outer_optim": "adan", "outer_lr": 0, "lr": -1}),
-    (SPARTAStrategy, {"p_sparta": 1.1, "sparta_interval": 0, "async_delay": -1, "quantization_bits": 32}),
-    (SPARTAStrategy, {"compression_method": "top_k", "mask": "sed"}),
-    (SPARTADiLoCoStrategy, {"p_sparta": 0, "sparta_interval": 0, "quantization_bits": 0, "H": 0}),
-    (functools.partial(GroupAverage, size=2), {"H": 0}),
-    (functools.partial(GroupAverage, H=2), {"size": 1}),
-    (EDiTStrategy, {"threshold": 0, "gate_after": 0, "outer_max_norm": 0}),
-    (DeMoStrategy, {"compression_decay": 1.1, "compression_topk": 0, "weight_decay": -1, "index_bytes": "int32"}),
-    (DionStrategy, {"rank_fraction": 1.1, "mu": -0.1, "weight_decay": -1}),
-    (NoLoCoStrategy, {"H": 0, "alpha": -0.1, "beta": 0, "gamma": -1}),
-    (SlowMoStrategy, {"H": 0, "alpha": 0, "beta": 1.5}),
-    (DESLOCStrategy, {"H": 0, "H_m": 0, "H_v": 0}),
-    (GPAStrategy, {"mu_x": 1, "mu_y": 1.1}),
-    (FedOptStrategy, {"H": 0, "outer_optim": "adan", "outer_lr": 0}),
-    (FedProxStrategy, {"H": 0, "mu": -1, "average": "size"}),
-    (functools.partial(FedAdam, [torch.zeros(1)]), {"tau": 0.0}),
-    (FedPerStrategy, {"H": 0}),
-    (functools.partial(FedRepStrategy, H=3), {"head_steps": 3, "H": 1}),
-    (DittoStrategy, {"lam": -1.0, "personal_lr": -1.0}),
-    (ScaffoldStrategy, {"H": 0, "outer_lr": 0}),
-    (DPFedAvgStrategy, {"H": 0, "clip": 0, "noise_multiplier": -1, "delta": 0}),
+# Values out of the range of arguments that many strategies have, and of parts, which have no row. Types are in
+# tests/test_malformed_inputs.py.
+REFUSED_BY_ALL: dict[str, Sequence[Any]] = {
+    "H": [0],
+    "average": ["men", "size"],
+    "outer_optim": ["adan", 3],
+    "outer_lr": [0, -1.0, "1", math.nan],
+    "topology": ["star", [(0, 0)]],
+    "personal": ["absent", 3],
+}
+REFUSED_BY_PARTS: list[tuple[Callable[..., Any], str, Any]] = [
+    (DiLoCoStrategy, "lr", -1),
+    (functools.partial(GroupAverage, size=2), "H", 0),
+    (functools.partial(GroupAverage, H=2), "size", 1),
+    (functools.partial(FedAdam, [torch.zeros(1)]), "tau", 0.0),
 ]
+
+
+def own_arguments(cls: Callable[..., Strategy]) -> dict[str, inspect.Parameter]:
+    """The arguments of a class besides those of all strategies."""
+    found = parameters_of(cast("type", cls))
+    return {name: p for name, p in found.items() if name not in OPTIONS}
+
+
+def refused_by(cls: Callable[..., Strategy]) -> dict[str, list[Any]]:
+    """Argument → the values that a strategy refuses, by its rows."""
+    found: dict[str, list[Any]] = {}
+    for name in own_arguments(cls):
+        own = [value for row in TABLE if row.cls is cls for value in row.refused.get(name, ())]
+        if values := own or REFUSED_BY_ALL.get(name, ()):
+            found[name] = [*values]
+    return found
+
+
+def taken_by(cls: Callable[..., Strategy]) -> dict[str, list[Any]]:
+    """Argument → the values that a strategy takes, by its rows."""
+    found: dict[str, list[Any]] = {}
+    for row in TABLE:
+        if row.cls is cls:
+            changed = {name: of[name] if isinstance(of, Instead) else of for name, of in row.changes.items()}
+            for given in (row.arguments, row.learns_with, changed):
+                for name, value in given.items():
+                    found.setdefault(name, []).append(value)
+            for name, values in row.also.items():
+                found.setdefault(name, []).extend(values)
+    return found
+
+
 # Arguments that contradict each other, or are no longer called so: the error names what follows.
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[Any]]] = [
     (SPARTAStrategy, {"p_sparta": 0.1, "index_selector": SELECTOR}, ["p_sparta … 0.1 … index_selector", SELECTOR]),
@@ -775,11 +949,31 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "value"), [(make, name, value) for make, odd in OUT_OF_RANGE for name, value in odd.items()]
+    ("cls", "name", "value"),
+    [(row.cls, name, value) for row in EACH for name, values in refused_by(row.cls).items() for value in values],
 )
-def test_an_argument_out_of_range_is_named(make: Callable[..., Any], name: str, value: Any) -> None:
+def test_an_argument_out_of_range_is_named(cls: Callable[..., Strategy], name: str, value: Any) -> None:
+    """In the call, or when a run begins."""
+    first = next(row for row in TABLE if row.cls is cls)
+    required = [one for one, p in own_arguments(cls).items() if p.default is p.empty]
+    given = value if isinstance(value, Instead) else {**{one: first.arguments[one] for one in required}, name: value}
+    shown = [] if isinstance(given[name], list | dict) else [given[name]]  # of a collection, an error shows a part
+    with refused((TypeError, ValueError), name, *shown):
+        run(cls(**given))
+
+
+@pytest.mark.parametrize(("make", "name", "value"), REFUSED_BY_PARTS)
+def test_an_argument_of_a_part_out_of_range_is_named(make: Callable[..., Any], name: str, value: Any) -> None:
     with refused(ValueError, name, value):
         make(**{name: value})
+
+
+@pytest.mark.parametrize("row", EACH, ids=lambda row: row.name)
+def test_every_argument_has_values_that_are_refused(row: Row) -> None:
+    own = own_arguments(row.cls)
+    lacking = [name for name in own if own[name].annotation not in ("bool", bool) and name not in refused_by(row.cls)]
+    named = [name for name in lacking if name != "communication_modules"]
+    assert not named, f"tests/test_strategies_common.py, TABLE: give a row of {row.cls.__name__} refused={{{named}: …}}"
 
 
 @pytest.mark.parametrize(("make", "arguments", "names"), REFUSED)

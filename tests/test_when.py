@@ -12,7 +12,7 @@ import pytest
 import torch
 from driven import Driven, Parameters, driven, driven_apart, normal, size, started
 from errors import refused
-from test_strategies_common import model, uneven, weights
+from test_strategies_common import TABLE, P, Row, model, uneven, weights
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import vsim
@@ -20,34 +20,24 @@ from vsim import Trainer
 from vsim.cluster.participation import Dropout, Sample
 from vsim.strategy import (
     QSR,
-    AFLStrategy,
     Algorithm,
     DiLoCoStrategy,
+    DittoStrategy,
     DPFedAvgStrategy,
     EagerDiLoCoStrategy,
-    EDiTStrategy,
     Every,
     FedAvgStrategy,
     FedBNStrategy,
-    FedNovaStrategy,
-    FedOptStrategy,
     FedPerStrategy,
     FedProxStrategy,
-    GossipStrategy,
     HierarchicalStrategy,
-    MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
     PostLocal,
-    QFedAvgStrategy,
     Seconds,
     SimpleReduceStrategy,
     SlowMoStrategy,
-    SparseLoCoStrategy,
-    SPARTADiLoCoStrategy,
-    StatisticalQuantizer,
     Strategy,
-    TileTopK,
     TopK,
     When,
     clip,
@@ -58,6 +48,7 @@ from vsim.strategy import (
 from vsim.strategy.average import average_of
 
 PLAIN: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.1}
+SGD: dict[str, Any] = {"inner_optim": "sgd", "lr": 1e-2}
 
 
 def run(strategy: Strategy, max_steps: int = 10, **options: Any) -> Trainer:
@@ -190,37 +181,36 @@ def test_outer_weights_follow_a_warm_up() -> None:
     assert whole.cluster.weights.flatten().tolist() == pytest.approx([start - 0.8] * 2)
 
 
-def _fedavg(average: Any, H: Any) -> Strategy:
-    return FedAvgStrategy(inner_optim="sgd", H=H, average=average)
+# Averages of a warm-up; and groups, whose H is no argument.
+AVERAGES = ("krum", mean() | clip("median"), clip(0.5), edit(), compress(TopK(0.3)))
+Warm = tuple[Callable[[Any], Algorithm], Any]  # made from H, and what averages in the warm-up
 
 
-TOPK = compress(TopK(0.3))
-TILES = compress(TileTopK(3, 4, "packed", StatisticalQuantizer(2)), 0.9)
-# Strategies with a warm-up: what averages in it, and what H is made of.
-WARM: dict[str, tuple[Callable[[Any], Strategy], Any]] = {
+def _of_row(row: Row, **given: Any) -> Warm:
+    average = {**row.arguments, **given}.get("average", "mean") if row.warm is None else row.warm
+    inner = {"lr": SGD["lr"]} if row.refuses else SGD
+    return lambda H: row.make(**{**inner, "H": H, **given}), average
+
+
+def _hierarchy(**given: Any) -> Callable[[Any], Algorithm]:
+    return lambda H: HierarchicalStrategy({5: H}, **SGD, **given)
+
+
+def _fedavg(average: Any) -> Callable[[Any], Algorithm]:
+    return lambda H: FedAvgStrategy(H=H, **SGD, average=average)
+
+
+ROWS = [row for row in TABLE if row.schedules and row.cls is not DittoStrategy]  # Ditto computes gradients itself
+WARM: dict[str, Warm] = {
+    **{row.name: _of_row(row) for row in ROWS},
     **{
-        f"FedAvg, {average}": (partial(_fedavg, average), average)
-        for average in ("mean", mean("examples"), "median", "krum", mean() | clip("median"), clip(0.5), edit(), TOPK)
+        f"{row.name}, {row.changes['average']}": _of_row(row, average=row.changes["average"])
+        for row in ROWS
+        if row.warm is None and "average" in row.changes
     },
-    "FedAvg in islands": (lambda H: FedAvgStrategy(inner_optim="sgd", island_size=2, H=H, average="median"), "median"),
-    "FedProx": (lambda H: FedProxStrategy(inner_optim="sgd", H=H, mu=0.5, average="median"), "median"),
-    "FedNova": (lambda H: FedNovaStrategy(inner_optim="sgd", H=H), mean("examples")),
-    "q-FedAvg": (lambda H: QFedAvgStrategy(inner_optim="sgd", H=H), "mean"),
-    "AFL": (lambda H: AFLStrategy(inner_optim="sgd", H=H), "mean"),
-    "FedOpt": (lambda H: FedOptStrategy(inner_optim="sgd", H=H, average=TOPK), TOPK),
-    "DiLoCo": (lambda H: DiLoCoStrategy(inner_optim="sgd", H=H, average=TOPK), TOPK),
-    "MuLoCo": (lambda H: MuLoCoStrategy(inner_optim="sgd", H=H, average="median"), "median"),
-    "EDiT": (lambda H: EDiTStrategy(inner_optim="sgd", H=H), "mean"),
-    "SlowMo": (lambda H: SlowMoStrategy(inner_optim="sgd", H=H, average=mean("examples")), mean("examples")),
-    "SparseLoCo": (lambda H: SparseLoCoStrategy(inner_optim="sgd", H=H, topk=3, chunk=4, error_feedback=0.9), TILES),
-    "Eager": (lambda H: EagerDiLoCoStrategy(inner_optim="sgd", H=H), "mean"),
-    "Gossip": (lambda H: GossipStrategy(inner_optim="sgd", topology="ring", H=H), "mean"),
-    "NoLoCo": (lambda H: NoLoCoStrategy(inner_optim="sgd", H=H), "mean"),
-    "hierarchy": (lambda H: HierarchicalStrategy({5: H}, inner_optim="sgd", average="median"), "median"),
-    "hierarchy of DiLoCo": (
-        lambda H: HierarchicalStrategy({5: H}, inner_optim="sgd", outer="sgd", outer_lr=0.5),
-        "mean",
-    ),
+    **{f"FedAvg, {average}": (_fedavg(average), average) for average in AVERAGES},
+    "hierarchy": (_hierarchy(average="median"), "median"),
+    "hierarchy of DiLoCo": (_hierarchy(outer="sgd", outer_lr=0.5), "mean"),
 }
 SHAPES = Parameters((4, 6), (5,))
 
@@ -234,15 +224,15 @@ def with_shards(strategy: Strategy, module: torch.nn.Module, gradients: torch.Te
     return course
 
 
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", [name for name, (make, _) in WARM.items() if not make(3).is_personal])
 def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> None:
     make, average = WARM[name]
-    w, gradients = 4, normal(12, 5, size(SHAPES))
-    first = with_shards(SimpleReduceStrategy(inner_optim="sgd", average=average), SHAPES, gradients[:w])
-    warm, whole = (with_shards(make(PostLocal(w, 3)), SHAPES, own) for own in (gradients[:w], gradients))
-    assert torch.equal(warm.cluster.weights, first.cluster.weights)
+    w, gradients = 4, normal(12, 5, P)
+    first = with_shards(SimpleReduceStrategy(**SGD, average=average), model(), gradients[:w])
+    warm, whole = (with_shards(make(PostLocal(w, 3)), model(), own) for own in (gradients[:w], gradients))
+    assert torch.equal(warm.cluster.weights, first.cluster.weights), f"TABLE: what averages in {name}? Give it warm=…"
     assert list(warm.ledger) == list(first.ledger) == list(whole.ledger)[: len(first.ledger)]
-    between = copy.deepcopy(SHAPES)
+    between = model()
     torch.nn.utils.vector_to_parameters(first.cluster.weights[0], between.parameters())
     then = with_shards(make(3), between, gradients[w:])
     assert torch.equal(whole.cluster.weights, then.cluster.weights)
@@ -251,14 +241,10 @@ def test_a_warm_up_is_allreduce_and_what_follows_begins_afresh(name: str) -> Non
     assert list(whole.ledger)[len(first.ledger) :] == later
 
 
-@pytest.mark.parametrize("name", [*WARM, "FedPer", "FedBN"])
+@pytest.mark.parametrize("name", [*WARM, "FedBN"])
 def test_a_warm_up_of_nodes_apart_and_its_price(name: str) -> None:
-    own: dict[str, Callable[[Any], Strategy]] = {
-        "FedPer": lambda H: FedPerStrategy(inner_optim="sgd", H=H, personal="p0", average=clip(0.5)),
-        "FedBN": lambda H: FedBNStrategy(inner_optim="sgd", H=H, average="median"),
-    }
-    make = own.get(name) or WARM[name][0]
-    module = Normalized() if name == "FedBN" else SHAPES
+    make = WARM[name][0] if name in WARM else lambda H: FedBNStrategy(H=H, **SGD, average="median")
+    module = Normalized() if name == "FedBN" else model()
     gradients = normal(7, 5, size(module))
     together = driven(make(PostLocal(3, 2)), module, gradients, deterministic=True)
     for rank, alone in enumerate(driven_apart(make(PostLocal(3, 2)), module, gradients)):
@@ -317,13 +303,11 @@ def test_a_warm_up_resumes_with_its_errors(tmp_path: Path) -> None:
 
 def test_a_warm_up_is_refused_where_it_breaks_a_promise() -> None:
     warm = PostLocal(4, 2)
-    for make in (
-        lambda: DPFedAvgStrategy(inner_optim="sgd", H=warm),
-        lambda: DPFedAvgStrategy(inner_optim="sgd", H=warm, noise_multiplier=0.0, clip=1.0),
-        lambda: SPARTADiLoCoStrategy(inner_optim="sgd", H=warm),
-    ):
-        with refused(ValueError, "H must be … without a warm-up … PostLocal(warmup_steps=4, then=2)"):
-            make()
+    refusing = [row for row in TABLE if row.warm is False]
+    assert len(refusing) > 2
+    for make in (*(row.make for row in refusing), partial(DPFedAvgStrategy, noise_multiplier=0.0, clip=1.0)):
+        with refused(ValueError, "H … PostLocal(warmup_steps=4, then=2)"):
+            make(H=warm)
     DPFedAvgStrategy(inner_optim="sgd", H=QSR(0.1), noise_multiplier=0.0)
     with pytest.raises(ValueError, match=r"max_norm=1 .* H=PostLocal\(warmup_steps=4, then=2\)"):
         started(FedPerStrategy(inner_optim="sgd", H=warm, personal="p0", max_norm=1.0), SHAPES, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,26 @@ FAMILIES = {
     "federated": "Clients hold their own data; in each round, a cohort of them meets at a server.",
     "rollouts": "One node trains, and sends its weights to receivers that use them.",
     "asynchronous": "Workers have their own speeds, on [a virtual clock](asynchronous.md); give `compute=`.",
+}
+# Names in the README, where they are others than those of the classes.
+NAMES = {
+    "SimpleReduce": "AllReduce",
+    "StreamingDiLoCo": "Streaming DiLoCo",
+    "EagerDiLoCo": "Eager DiLoCo",
+    "DESLOC": "DES-LOC",
+    "SPARTADiLoCo": "SPARTA-DiLoCo",
+    "Hierarchical": "hierarchical averaging",
+    "Alone": "nodes alone",
+    "Gossip": "gossip",
+    "GradientTracking": "gradient tracking",
+    "ExactDiffusion": "exact diffusion",
+    "QuasiGlobalMomentum": "quasi-global momentum",
+    "PushSum": "push-sum",
+    "Scaffold": "SCAFFOLD",
+    "DPFedAvg": "DP-FedAvg",
+    "QFedAvg": "q-FedAvg",
+    "DelayedNesterov": "delayed Nesterov",
+    "DecoupledDiLoCo": "Decoupled DiLoCo",
 }
 SOURCE = re.compile(r"(arXiv:|openreview\.net/forum\?id=)([\w.]+\w)")
 
@@ -51,6 +72,16 @@ def tables() -> str:
         f"around one inner optimizer. No parts of others are {', '.join(f'`{name}`' for name in wholes)}."
     )
     return "\n".join([*sections, f"## Compositions\n\n{text}\n"])
+
+
+def names() -> str:
+    """The README's list: the names of each family."""
+    lines = []
+    for family in FAMILIES:
+        plain = [cls.__name__.removesuffix("Strategy") for cls in strategies(family)]
+        line = f"- **{family.capitalize()}**: {', '.join(NAMES.get(name, name) for name in plain)}."
+        lines.append(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def parts() -> list[str]:
@@ -146,6 +177,7 @@ def _named() -> list[str]:
 
 
 PAGES = {
+    DOCS.parent / "README.md": names,
     DOCS / "strategies.md": tables,
     DOCS / "api" / "strategies.md": lambda: reference(_named()),
     DOCS / "api" / "parts.md": lambda: reference(parts()),

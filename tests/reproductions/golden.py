@@ -1,8 +1,7 @@
 """Six steps of each strategy from given gradients, by its formula: `python -m tests.reproductions.golden` writes them.
 
-Nothing here is from vsim. `call` makes the strategy whose history it is, from the names in vsim.strategy. Strategies
-that draw (SPARTA, islands) or begin with a drawn or orthogonalized matrix (Dion, MuLoCo) are left out, and so are
-asynchronous ones.
+Nothing here is from vsim. `call` makes the strategy whose history it is, from the names in vsim.strategy. Asynchronous
+strategies are left out; for others without a history, a row of TABLE in tests/test_strategies_common.py says why.
 """
 
 from __future__ import annotations

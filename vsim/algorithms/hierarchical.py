@@ -100,10 +100,13 @@ class HierarchicalStrategy(Composed):
         self.sizes = _checked(self.levels)
         averages = _by_size(self.average, self.sizes)
         *inner, last = self.sizes
-        H, of_all = sync_interval(self.levels[last]), averages[last]
+        with naming(f"levels[{last}]"):
+            H = sync_interval(self.levels[last])
+        of_all = averages[last]
         top: Algorithm
         if self.outer is not None or self.outer_lr is not None:
-            top = DiLoCoStrategy(H=H, outer_optim=self.outer, outer_lr=self.outer_lr, average=of_all)
+            with naming("outer"):
+                top = DiLoCoStrategy(H=H, outer_optim=self.outer, outer_lr=self.outer_lr, average=of_all)
         else:
             top = SimpleReduceStrategy(average=of_all) if H == 1 else FedAvgStrategy(H=H, average=of_all)
         self.composed = [top]

@@ -66,6 +66,8 @@ def rounds(collective: str, n: int, algorithm: str) -> tuple[Round, ...]:
         up = [Round(1, own if gathers else whole, p) for own, p in zip(below, inward, strict=True)]
         down = [Round(1, own * parts if scatters else parts, p) for own, p in zip(below[::-1], outward, strict=True)]
         return (*up, *down)
+    if algorithm != "halving-doubling":
+        raise NotImplementedError(f"vsim/network/cost.py: rounds() has no rounds for {algorithm!r}")
     places = np.arange(n)
     further = [(min(span, n - span), np.stack([places, (places + span) % n])) for span in spans]
     gather = [Round(1, size / (n if collective == "all_reduce" else 1), pairs) for size, pairs in further]

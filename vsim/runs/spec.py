@@ -42,6 +42,7 @@ from vsim.network import Compute, Network
 
 Metric = Callable[[nn.Module, Any], Any]  # (model in evaluation mode, batch of validation examples) → number
 
+EVENTS = ("on_start", "on_step", "on_sync", "on_evaluation", "on_end", "on_exit")  # the methods of `vsim.Callback`
 _COUNTS = ("num_nodes", "batch_size", "log_interval")
 _COUNTS_OR_NONE = (
     *("num_epochs", "max_steps", "val_size", "val_interval", "checkpoint_interval", "correlation_interval"),
@@ -193,11 +194,10 @@ class RunSpec:
         if not isinstance(self.callbacks, Sequence | None) or isinstance(self.callbacks, str | bytes):
             raise TypeError(f"callbacks must be a list of callbacks, got {given(self.callbacks)}")
         self._set("callbacks", list(self.callbacks or ()))
-        events = ("on_start", "on_step", "on_sync", "on_evaluation", "on_end", "on_exit")
         for one in self.callbacks:
-            if isinstance(one, type) or not (callable(one) or any(hasattr(one, event) for event in events)):
+            if isinstance(one, type) or not (callable(one) or any(hasattr(one, event) for event in EVENTS)):
                 raise TypeError(f"callbacks must be vsim.Callback objects, or functions f(run), got {one!r:.100}")
-            if not any(hasattr(one, event) for event in events):
+            if not any(hasattr(one, event) for event in EVENTS):
                 a_function("callbacks", one, "run")
         if not isinstance(self.metrics, Mapping | None):
             raise TypeError(f"metrics must be a dict of name → function of (model, batch), got {self.metrics!r}")
