@@ -191,6 +191,25 @@ def test_clients_of_a_population(rule: str) -> None:
     assert pulled == {4 * (HEAD + own.get(rule, R * (6 + 5) + 6 * 5))}
 
 
+def test_fedsa_gives_a_client_its_own_b_when_it_comes_back() -> None:
+    seen: dict[int, Tensor] = {}
+    returned = []
+
+    def look(run: Any) -> None:
+        strategy, b = run.strategy, run.cluster.replicas.views(run.cluster.weights)["0.lora_B"]
+        for row, client in enumerate(run.cluster.active):
+            if run.done % 2 and client in seen:  # in a round; B is recorded at its end
+                assert torch.equal(strategy.personal_adapters[row], seen[client].flatten())
+                assert (b[row] - seen[client]).abs().max() < 0.2 < (seen[client]).abs().max()  # a step away from it
+                returned.append(client)
+            elif not run.done % 2:
+                seen[client] = b[row].clone()
+
+    options: dict[str, Any] = {"participation": Sample(2, of=4), "num_nodes": 2, "max_steps": 16, "callbacks": [look]}
+    fitted(AdapterStrategy(rule="fedsa", H=2, lr=0.15), **options)
+    assert len({*returned}) > 2 and not torch.equal(seen[0], seen[1])
+
+
 def test_a_frozen_base_is_left_alone_or_refused() -> None:
     for rule in ("fedit", "ffa", "fedsa"):
         run = started(AdapterStrategy(rule=rule, H=1), model(trainable=False), K)

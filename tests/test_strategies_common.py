@@ -456,6 +456,7 @@ TABLE = [
         {"version": 2, "alpha": 0.2, "transform": "random", "update": "orthogonal"},
         every(1, "all_gather", "coefficients", 90 * 12),
         equal_after=ALWAYS,
+        refuses="has no effect, for the step is by the sign",
     ),
     # The hidden matrix 16×64 has rank 16 / 4 = 4: P has 64 entries, R 256. The other parameters have 1210 − 1024.
     Row(

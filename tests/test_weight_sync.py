@@ -117,7 +117,7 @@ def test_hours_and_utilization_as_published() -> None:
     whole = vsim.price(WeightSyncStrategy(changed_share=1.0), network=Network("20 Gbit/s"), **options)
     assert whole.utilization == pytest.approx(0.9, abs=0.001)
     assert whole.seconds[-1] == pytest.approx(4 * (50.4 + 5.6), rel=0.01)
-    # 1 % in three bytes each, and a gap of 255 or more before 8 % of them: 216 MB, and 140 MB with their compressor.
+    # 1 % in three bytes each, and a gap of 255 or more before 8 % of them: 216 MB.
     sparse = vsim.price(WeightSyncStrategy(changed_share=0.01), network=Network("0.308 Gbit/s"), **options)
     assert sparse.utilization == pytest.approx(0.9, abs=0.005)
     hidden = vsim.price(WeightSyncStrategy(changed_share=1.0, staleness=1), network=Network("20 Gbit/s"), **options)

@@ -23,7 +23,7 @@ OF_PRODUCTS = ("flora", "fedex")  # which change W₀
 
 
 class Pair(NamedTuple):
-    """The adapter of one weight: A (r, m) and B (n, r), and the trainable weights (n, m) beside them."""
+    """The adapter of one weight: A (r, m) and B (n, r), and trainable weights (n, m) of its module."""
 
     a: Columns
     b: Columns

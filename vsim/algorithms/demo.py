@@ -29,7 +29,7 @@ class DeMoStrategy(Algorithm):
         q_k = the largest DCT coefficients of every tile of δ_k;  δ_k ← δ_k − DCT⁻¹(q_k)
         θ ← θ − lr · sign(DCT⁻¹(mean of each coefficient over the nodes that sent it in q_k))
 
-    With version=2, that of ICLR 2026 [openreview U9oewpa7cn]; vsim.strategy.PRESETS["demo-2"] has its arguments:
+    With version=2, as published at ICLR 2026 [openreview.net/forum?id=U9oewpa7cn], the preset "demo-2":
 
         θ ← (1 − lr·λ) θ;  δ_k ← β δ_k + (1 − β) g_k
         q_k = the largest coefficients of every tile of T(δ_k);  δ_k ← δ_k − α T⁻¹(q_k)

@@ -24,7 +24,7 @@ class WeightSyncStrategy(Algorithm):
     [2026, arXiv:2602.03839].
 
         θ ← optimizer(θ, g);  after every H-th step, to each receiver:
-        the pairs (i, bf16(θ_i)) for all i whose bits differ from those that were sent last
+        the pairs (i, bf16(θ_i)) for all i whose bits differ from the bits sent last
 
     A message holds values, not differences, so that receivers have the trainer's bfloat16 weights, bit for bit. At the
     small learning rates of reinforcement learning, few weights change by as much as bfloat16 can tell, 2⁻⁸ of their
@@ -61,7 +61,7 @@ class WeightSyncStrategy(Algorithm):
     changed_share: float | None = None
 
     sent_weights: Tensor = state()  # bfloat16 weights after the last message, shared (P,)
-    receiver_weights: Tensor = state()  # those that have arrived, shared (P,)
+    receiver_weights: Tensor = state()  # the weights that have arrived, shared (P,)
     pending: list[Pending] = state()  # messages on their way, the oldest first
     last_share: float = state()
 
