@@ -21,7 +21,9 @@ from documents import ROOT
 from test_strategies_common import TABLE, of_families
 
 import vsim
+import vsim.algorithms
 import vsim.compat.exogym.strategy
+import vsim.core
 import vsim.strategy
 from vsim.analysis.report.data import _COLLECTIVES
 from vsim.data.partition import KINDS
@@ -42,12 +44,17 @@ def lacking(page: str, *words: str) -> list[str]:
 
 # Strategies, averages, compressors -----------------------------------------------------------------------------------
 
-HIDDEN = {"BlockQuantizer": "a base, in vsim.strategy.compression", "Own": "made by average_of"}
+HIDDEN = {
+    "BlockQuantizer": "a base, in vsim.algorithms.compression",
+    "Own": "made by average_of",
+    "RandomBasisTopK": "of DeMo alone; tests/test_demo.py",
+}
 
 
 def defined() -> Iterator[type]:
     """The public classes of the rooms of strategies: with a family, or what their arguments may be."""
-    for module in pkgutil.walk_packages(vsim.strategy.__path__, "vsim.strategy."):
+    rooms = (vsim.algorithms, vsim.core)
+    for module in (one for room in rooms for one in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")):
         for name, one in vars(importlib.import_module(module.name)).items():
             if not isinstance(one, type) or one.__module__ != module.name or name[0] == "_" or name in HIDDEN:
                 continue
@@ -58,11 +65,12 @@ def defined() -> Iterator[type]:
 
 
 def test_what_is_defined_is_exported() -> None:
+    assert len([*defined()]) > 50
     for cls in defined():
         made_by = vars(cls).get("made_by")
         if issubclass(cls, Rule) and cls is not Rule:
             assert made_by, f"vsim/core/average/functions.py: make a function of {cls.__name__} by function_of"
-        name, path = (made_by, "vsim.strategy.average") if made_by else (cls.__name__, cls.__module__)
+        name, path = (made_by, "vsim.core.average") if made_by else (cls.__name__, cls.__module__)
         line = f"from {path} import {name} as {name}"
         assert name in vsim.strategy.__all__, f"vsim/strategy/__init__.py: {line}"
 
