@@ -6,7 +6,7 @@
 
 Compared are the weights of nodes and the models, losses, columns of the history but those of the machine, events and
 attendance, warnings, errors, what callbacks hear, and the names of the files in the folders of checkpoints. The cases
-are in `trained.py`; both checkouts train those of this one. Nothing is kept. It takes minutes.
+are in `small_cases.py`; both checkouts train those of this one. Nothing is kept. It takes minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 START = "860a2bf"  # the commit that is compared with if none is given
 SHOWN = 12  # fields of a case
 TESTS = Path(__file__).resolve().parent
-CALL = "import sys, trained; trained.work(sys.argv[1:])"
+CALL = "import sys, small_cases; small_cases.work(sys.argv[1:])"
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -37,7 +37,7 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def names_of_cases(checkout: Path) -> list[str]:
-    command = [sys.executable, str(TESTS / "trained.py")]
+    command = [sys.executable, str(TESTS / "small_cases.py")]
     return subprocess.run(
         command, env=environment(checkout), check=True, capture_output=True, text=True
     ).stdout.splitlines()

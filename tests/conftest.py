@@ -20,14 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or in t
 import hypothesis
 import pytest
 import torch
-from ranks import Ranks
+from standing_ranks import Ranks
 
 from vsim.processes.launch import PRELOAD
 
-PRELOAD.extend(["pytest", "hypothesis", "resumed"])  # modules of tests import them in the nodes' processes
+PRELOAD.extend(["pytest", "hypothesis", "cut_runs"])  # modules of tests import them in the nodes' processes
 
 # They make a device for the whole process, so that test_device.py gives them one of their own.
-collect_ignore = ["pretend.py", "on_device.py"]
+collect_ignore = ["pretend_device.py", "on_device.py"]
 
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("vsim", deadline=None)

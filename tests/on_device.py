@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pretend import DEVICE, LAUNCHES, READS, accelerator
-from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from pretend_device import DEVICE, LAUNCHES, READS, accelerator
+from reference_cluster import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_strategies_common import STEPS, Row, every_row, model, uneven
 from torch import Tensor, nn
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from documents import ROOT, blocks
+from page_code import ROOT, blocks
 
 PICTURE = re.compile(r"^<!-- picture: (.+?) -->\n!\[[^\]]*\]\(([^)]+\.png)\)", re.MULTILINE)
 # Pictures that something else makes.

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trained import OF_THE_MACHINE, Acts, examples, mlp
+from small_cases import OF_THE_MACHINE, Acts, examples, mlp
 
 import vsim
 from vsim.checkpoint.files import Checkpoint

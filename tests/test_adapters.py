@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Driven, normal, same_apart, size, started
 from errors import refused
+from strategies_by_hand import Driven, normal, same_apart, size, started
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import test_strategies_common as common
 import torch
-from driven import Parameters, driven, normal, same_apart, started
+from comparisons_by_hand import check_refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import check_refusals
+from strategies_by_hand import Parameters, driven, normal, same_apart, started
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 

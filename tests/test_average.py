@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal, same_apart, size, started
 from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from strategies_by_hand import Parameters, driven, normal, same_apart, size, started
 from torch import Tensor, nn
 
 from vsim.cli import parse_strategy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused
-from separate import small_gpt, small_mlp, tokens, vectors
+from reference_cluster import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from errors import refused, unnamed
-from separate import small_gpt, small_mlp, tokens, vectors
+from reference_cluster import small_gpt, small_mlp, tokens, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from resumed import assert_same_comparison
-from separate import small_mlp, vectors
+from cut_runs import assert_same_comparison
+from reference_cluster import small_mlp, vectors
 from test_ensemble import Killed, broken, killed_at, quietly
 
 import vsim

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparisons_by_hand import check_refusals, never
+from cut_runs import assert_same_comparison
 from errors import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from made import check_refusals, never
-from resumed import assert_same_comparison
-from separate import images, small_cnn, small_mlp, vectors
+from reference_cluster import images, small_cnn, small_mlp, vectors
 from test_ensemble import Killed, alone, assert_is_its_own_fit, killed_at
 from torch import nn
 from torch.utils.data import Dataset, Subset

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cut_runs import assert_same_comparison, assert_same_run, fit, weights
 from errors import refused
-from resumed import assert_same_comparison, assert_same_run, fit, weights
-from separate import Scaled, small_mlp, vectors
+from reference_cluster import Scaled, small_mlp, vectors
 from test_ensemble import Killed, killed_at
 from torch import Tensor, nn
 from torch.nn import functional as F

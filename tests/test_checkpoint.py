@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from errors import refused, warned
-from resumed import (
+from cut_runs import (
     ADAMW,
     PROCESSES,
     SCHEDULE,
@@ -27,7 +26,8 @@ from resumed import (
     trainer_of,
     weights,
 )
-from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from errors import refused, warned
+from reference_cluster import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_process_exactness import BY_NAME, ROWS, Row, nodes_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR

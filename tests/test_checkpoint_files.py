@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cut_runs import ADAMW, assert_same_run, fit, trainer_of
 from errors import refused, warned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resumed import ADAMW, assert_same_run, fit, trainer_of
+from reference_cluster import vectors
 from safetensors import safe_open
 from safetensors.torch import save_file
-from separate import vectors
 from test_process_exactness import ROWS, Row, nodes_of
 
 from vsim import CheckpointError, load_checkpoint

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cut_runs import assert_same_run, fit, trainer_of
 from errors import refused, warned
-from resumed import assert_same_run, fit, trainer_of
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 
 import vsim
 from vsim import CheckpointError, load_checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cut_runs import assert_same_record
 from errors import refused
-from resumed import assert_same_record
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch.nn import functional as F
 
 import vsim

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
+import forked_processes
 import pytest
 import torch
 import torch.distributed as dist
-from driven import apart
 from errors import refused, warned
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies_by_hand import apart
 from torch import Tensor
 
 from vsim import Ledger
@@ -290,8 +290,8 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 def test_processes_go_on_while_what_they_sent_is_on_its_way(tmp_path: Path) -> None:
-    ranks = [forked.started(_rank, rank, tmp_path) for rank in range(2)]
-    assert [forked.ended(process) for process in ranks] == [0, 0]
+    ranks = [forked_processes.started(_rank, rank, tmp_path) for rank in range(2)]
+    assert [forked_processes.ended(process) for process in ranks] == [0, 0]
     for rank in range(2):
         results = [result.tolist() for result in torch.load(tmp_path / f"{rank}.pt")]
         ones, twos = [1.0, 1.0], [2.0, 2.0]
@@ -379,8 +379,8 @@ def test_a_process_may_hold_several_nodes(backend: str, num_nodes: int, exact: b
     """
     rows = torch.randn(num_nodes, 3, generator=torch.Generator().manual_seed(0))
     torch.save(rows, tmp_path / "rows.pt")
-    ranks = [forked.started(_share, rank, tmp_path, exact, backend) for rank in range(2)]
-    assert [forked.ended(process) for process in ranks] == [0, 0]
+    ranks = [forked_processes.started(_share, rank, tmp_path, exact, backend) for rank in range(2)]
+    assert [forked_processes.ended(process) for process in ranks] == [0, 0]
     simulated = StackedCollectives(Ledger(num_nodes))
     expected = _every_collective(simulated, rows)
     half = num_nodes // 2

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compared import STEPS, compared, three_strategies
+from comparisons_by_hand import check_refusals, never, run, texts
+from comparisons_by_hand import comparison as made
 from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from made import check_refusals, never, run, texts
-from made import comparison as made
 from matplotlib.figure import Figure
+from shared_comparisons import STEPS, compared, three_strategies
 
 import vsim
 from vsim import History

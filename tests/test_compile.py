@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused, warned
-from separate import TASKS, Task, small_cnn, small_gpt, small_mlp
+from reference_cluster import TASKS, Task, small_cnn, small_gpt, small_mlp
 from test_executor import batch_of
 from test_lowering import make
 from torch import Tensor, nn

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Driven, Parameters, driven, normal, same_apart, size, started
 from errors import refused
+from strategies_by_hand import Driven, Parameters, driven, normal, same_apart, size, started
 from test_demo import tiles_of
 from torch import Tensor
 

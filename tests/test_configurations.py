@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from separate import images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from reference_cluster import images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_strategies_common import Instead, own_arguments, refused_by, taken_by
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, StepLR

@@ -11,7 +11,7 @@ import torch
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import shard_batches
+from reference_cluster import shard_batches
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal, size, started
+from reference_cluster import warmup_then_cosine
 from scipy.fft import dctn, idctn
-from separate import warmup_then_cosine
+from strategies_by_hand import Parameters, driven, normal, size, started
 from torch import Tensor, nn
 
 import vsim

@@ -16,10 +16,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from cut_runs import fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resumed import fit
-from separate import vectors
+from reference_cluster import vectors
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, multi_margin_loss
 from torch.utils.data import Dataset, TensorDataset, default_collate

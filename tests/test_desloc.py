@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Parameters, driven, normal, same_apart
+from strategies_by_hand import Parameters, driven, normal, same_apart
 
 from vsim import price
 from vsim.cluster.optimizers import states_by_node

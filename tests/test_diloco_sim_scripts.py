@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from errors import refused
-from separate import vectors
+from reference_cluster import vectors
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import test_strategies_common as common
 import torch
-from driven import Parameters, driven, normal, size, started
+from cut_runs import fit, trainer_of, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_cluster import small_gpt, small_mlp, tokens, vectors
 from reproductions import formulas
-from resumed import fit, trainer_of, weights
-from separate import small_gpt, small_mlp, tokens, vectors
+from strategies_by_hand import Parameters, driven, normal, size, started
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from driven import Driven, Parameters, normal, same_apart, started
-from separate import small_gpt
+from reference_cluster import small_gpt
+from strategies_by_hand import Driven, Parameters, normal, same_apart, started
 from torch import Tensor, nn
 
 from vsim.strategy import DionStrategy, OptimSpec

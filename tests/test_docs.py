@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, Block, blocks, difference, run_page
+from page_code import ROOT, Block, blocks, difference, run_page
 
 import vsim
 import vsim.strategy

@@ -11,9 +11,9 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal
-from resumed import fit, trainer_of
-from separate import small_mlp, vectors
+from cut_runs import fit, trainer_of
+from reference_cluster import small_mlp, vectors
+from strategies_by_hand import Parameters, driven, normal
 
 from vsim import Callback, Compute, EarlyStopping, OverCommit, Sample, Schedule
 from vsim.algorithms.dpfedavg import epsilon

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
+import forked_processes
 import numpy as np
 import pytest
 import torch
+from cut_runs import assert_same_comparison, assert_same_model, assert_same_record, sweep_to
 from errors import refused, unnamed, warned
-from resumed import assert_same_comparison, assert_same_model, assert_same_record, sweep_to
-from separate import TASKS, images, small_cnn, small_gpt, small_mlp, tokens, vectors
+from reference_cluster import TASKS, images, small_cnn, small_gpt, small_mlp, tokens, vectors
 from test_model_state import Average
 from test_second_gradient import Sam
 from test_strategies_common import TABLE, examples, model
@@ -705,19 +705,19 @@ def test_another_comparison_does_not_resume(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_three_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     expected_file, result_file, folder = tmp_path / "expected.json", tmp_path / "result.json", tmp_path / "race"
-    assert forked.ended(forked.started(sweep_to, expected_file, None)) == 0
+    assert forked_processes.ended(forked_processes.started(sweep_to, expected_file, None)) == 0
     draw, kills = random.Random(0), 0
     while kills < 3:
-        run = forked.started(sweep_to, result_file, folder)
+        run = forked_processes.started(sweep_to, result_file, folder)
         while not (folder / "race.json").exists() and run.is_alive():
             time.sleep(0.01)  # until it has begun
         time.sleep(draw.uniform(0.0, 3.0))
         run.kill()
-        code = forked.ended(run)
+        code = forked_processes.ended(run)
         assert code in (0, -signal.SIGKILL)
         if code == 0:  # it reached its end
             shutil.rmtree(folder)
             continue
         kills += 1
-    assert forked.ended(forked.started(sweep_to, result_file, folder)) == 0
+    assert forked_processes.ended(forked_processes.started(sweep_to, result_file, folder)) == 0
     assert_same_comparison(*map(vsim.Sweep.from_json, (result_file, expected_file)))

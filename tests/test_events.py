@@ -14,7 +14,7 @@ import torch
 from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 
 from vsim import Event, Ledger, Trainer
 from vsim.cluster.stacked import StackedCollectives

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from errors import refused, warned
-from separate import TASKS, Task, small_mlp, vectors
+from reference_cluster import TASKS, Task, small_mlp, vectors
 from test_lowering import make
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, normal, started
+from comparisons_by_hand import check_refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import check_refusals
+from strategies_by_hand import Parameters, normal, started
 from torch.utils.data import TensorDataset
 
 import vsim

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal, size, started
+from strategies_by_hand import Parameters, driven, normal, size, started
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset

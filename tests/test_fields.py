@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from resumed import fit
+from cut_runs import fit
 
 import vsim
 from vsim.core.fields import OPTIONS, arguments_of, parameters_of

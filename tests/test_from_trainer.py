@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparisons_by_hand import check_refusals, run, texts
+from comparisons_by_hand import comparison as made
 from errors import refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made import check_refusals, run, texts
-from made import comparison as made
 
 import vsim
 from vsim.analysis.losses import compare_finals

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal, same_apart, started
+from comparisons_by_hand import check_refusals
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from made import check_refusals
+from strategies_by_hand import Parameters, driven, normal, same_apart, started
 from torch import Tensor
 from torch.utils.data import TensorDataset
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, normal, same_apart, started
+from comparisons_by_hand import check_refusals
 from errors import refused
-from made import check_refusals
+from strategies_by_hand import Parameters, normal, same_apart, started
 from torch import Tensor
 from torch.utils.data import TensorDataset
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Parameters, driven, normal, size
+from strategies_by_hand import Parameters, driven, normal, size
 from test_strategies_common import model, uneven, weights
 
 import vsim

@@ -14,7 +14,7 @@ import pytest
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 
 from vsim import History, Trainer
 from vsim.history.formats import write_csv

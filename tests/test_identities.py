@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
+import forked_processes
 import pytest
 import torch
+from cut_runs import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, trainer_of, weights
 from errors import refused
-from resumed import ADAMW, PROCESSES, assert_same_run, fit, hybrid, train_on, trainer_of, weights
 
 from vsim import Callback, CheckpointError, load_checkpoint
 from vsim.checkpoint.folder import checkpoints_in, step_of
@@ -230,13 +230,13 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     for _ in range(12):
         before = progress()
-        process = forked.started(train_on, folder, steps)
+        process = forked_processes.started(train_on, folder, steps)
         while process.is_alive() and progress() == before:  # until it trains
             time.sleep(0.005)
         time.sleep(float(torch.rand((), generator=stream)) * 0.1)
         assert load_checkpoint(folder).step >= before
         process.kill()
-        assert forked.ended(process) == -signal.SIGKILL  # long before its end
+        assert forked_processes.ended(process) == -signal.SIGKILL  # long before its end
         assert load_checkpoint(folder).step >= before  # without a warning: none is torn
-    assert forked.ended(forked.started(train_on, folder, steps)) == 0
+    assert forked_processes.ended(forked_processes.started(train_on, folder, steps)) == 0
     assert_same_run(fit(hybrid(), max_steps=steps, resume=folder), fit(hybrid(), max_steps=steps))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 
 import vsim
 from vsim import Callback, Comparison

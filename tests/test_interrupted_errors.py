@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import assert_same_comparison, assert_same_record
-from separate import small_mlp, vectors
+from cut_runs import assert_same_comparison, assert_same_record
+from reference_cluster import small_mlp, vectors
 from test_ensemble import quietly
 from torch import Tensor, nn
 from torch.utils.data import Dataset

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from driven import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft
+from strategies_by_hand import normal
 from vsim_kernels import dct_matrix, dct_tiles, idct_tiles, largest_divisor, matrix_shape, tile_shape
 from vsim_kernels.dct import dct_tiles_reference, idct_tiles_reference
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from driven import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies_by_hand import normal
 from vsim_kernels import left_factor, low_rank, lowrank, orthogonalize, right_factor
 
 seeds = st.integers(0, 2**31)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from driven import normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from strategies_by_hand import normal
 from vsim_kernels import newton_schulz, pack_bits, sort_rows, unpack_bits, write_entries_
 from vsim_kernels.masking import write_entries_reference_
 from vsim_kernels.order import sort_rows_reference

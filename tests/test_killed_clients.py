@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import assert_same_run
-from separate import images, small_cnn
+from cut_runs import assert_same_run
+from reference_cluster import images, small_cnn
 
 import vsim
 from vsim.checkpoint.folder import checkpoints_in

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resumed import assert_same_comparison
-from separate import vectors
+from cut_runs import assert_same_comparison
+from reference_cluster import vectors
 from test_ensemble import Killed, killed_at
 from torch import nn
 from torch.utils.data import TensorDataset

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import run, texts
+from comparisons_by_hand import run, texts
 from matplotlib.image import imread
 from rich.console import Console
 

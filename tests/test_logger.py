@@ -20,7 +20,7 @@ import torch
 from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from test_torchrun import free_port, torchrun
 from torch import nn
 
@@ -393,7 +393,7 @@ def test_under_torchrun_one_rank_logs(tmp_path: Path) -> None:
         textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from separate import small_mlp, vectors
+        from reference_cluster import small_mlp, vectors
         from vsim import Trainer
         from vsim.strategy import FedAvgStrategy
 

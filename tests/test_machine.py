@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from errors import refused, warned
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

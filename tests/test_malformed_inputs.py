@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from made import comparison as made
-from made import run
-from separate import small_mlp, vectors
+from comparisons_by_hand import comparison as made
+from comparisons_by_hand import run
+from reference_cluster import small_mlp, vectors
 from torch import nn
 
 import vsim

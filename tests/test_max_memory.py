@@ -15,7 +15,7 @@ import torch
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import TASKS, Task, small_cnn, small_mlp, vectors
+from reference_cluster import TASKS, Task, small_cnn, small_mlp, vectors
 from test_lowering import make
 from torch import Tensor, nn
 from torch.utils.data import Dataset

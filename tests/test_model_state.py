@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused, warned
-from separate import Scaled, vectors
+from reference_cluster import Scaled, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from cut_runs import assert_same_model
 from errors import refused, warned
-from resumed import assert_same_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

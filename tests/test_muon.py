@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from cut_runs import fit, trainer_of, weights
 from errors import refused
-from resumed import fit, trainer_of, weights
-from separate import AverageWeights, OuterStep, small_cnn, small_gpt, small_mlp, tokens, train_separately, vectors
+from reference_cluster import (
+    AverageWeights,
+    OuterStep,
+    small_cnn,
+    small_gpt,
+    small_mlp,
+    tokens,
+    train_separately,
+    vectors,
+)
 from test_optim import CPU, Matrices, gradients, separately, stacked
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

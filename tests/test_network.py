@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made import check_refusals
+from comparisons_by_hand import check_refusals
 
 import vsim
 from vsim.cluster.traffic import traffic

@@ -13,7 +13,7 @@ import torch
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import schedulefree
 import torch
-from ranks import Ranks
-from resumed import assert_it_moves, assert_same_run, fit, trainer_of, weights
-from separate import (
+from cut_runs import assert_it_moves, assert_same_run, fit, trainer_of, weights
+from reference_cluster import (
     AverageGradients,
     AverageWeights,
     Communication,
@@ -24,6 +23,7 @@ from separate import (
     train_separately,
     vectors,
 )
+from standing_ranks import Ranks
 from test_strategies_common import EACH, Row, examples, model
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector

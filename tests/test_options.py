@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comparisons_by_hand import never
 from errors import refused
-from made import never
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 
 import vsim

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparisons_by_hand import check_refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import check_refusals
 from numpy.typing import NDArray
 from scipy.stats import linregress
 

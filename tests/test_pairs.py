@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
-from separate import vectors
+from reference_cluster import vectors
+from standing_ranks import Ranks
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset, default_collate

@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from cut_runs import assert_same_comparison
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resumed import assert_same_comparison
-from separate import Noisy, shard_batches, small_mlp, vectors
-from separate import own_examples as dataset
+from reference_cluster import Noisy, shard_batches, small_mlp, vectors
+from reference_cluster import own_examples as dataset
 from test_strategies_common import TABLE, Row
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves

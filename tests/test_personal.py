@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, driven, normal, started
+from comparisons_by_hand import check_refusals
 from errors import refused
-from made import check_refusals
+from strategies_by_hand import Parameters, driven, normal, started
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, blocks
+from page_code import ROOT, blocks
 from pictures import ELSEWHERE, draw, pictures
 
 import vsim.figures.paper

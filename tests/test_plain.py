@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import blocks
+from page_code import blocks
 from test_torchrun import free_port, torchrun
 from torch import Tensor, nn
 

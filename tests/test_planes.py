@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compared import compared
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_comparisons import compared
 
 import vsim
 from vsim import Compute, Network, timeline

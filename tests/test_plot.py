@@ -9,8 +9,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from made import comparison as comparison_of
-from made import run as made_run
+from comparisons_by_hand import comparison as comparison_of
+from comparisons_by_hand import run as made_run
 from matplotlib.colors import to_rgb
 
 from vsim import History, scaling

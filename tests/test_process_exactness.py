@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resumed import assert_same_model, assert_same_record, in_processes
-from separate import TASKS, Task
+from cut_runs import assert_same_model, assert_same_record, in_processes
+from reference_cluster import TASKS, Task
 from test_strategies_common import QUARTER, TABLE, Row
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset

@@ -26,9 +26,9 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed as dist
+from cut_runs import assert_same_comparison, assert_same_run, in_processes
 from errors import refused, warned
-from resumed import assert_same_comparison, assert_same_run, in_processes
-from separate import small_mlp, vectors
+from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.utils.data import Dataset, get_worker_info
 

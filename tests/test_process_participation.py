@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import assert_same_run, in_processes
-from separate import Noisy, small_mlp, vectors
-from separate import own_examples as dataset
+from cut_runs import assert_same_run, in_processes
+from reference_cluster import Noisy, small_mlp, vectors
+from reference_cluster import own_examples as dataset
 from torch.utils.data import Subset
 
 import vsim

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked
+import forked_processes
 import pytest
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def write_kernels(file: Path) -> None:
 
 def test_processes_compute_with_the_kernels_of_the_one_that_starts_them(tmp_path: Path) -> None:
     """Which a user, and `.ci/cpus`, chooses by environment variables."""
-    assert forked.ended(forked.started(write_kernels, tmp_path / "there")) == 0
+    assert forked_processes.ended(forked_processes.started(write_kernels, tmp_path / "there")) == 0
     write_kernels(tmp_path / "here")
     assert (tmp_path / "there").read_text() == (tmp_path / "here").read_text()
 

@@ -15,7 +15,7 @@ import torch
 from errors import refused, warned
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import Scaled, vectors
+from reference_cluster import Scaled, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 

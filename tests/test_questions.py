@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
+from comparisons_by_hand import comparison, run
 from errors import refused
-from made import comparison, run
 
 import vsim
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cut_runs import assert_same_comparison, in_processes
 from errors import refused
-from resumed import assert_same_comparison, in_processes
-from separate import TASKS, small_cnn, small_mlp, vectors
+from reference_cluster import TASKS, small_cnn, small_mlp, vectors
 
 import vsim
 from vsim import Callback, Compute, EarlyStopping, KeepBest, Trainer, load_checkpoint

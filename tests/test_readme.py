@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import ROOT, blocks, run_page
+from page_code import ROOT, blocks, run_page
 
 from vsim import Trainer
 from vsim.data import digits

@@ -17,7 +17,7 @@ import test_compression
 import test_network
 import test_one_price
 import test_partition
-from documents import ROOT
+from page_code import ROOT
 from test_strategies_common import TABLE, of_families
 
 import vsim

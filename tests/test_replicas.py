@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import small_cnn, small_gpt, small_mlp
+from reference_cluster import small_cnn, small_gpt, small_mlp
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compared import compared, three_strategies
-from made import check_refusals, of_finals
-from made import comparison as made
-from made import run as made_run
+from comparisons_by_hand import check_refusals, of_finals
+from comparisons_by_hand import comparison as made
+from comparisons_by_hand import run as made_run
+from shared_comparisons import compared, three_strategies
 
 import vsim
 from vsim import Compute, Network

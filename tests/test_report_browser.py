@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from compared import compared
-from made import comparison as made
-from made import run
+from comparisons_by_hand import comparison as made
+from comparisons_by_hand import run
+from shared_comparisons import compared
 
 import vsim
 from vsim import Compute, Network

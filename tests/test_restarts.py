@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resumed import assert_it_moves, fit, trainer_of
+from cut_runs import assert_it_moves, fit, trainer_of
 
 import vsim
 from vsim.strategy import (

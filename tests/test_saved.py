@@ -18,10 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from compared import compared, three_strategies
+from comparisons_by_hand import comparison as made
+from comparisons_by_hand import run as one_run
 from errors import refused
-from made import comparison as made
-from made import run as one_run
+from shared_comparisons import compared, three_strategies
 
 import vsim
 from vsim.analysis.cache import Cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import check_refusals, run
+from comparisons_by_hand import check_refusals, run
 
 from vsim import Comparison, scaling
 from vsim.analysis.size_order import order

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from made import never
+from comparisons_by_hand import never
 from test_tune import TRAIN, VAL, Quadratic
 
 import vsim

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused, warned
-from separate import (
+from reference_cluster import (
     TASKS,
     AverageGradients,
     AverageWeights,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import TASKS, Communication, Task, small_mlp, stacked_weights, train_separately, vectors
+from reference_cluster import TASKS, Communication, Task, small_mlp, stacked_weights, train_separately, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from vsim_kernels.quantize import uniform_quantize_reference

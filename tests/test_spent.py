@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from compared import compared
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_comparisons import compared
 
 import vsim
 from vsim.analysis.spent import forming_bytes, forming_seconds

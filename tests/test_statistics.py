@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparisons_by_hand import check_refusals
+from comparisons_by_hand import of_finals as comparison
 from hypothesis import given
 from hypothesis import strategies as st
-from made import check_refusals
-from made import of_finals as comparison
 from numpy.typing import NDArray
 from scipy import stats
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import assert_same_comparison, assert_same_run
-from separate import images, small_cnn, small_mlp, vectors
+from cut_runs import assert_same_comparison, assert_same_run
+from reference_cluster import images, small_cnn, small_mlp, vectors
 
 import vsim
 from vsim.runs import fit as training

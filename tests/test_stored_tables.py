@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import ROOT, blocks
+from page_code import ROOT, blocks
 
 from vsim.analysis.columns import COLUMNS
 from vsim.analysis.tables import HOURS, UNDECIDED, Heading

@@ -14,8 +14,8 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from driven import normal, same_apart
 from errors import refused
+from strategies_by_hand import normal, same_apart
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

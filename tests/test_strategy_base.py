@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from errors import refused
-from separate import TASKS, Task, small_cnn, small_mlp
+from reference_cluster import TASKS, Task, small_cnn, small_mlp
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import driven, normal
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reproductions import formulas
 from reproductions.formulas import Streaming
+from strategies_by_hand import driven, normal
 from torch import nn
 
 import vsim

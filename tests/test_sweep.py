@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comparisons_by_hand import check_refusals, never, run, texts
 from errors import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import check_refusals, never, run, texts
 
 import vsim
 from vsim import ComparedRun, History, Sweep

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cut_runs import assert_same_comparison, assert_same_record, in_processes
 from links import CABLE, address, linked, shape
-from resumed import assert_same_comparison, assert_same_record, in_processes
-from separate import images, small_cnn, small_mlp, vectors
+from reference_cluster import images, small_cnn, small_mlp, vectors
 from torch import Tensor
 
 import vsim

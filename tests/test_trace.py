@@ -1,7 +1,7 @@
 """What happens in a run between its steps, in this order: the events of today, in traces.json, run by run.
 
-The order across runs is no part of a trace. If a function moves, PLACES in traced.py follows it; if an order changes on
-purpose, `python tests/test_trace.py` writes the file anew, and its diff says what has changed.
+The order across runs is no part of a trace. If a function moves, PLACES in event_traces.py follows it; if an order
+changes on purpose, `python tests/test_trace.py` writes the file anew, and its diff says what has changed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import event_traces
 import pytest
-import traced
-from traced import ALL, Tells
-from trained import COMPUTE, SGD, Failing, Listed, examples, mlp, own
+from event_traces import ALL, Tells
+from small_cases import COMPUTE, SGD, Failing, Listed, examples, mlp, own
 
 import vsim
 from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
@@ -49,7 +49,7 @@ def ending() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         end = f"raised {type(error).__name__}"
-    traced.TRACKS.tell(ALL, end)
+    event_traces.TRACKS.tell(ALL, end)
 
 
 def fit(folder: Path, *act: Any, **more: Any) -> None:
@@ -151,7 +151,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 
 def trace(name: str, folder: Path) -> Traces:
     """Return name of a run → its events."""
-    with warnings.catch_warnings(), traced.tracing() as found:
+    with warnings.catch_warnings(), event_traces.tracing() as found:
         warnings.simplefilter("ignore")
         SCENARIOS[name](folder)
     return found
@@ -168,12 +168,12 @@ def in_processes(folder: Path) -> Traces:
             callbacks=[Tells("stops", "on_step", 3, folder=folder, rank=1)],
             **{"backend": "process", "num_processes": 2, "threads_per_process": 1, "timeout_seconds": 60},
         )
-    return traced.of_processes(folder)
+    return event_traces.of_processes(folder)
 
 
 def readable(traces: Traces) -> Traces:
     """Name of a run → a line for each step."""
-    return {name: traced.by_step(events) for name, events in sorted(traces.items())}
+    return {name: event_traces.by_step(events) for name, events in sorted(traces.items())}
 
 
 def expected(name: str) -> Traces:

@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separate import TASKS, AverageWeights, Task, images, small_cnn, small_gpt, small_mlp, train_separately, vectors
+from reference_cluster import (
+    TASKS,
+    AverageWeights,
+    Task,
+    images,
+    small_cnn,
+    small_gpt,
+    small_mlp,
+    train_separately,
+    vectors,
+)
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset

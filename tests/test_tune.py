@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from comparisons_by_hand import run
 from errors import refused
-from made import run
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from errors import refused
-from separate import Noisy
+from reference_cluster import Noisy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import Parameters, normal, started
 from errors import refused
+from strategies_by_hand import Parameters, normal, started
 from torch import Tensor
 from torch.utils.data import TensorDataset
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from driven import Driven, Parameters, driven, driven_apart, normal, size, started
 from errors import refused
+from strategies_by_hand import Driven, Parameters, driven, driven_apart, normal, size, started
 from test_strategies_common import TABLE, P, Row, model, uneven, weights
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 

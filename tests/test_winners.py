@@ -9,12 +9,12 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from compared import compared
+from comparisons_by_hand import check_refusals, run
+from comparisons_by_hand import comparison as made
 from errors import refused
-from made import check_refusals, run
-from made import comparison as made
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
+from shared_comparisons import compared
 
 import vsim
 from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES, Winners

@@ -12,8 +12,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from compared import compared, three_strategies
-from made import never, run
+from comparisons_by_hand import never, run
+from shared_comparisons import compared, three_strategies
 
 from vsim.checkpoint.files import Checkpoint
 from vsim.figures.paper import save

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from separate import images, small_cnn
+from reference_cluster import images, small_cnn
 from torch import Tensor, nn
 
 import vsim

@@ -1,6 +1,6 @@
 """The code in README and documentation: found, run as it stands, and compared with what the page says it prints.
 
-`python tests/documents.py PAGE…` runs pages and writes what their blocks print into them.
+`python tests/page_code.py PAGE…` runs pages and writes what their blocks print into them.
 """
 
 from __future__ import annotations

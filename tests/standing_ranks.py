@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
-import forked
+import forked_processes
 import torch
 import torch.distributed as dist
 
@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="vsim-test-")
-        context = forked.context()
+        context = forked_processes.context()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(number):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from trained import Acts
+from small_cases import Acts
 
 Told = Iterable[tuple[Any, str]]  # whose event: a ledger, which each run has one of, or ALL; and its text
 ALL = "all runs"
