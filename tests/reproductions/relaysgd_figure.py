@@ -29,7 +29,7 @@ from vsim.strategy import (
 from .result import HERE, PAGE, Row, Table
 
 # Steps strategies with given gradients, several times as fast as training does. Its package is that of the tests.
-driven = importlib.import_module(f"{__name__.rpartition('reproductions')[0]}driven")
+driven = importlib.import_module(f"{__name__.rpartition('reproductions')[0]}strategies_by_hand")
 D, MOST_STEPS, EPSILON = 10, 20_000, 1e-6
 SLACK = 1.3  # a run that goes on for longer than this, times the published steps, has another integer
 
