@@ -252,7 +252,10 @@ def test_false_is_none_and_no_columns_of_tables() -> None:
     rows = {}
     for accuracy in (None, False, lambda outputs, y: outputs.argmax(1) != y):
         comparison = vsim.compare(model, data, data, **options, accuracy=accuracy)
-        rows[accuracy], histories = comparison.rows(), [comparison[name].history for name in strategies]
+        rows[accuracy], histories = (
+            comparison.rows().to_dict("records"),
+            [comparison[name].history for name in strategies],
+        )
         known = accuracy is not False
         assert ["accuracy" in row and "client accuracy" in row for row in rows[accuracy]] == [known, known]
         assert [len(history.client_val_accuracies) for history in histories] == [2 * known, 2 * known]
@@ -273,7 +276,7 @@ def test_clients_without_a_label_that_counts_are_left_out_of_the_table() -> None
     comparison = vsim.compare(seeded(lambda: nn.Linear(6, 2)), TensorDataset(X, Y), **options)
     accuracies = comparison["A"].history.client_val_accuracies
     assert np.isnan(accuracies).tolist() == [False, True, False]
-    (row,) = comparison.rows()
+    (row,) = comparison.rows().to_dict("records")
     assert row["client accuracy"] == row["client accuracy, worst"] == accuracies[0] == accuracies[2] > 0.4
 
 

@@ -119,7 +119,7 @@ def test_steps_by_hand(within: Comparison) -> None:
     assert {name: [run.history.last("step") for run in within.runs(name)] for name in within} == {
         name: [steps, steps] for name, steps in by_hand.items()
     }
-    rows = {row["strategy"]: row for row in within.rows()}
+    rows = {row["strategy"]: row for row in within.rows().to_dict("records")}
     assert rows["AllReduce"]["steps"] == by_hand["AllReduce"]
     assert rows["AllReduce"]["time used"] == pytest.approx(by_hand["AllReduce"] * (0.1 + sync) / 2)
     assert rows["AllReduce"]["wire used"] == pytest.approx(by_hand["AllReduce"] * size / 20_000)
@@ -217,7 +217,7 @@ def test_they_stand_in_one_table_figure_page_and_file(within: Comparison, tmp_pa
 
 def test_steps_by_name_stand_in_one_table() -> None:
     result = compared(max_steps=STEPS)
-    assert result.budget == {} and [row["steps"] for row in result.rows()] == list(STEPS.values())
+    assert result.budget == {} and [row["steps"] for row in result.rows().to_dict("records")] == list(STEPS.values())
     assert "budget" not in result.table() and "steps" not in compared(max_steps=3).table()
 
 
@@ -226,7 +226,7 @@ def test_what_joins_and_what_does_not() -> None:
     short, long = compared(one, max_steps={"AllReduce": 2}), compared(two, max_steps={"DiLoCo": 4})
     extended, plain = compared(two, max_steps={"DiLoCo": 4}, extend=short), compared(two, max_steps=4)
     for joined in (short | long, extended, short | plain):
-        assert [row["steps"] for row in joined.rows()] == [2, 4]
+        assert [row["steps"] for row in joined.rows().to_dict("records")] == [2, 4]
     cheap, dear = {"wire": "20 kB"}, {"wire": "30 kB"}
     budgeted = compared(one, budget=cheap)
     equal = budgeted | compared(two, budget=cheap)
@@ -260,7 +260,9 @@ def test_a_sweep_within_a_budget() -> None:
     result = vsim.sweep(small_mlp(), vectors(), vectors(), budget={"wire": "20 kB"}, **options)
     steps = {name: run.ledger.steps for name, run in result.items()}
     assert isinstance(result, Sweep) and steps["DiLoCo H=4"] > 3 * steps["DiLoCo H=1"]
-    assert {row["H"]: row["steps"] for row in result.rows()} == {n[-1]: own for n, own in steps.items()}
+    assert {row["H"]: row["steps"] for row in result.rows().to_dict("records")} == {
+        n[-1]: own for n, own in steps.items()
+    }
     given = vsim.sweep(small_mlp(), vectors(), vectors(), max_steps={"DiLoCo H=1": 2, "DiLoCo H=4": 5}, **options)
     assert {name: run.ledger.steps for name, run in given.items()} == {"DiLoCo H=1": 2, "DiLoCo H=4": 5}
     with pytest.raises(ValueError, match=r"max_steps: a name must be one of 'DiLoCo H=1', 'DiLoCo H=4', got 'H=1'"):
@@ -269,7 +271,7 @@ def test_a_sweep_within_a_budget() -> None:
         with pytest.raises(ValueError, match=r"halving .*one length"):
             vsim.sweep(small_mlp(), vectors(), vectors(), halving=2, **steps_of, **options)
     large = vsim.sweep(small_mlp(), vectors(), vectors(), budget={"wire": "5 GB"}, at=1e8, max_steps=20, **options)
-    assert large.allreduce_bytes == 4e8 and max(row["wire used"] for row in large.rows()) <= 1
+    assert large.allreduce_bytes == 4e8 and max(row["wire used"] for row in large.rows().to_dict("records")) <= 1
 
 
 def test_tuning_h_goes_by_the_budget() -> None:

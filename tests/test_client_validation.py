@@ -67,7 +67,7 @@ def test_losses_and_accuracies_by_hand() -> None:
     history, right = comparison["FedAvg"].history, np.log1p(np.exp(-2))
     assert history.client_val_accuracies.tolist() == [0, 0.25, 0.5, 0.75, 1]
     assert history.client_val_losses == pytest.approx([right + 2 * (4 - k) / 4 for k in range(5)], rel=1e-6)
-    (row,) = comparison.rows()
+    (row,) = comparison.rows().to_dict("records")
     assert [row[name] for name in CLIENTS] == pytest.approx([0.5, 0.1, 0.0, 0.0])  # 0 + 0.4 · (0.25 − 0)
     frame = comparison.to_pandas()
     assert frame[CLIENTS[0]].notna().tolist() == [False] * 4 + [True]
@@ -94,7 +94,7 @@ def test_attackers_and_honest_clients_apart(tmp_path: Path) -> None:
     comparison = vsim.compare(Constant(), own, **options)
     comparison.to_json(tmp_path / "saved.json")
     for found in (comparison, vsim.Comparison.from_json(tmp_path / "saved.json")):
-        rows = {row["strategy"]: row for row in found.rows()}
+        rows = {row["strategy"]: row for row in found.rows().to_dict("records")}
         apart = [[rows[name][f"client accuracy, {of}"] for of in ("honest", "attackers")] for name in strategies]
         assert apart == [pytest.approx([0.25, 0.875]), pytest.approx([0.5, np.nan], nan_ok=True)]
         assert "87.5 %" in found.table(columns=["client accuracy, honest", "client accuracy, attackers"])
@@ -110,7 +110,7 @@ def test_without_accuracies_a_table_has_losses() -> None:
     comparison = vsim.compare(nn.Linear(4, 1), numbers, loss_fn=F.mse_loss, **options)
     losses = comparison["FedAvg"].history.client_val_losses
     assert comparison["FedAvg"].history.client_val_accuracies.size == 0
-    (row,) = comparison.rows()
+    (row,) = comparison.rows().to_dict("records")
     assert [row[f"client loss{own}"] for own in ("", ", 90th percentile", ", worst")] == pytest.approx(
         [losses.mean(), np.quantile(losses, 0.9), losses.max()]
     )
@@ -222,7 +222,9 @@ def test_the_worst_tenth_and_differences_of_clients() -> None:
     tail, expected = "client accuracy, worst tenth", {}
     for name in strategies:
         found = [np.sort(run.history.client_val_accuracies)[:2].mean() for run in comparison.runs(name)]
-        assert [row[tail] for row in comparison.rows() if row["strategy"] == name] == pytest.approx([np.mean(found)])
+        assert [row[tail] for row in comparison.rows().to_dict("records") if row["strategy"] == name] == pytest.approx(
+            [np.mean(found)]
+        )
         expected[name] = np.mean(found)
     (row,) = comparison.differences("slow", of=tail).to_dict("records")
     assert row["difference"] == pytest.approx(expected["fast"] - expected["slow"])

@@ -57,7 +57,7 @@ def page(of: vsim.Comparison) -> dict[str, Any]:
 
 
 def test_megabytes_per_accuracy_point_by_hand(comparison: vsim.Comparison, tmp_path: Path) -> None:
-    rows = {row["strategy"]: row for row in comparison.rows()}
+    rows = {row["strategy"]: row for row in comparison.rows().to_dict("records")}
     sent = {"AllReduce": 4 * BYTES, "FedAvg": 2 * BYTES, "alone": 0}  # a ring of two sends the payload once
     assert {row["accuracy"] for row in rows.values()} == {0.75}
     assert {name: row[POINT] for name, row in rows.items()} == pytest.approx(
@@ -79,26 +79,28 @@ def test_megabytes_per_accuracy_point_by_hand(comparison: vsim.Comparison, tmp_p
 
 
 def test_rows_are_a_frame(comparison: vsim.Comparison) -> None:
-    frame = pd.DataFrame(comparison.rows(network="1 Gbit/s", compute=1.0)).set_index("strategy")
+    frame = comparison.rows(network="1 Gbit/s", compute=1.0).set_index("strategy")
     assert frame["hours"].tolist() == pytest.approx([4 / 3600] * 3, rel=1e-3) and frame["wire MB/node"]["alone"] == 0
-    assert list(frame) == [key for key in comparison.rows(network="1 Gbit/s", compute=1.0)[0] if key != "strategy"]
+    assert list(frame) == [
+        key for key in comparison.rows(network="1 Gbit/s", compute=1.0).to_dict("records")[0] if key != "strategy"
+    ]
 
 
 def test_there_is_no_price_of_a_point_without_points() -> None:
     data = TensorDataset(DATA.tensors[0], torch.zeros(16, dtype=torch.long))
     options: Any = {"num_nodes": 2, "max_steps": 2, "batch_size": 4, "progress": False, "loss_fn": F.cross_entropy}
     strategies = {"AllReduce": SimpleReduceStrategy(lr=1e-9)}
-    (row,) = vsim.compare(Constant(1), data, data, strategies=strategies, **options).rows()
+    (row,) = vsim.compare(Constant(1), data, data, strategies=strategies, **options).rows().to_dict("records")
     assert row["accuracy"] == 0 and math.isnan(row[POINT])
     without = vsim.compare(Constant(1), data, strategies=strategies, **options)
-    assert POINT not in without.rows()[0] and POINT not in without.to_pandas()
+    assert POINT not in without.rows().to_dict("records")[0] and POINT not in without.to_pandas()
 
 
 def test_a_new_column_is_one_record(comparison: vsim.Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     new = Column("sent {unit} a step", MEGABYTES, of=lambda own: own.wire_bytes / 1e6 / own.steps, scales=True)
     unscaled = Column("MB that do not grow", of=lambda own: 7.0, is_at_end=True)
     monkeypatch.setattr(columns, "COLUMNS", (*COLUMNS, new, unscaled))
-    assert [row["sent MB a step"] for row in comparison.rows()] == pytest.approx([8e-6, 4e-6, 0])
+    assert [row["sent MB a step"] for row in comparison.rows().to_dict("records")] == pytest.approx([8e-6, 4e-6, 0])
     for format in ("simple", "latex_booktabs", "html"):
         assert all(one in comparison.table(format) for one in ("sent B a step", "MB that do not grow", "8.00", "7.00"))
     assert comparison.to_pandas()["MB that do not grow"].dropna().tolist() == [7.0] * 3
@@ -110,7 +112,9 @@ def test_a_new_column_is_one_record(comparison: vsim.Comparison, monkeypatch: py
 
 def test_columns_that_grow_with_the_model_say_so(comparison: vsim.Comparison) -> None:
     """What doubles with the model's weights is what the page's slider of the model's size multiplies."""
-    own, large = (of.rows()[0] for of in (comparison, comparison.at(model=nn.Linear(2, 2, bias=False))))
+    own, large = (
+        of.rows().to_dict("records")[0] for of in (comparison, comparison.at(model=nn.Linear(2, 2, bias=False)))
+    )
     names = {name for name, value in own.items() if large[name] != value}
     assert names == {column.name for column in COLUMNS if column.scales and column.name in own}
     assert {column for column in COLUMNS if column.measure is MEGABYTES} == {one for one in COLUMNS if one.scales}

@@ -56,7 +56,7 @@ def by_hand(**runs: list[Any]) -> vsim.Comparison:
 
 
 def rows_of(runs: vsim.Comparison, *given: Any, **options: Any) -> dict[str, dict[str, Any]]:
-    return {row["strategy"]: row for row in runs.rows(*given, **options)}
+    return {row["strategy"]: row for row in runs.rows(*given, **options).to_dict("records")}
 
 
 # Tables and files -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_mistakes_are_named() -> None:
 
 def test_steps_are_shown_on_demand_where_all_are_equal() -> None:
     runs = by_hand(one=[[2.0, 1.5, 1.0]], other=[[2.0, 1.0, 1.2]])
-    assert "steps" not in runs.table() and [row["steps"] for row in runs.rows()] == [10, 10]
+    assert "steps" not in runs.table() and [row["steps"] for row in runs.rows().to_dict("records")] == [10, 10]
     assert runs.table(columns=["steps"]).splitlines()[0].split() == ["strategy", "steps"]
 
 
@@ -297,7 +297,7 @@ def test_bands_are_mean_and_deviation(repeated: vsim.Comparison) -> None:
 def test_json_gives_everything_back(repeated: vsim.Comparison, tmp_path: Path) -> None:
     repeated.to_json(tmp_path / "c.json")
     again = vsim.Comparison.from_json(tmp_path / "c.json")
-    assert again.rows() == repeated.rows() and repr(again) == repr(repeated)
+    assert again.rows().to_dict("records") == repeated.rows().to_dict("records") and repr(again) == repr(repeated)
     for name in repeated:
         for ours, theirs in zip(again.runs(name), repeated.runs(name), strict=True):
             assert ours.seed == theirs.seed and ours.history.as_plain() == theirs.history.as_plain()
@@ -331,7 +331,7 @@ def test_what_a_loss_takes() -> None:
         good=[[2.0, 1.5, 1.0], [2.0, 1.0, 0.5]], late=[[2.0, 2.0, 1.5], [2.0, 1.9, 1.0]], bad=[8], no=[[2.0, 2.0]]
     )
     assert runs.steps_to(1.0, of="wire_bytes")["good"] == [1e4, 5e3]
-    good, *others = runs.rows(loss=1.0)
+    good, *others = runs.rows(loss=1.0).to_dict("records")
     assert good["steps to 1"] == 7.5 and good["steps to 1 std"] == pytest.approx(12.5**0.5)
     assert good["wire MB to 1"] == pytest.approx(7.5e-3)
     assert all(math.isnan(row["steps to 1"]) for row in others)  # of late one seed does
@@ -489,7 +489,7 @@ def cohorts() -> vsim.Comparison:
 
 
 def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -> None:
-    (row,) = cohorts.rows()
+    (row,) = cohorts.rows().to_dict("records")
     size, rounds = 4840, 8
     sent = 6 * size * rounds  # the clients of a cohort send their weights to the server
     assert row["wire MB/client"] == pytest.approx(sent / 60 / 1e6)
@@ -504,14 +504,16 @@ def test_bytes_of_cohorts_are_means_over_all_clients(cohorts: vsim.Comparison) -
     assert "server kB" in cohorts.table() and "busiest" not in cohorts.table()
     first = cohorts["FedAvg"].history
     (target,) = (loss for step, loss in zip(*first.measured("step", "global_loss"), strict=True) if step == 20)
-    (own,) = made(size, FedAvg=[cohorts["FedAvg"]]).rows(float(target))
+    (own,) = made(size, FedAvg=[cohorts["FedAvg"]]).rows(float(target)).to_dict("records")
     assert own[f"wire MB to {target:g}"] == pytest.approx(sent / 2 / 60 / 1e6)
 
 
 def test_cohorts_are_priced_with_a_server_and_drawn_against_rounds_and_bytes(cohorts: vsim.Comparison) -> None:
     link = "100 Mbit/s, 20 ms"
     server = vsim.Network("100 Mbit/s", "20 ms", collective="server")
-    (row,), (ring,), (own,) = (cohorts.rows(network=one, compute=0.1) for one in (link, f"{link}, ring", server))
+    (row,), (ring,), (own,) = (
+        cohorts.rows(network=one, compute=0.1).to_dict("records") for one in (link, f"{link}, ring", server)
+    )
     assert row["hours"] == own["hours"] != ring["hours"]
     (line, *_) = cohorts.plot(x="round").get_lines()
     np.testing.assert_array_equal(np.asarray(line.get_xdata()), range(9))
@@ -530,7 +532,7 @@ def test_without_validation_the_training_loss_is_shown() -> None:
     runs = vsim.compare(
         MLP(seed=0), digits()[0], strategies={"one": SimpleReduceStrategy()}, num_nodes=2, max_steps=20, progress=False
     )
-    (row,) = runs.rows()
+    (row,) = runs.rows().to_dict("records")
     assert row["training loss"] == pytest.approx(runs["one"].history["train_loss"][-2:].mean())
     assert "validation loss" not in row and "accuracy" not in row
     assert runs.figure().axes[0].get_ylabel() == "training loss"

@@ -309,7 +309,9 @@ def test_the_consensus_distance_at_every_validation() -> None:
         "DDP": vsim.strategy.SimpleReduceStrategy(inner_optim="sgd", lr=0.1),
     }
     compared = vsim.compare(MLP(6, (8,), 3, seed=0), examples, strategies=names, val_dataset=examples, **options)
-    assert [row["consensus distance"] for row in compared.rows()] == pytest.approx([seen[-1], np.nan], nan_ok=True)
+    assert [row["consensus distance"] for row in compared.rows().to_dict("records")] == pytest.approx(
+        [seen[-1], np.nan], nan_ok=True
+    )
     assert "consensus distance" in compared.table(columns=["consensus distance"])
     (line, *_), axes = compared.plot(y="consensus_distance").get_lines(), compared.plot(y="consensus_distance")
     assert axes.get_yscale() == "log" and line.get_xdata().tolist() == [2, 4, 6]

@@ -218,7 +218,7 @@ def test_runs_that_have_not_begun_are_shown(what: str, tmp_path: Path, capsys: p
     result = interrupted_in(what, network="1 Mbit/s", compute=vsim.Compute(1.0, dollars_per_hour=2.0))
     last = result.runs("FedAvg")[1]
     assert last.note == BEFORE and last.history["step"].tolist() == [0] and len(last.ledger) == 0
-    rows = {row["strategy"]: row for row in result.rows(loss=100.0)}
+    rows = {row["strategy"]: row for row in result.rows(loss=100.0).to_dict("records")}
     for name, row in rows.items():
         begun = any(run.ended for run in result.runs(name))
         for column in ("hours", "dollars", "utilization"):

@@ -62,7 +62,7 @@ def by_history(c: Comparison, network: Any) -> float:
 
 
 def by_rows(c: Comparison, network: Any) -> float:
-    (row,) = c.rows(1.0, network, COMPUTE)
+    (row,) = c.rows(1.0, network, COMPUTE).to_dict("records")
     assert row["hours"] == row["hours to 1"]
     return 3600 * float(row["hours"])
 
@@ -206,7 +206,7 @@ def test_a_budget_pays_for_the_same_seconds(named: str | None) -> None:
         model, train, val, strategies={"a": SimpleReduceStrategy(lr=1e-2)}, num_nodes=K, progress=False, val_size=16,
         budget={"time": 3.5 * a_step}, network=network, compute=1.0,
     )  # fmt: skip
-    (row,) = comparison.rows()
+    (row,) = comparison.rows().to_dict("records")
     assert row["steps"] == 3 and row["time used"] == pytest.approx(3 / 3.5)
 
 
@@ -283,7 +283,7 @@ def test_files_of_an_earlier_version_keep_their_bytes() -> None:
     # A run that continues from it goes on counting as the file does, and is compared with the AllReduce of its kind.
     comparison = Comparison(S)
     comparison.add("made", ComparedRun(read))
-    (row,) = comparison.rows()
+    (row,) = comparison.rows().to_dict("records")
     assert row["fewer bytes than AllReduce"] == pytest.approx(2 * (K - 1) * STEPS / (STEPS / H * K * (K - 1)))
     more = History("made", K, OF)
     more.continue_from(read)

@@ -108,7 +108,7 @@ def test_a_table_has_the_median_and_the_range() -> None:
         compute=compute,
         progress=False,
     )
-    row = next(own for own in comparison.rows() if own["strategy"] == "all")
+    row = next(own for own in comparison.rows().to_dict("records") if own["strategy"] == "all")
     history = comparison.histories["all"][0]
     ends = vsim.timeline(history, math.inf, compute, quantiles=[0.1, 0.5, 0.9]).quantiles
     assert [row[f"hours{own}"] for own in (" low", "", " high")] == [own[-1] / 3600 for own in ends.values()]

@@ -50,7 +50,7 @@ def test_hours_are_those_of_the_table() -> None:
     comparison = three_strategies()
     (page,) = held(comparison.report(network=NETWORK, compute=COMPUTE).html)
     for network, compute in ((Network.of(NETWORK), COMPUTE), (Network("3 Mbit/s", "200 ms"), 0.01)):
-        rows = comparison.rows(network=network, compute=compute)
+        rows = comparison.rows(network=network, compute=compute).to_dict("records")
         for run, row in zip(page["runs"], rows, strict=True):
             (seed,) = run["seeds"]
             assert hours(page, seed, 20, network, compute) == pytest.approx(row["hours"], rel=1e-3)
@@ -287,7 +287,7 @@ def test_cohorts_go_through_a_server() -> None:
     assert page["network"]["collective"] == "through a server"
     (seed,) = page["runs"][0]["seeds"]
     assert seed["rounds"][-1] == 2
-    (row,) = comparison.rows(network=NETWORK, compute=COMPUTE)
+    (row,) = comparison.rows(network=NETWORK, compute=COMPUTE).to_dict("records")
     assert hours(page, seed, 4, Network.of(NETWORK), COMPUTE) == pytest.approx(row["hours"], rel=1e-3)
 
 

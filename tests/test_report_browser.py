@@ -114,7 +114,7 @@ def check(page: Any, comparison: vsim.Comparison) -> None:
     """Compare the table with Python's numbers, where the sliders stand."""
     at = page.evaluate("(({bw, lat, sec, size, price, target}) => ({bw, lat, sec, size, price, target}))(vsim.state)")
     network = Network(at["bw"] / at["size"], at["lat"])  # bytes in proportion take as long as on a slower line
-    rows = comparison.rows(at["target"], network, Compute(at["sec"], dollars_per_hour=at["price"]))
+    rows = comparison.rows(at["target"], network, Compute(at["sec"], dollars_per_hour=at["price"])).to_dict("records")
     missed = never(comparison, at["target"])
     for name, row, said in zip(comparison, rows, cells(page), strict=True):
         for key, column in LIVE.items():
@@ -505,7 +505,7 @@ def test_several_comparisons_and_a_sweep_share_a_page(
         page.locator("#heat svg rect").nth(5).wait_for()
         assert page.locator("#table tbody tr").count() == page.locator("#parallel svg path").count() == 12
         assert page.locator("#heat svg rect").count() == 6
-        exact = [row["hours"] for row in swept.rows(**ON)]
+        exact = [row["hours"] for row in swept.rows(**ON).to_dict("records")]
         assert [row["hours"] for row in cells(page)] == pytest.approx(exact, rel=1e-3)
         assert page.evaluate("vsim.page.runs.map((run) => run.name)") == swept.order
         page.locator("#heatx").select_option("lr")

@@ -67,7 +67,10 @@ def test_runs_are_read_wherever_they_are(trained: tuple[vsim.Comparison, Path], 
     assert list(its["strategies"].values()) == [about["strategies"][name] for name in sorted(comparison)]
     assert its["model"] == about["model"] and its["num_nodes"] == about["num_nodes"] and its["seeds"] == [1, 2]
     if where != "logs/run":
-        sent = [{row["wire MB/node"] for row in one.at(parameters=1e6).rows()} for one in (again, comparison)]
+        sent = [
+            {row["wire MB/node"] for row in one.at(parameters=1e6).rows().to_dict("records")}
+            for one in (again, comparison)
+        ]
         assert sent[0] == sent[1]
 
 
@@ -75,7 +78,7 @@ def test_a_log_has_losses_and_no_hours(trained: tuple[vsim.Comparison, Path]) ->
     _, folder = trained
     logs = read_comparison(folder / "logs" / "run")
     with pytest.raises(ValueError, match="no hours"):
-        logs.rows(network="1 Gbit/s", compute=1)
+        logs.rows(network="1 Gbit/s", compute=1).to_dict("records")
     page = json.loads(report({"logs": logs}).html.split('id="data">')[1].split("</script>")[0])[0]
     assert all(planes == [None] for ledger in page["ledgers"] for planes in ledger["planes"])
     assert "no hours" in page["ledgers"][0]["fixed"]
@@ -105,7 +108,7 @@ def test_the_loss_before_training_is_no_result(tmp_path: Path) -> None:
     log.mkdir(parents=True)
     (log / "train.csv").write_text("step,train_loss,wire_bytes,payload_bytes,seconds\n1,2.0,4,4,0.1\n")
     (log / "validation.csv").write_text("step,global_loss,global_accuracy\n0,2.3,0.1\n")
-    (row,) = read_comparison(tmp_path / "run").rows()
+    (row,) = read_comparison(tmp_path / "run").rows().to_dict("records")
     assert math.isnan(row["validation loss"]) and math.isnan(row["accuracy"])
     early, late = one_run([2.0, math.nan], 5, stopped=5), one_run([2.0, 2.0, math.nan], 3, stopped=5)
     table = made(early=[early], late=[late]).table()

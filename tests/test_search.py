@@ -128,7 +128,7 @@ def test_pruned_trials_leave_the_matrix() -> None:
             assert trial.value == pytest.approx(np.mean([run.history.last("global_loss") for run in runs]))
     assert search.best() == f"trial {search.study.best_trial.number}"
     assert [rows.count(step) for step in range(1, 8)] == [10] * 4 + [6] * 3
-    assert search.rows()[-1]["note"] == "stopped after step 4"
+    assert search.rows().to_dict("records")[-1]["note"] == "stopped after step 4"
 
 
 def test_how_a_trial_ended_is_told() -> None:
@@ -164,7 +164,9 @@ def test_how_a_trial_ended_is_told() -> None:
     assert reasons[0] == reasons[2] == "" and "a disk is full" in reasons[1] and reasons[3].startswith("non-finite")
     assert list(search) == ["trial 0", "trial 1", "trial 3"]
     assert search.settings["trial 1"] == {"lr": 0.2, "H": None}
-    assert {row["trial"]: row["H"] for row in search.rows()}["1"] == "–" and search.study.best_trial.number == 0
+    assert {row["trial"]: row["H"] for row in search.rows().to_dict("records")}[
+        "1"
+    ] == "–" and search.study.best_trial.number == 0
 
 
 def test_an_error_of_the_space_is_of_its_trial() -> None:

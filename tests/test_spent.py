@@ -76,7 +76,9 @@ def test_rarer_measurements_never_make_a_result_cheaper(fine: vsim.Comparison, e
     losses = np.concatenate([run.history["global_loss"] for run in fine.values()])
     target = float(losses.min() + share * (losses.max() - losses.min()))
     rare = coarser(fine, every)
-    for name, row, other in zip(fine, *(c.rows(target, NETWORK, COMPUTE) for c in (fine, rare)), strict=True):
+    for name, row, other in zip(
+        fine, *(c.rows(target, NETWORK, COMPUTE).to_dict("records") for c in (fine, rare)), strict=True
+    ):
         for column in (f"steps to {target:g}", f"wire MB to {target:g}", f"hours to {target:g}"):
             assert other[column] >= row[column] or math.isnan(other[column]), (name, column)
     one, other_map = (c.winners(target, [1e6], [0.02], COMPUTE) for c in (fine, rare))
@@ -119,7 +121,7 @@ def test_a_sync_makes_the_result_by_hand() -> None:
             if step and step % 4 == 0 and formed:
                 history.ledger.record(Event(step, step, "weights", "all_reduce", "weights", 1e6, (range(4),)))
         made.add(name, vsim.ComparedRun(history))
-    rows = {row["strategy"]: row for row in made.rows(14.0, "12 Mbit/s", 1.0)}
+    rows = {row["strategy"]: row for row in made.rows(14.0, "12 Mbit/s", 1.0).to_dict("records")}
     results = {name: [row[f"{what} to 14"] for what in ("steps", "wire MB", "hours")] for name, row in rows.items()}
     assert results["all"] == [6, 3.0, pytest.approx(8 / 3600)]  # 6 steps, 2 all-reduces
     assert results["rare"] == [10, 4.5, pytest.approx(13 / 3600)]  # measured at 10, which a third one would form

@@ -119,9 +119,9 @@ def test_settings_and_order(swept: Sweep) -> None:
     assert swept.settings[name] == {"H": 5, "outer_lr": 0.7, "lr": 0.01, "inner_optim": "sgd"}
     losses = {n: float(np.mean([h.last("global_loss") for h in own])) for n, own in swept.histories.items()}
     assert swept.best() == min(losses, key=losses.__getitem__)
-    assert [row["validation loss"] for row in swept.rows()] == pytest.approx(sorted(losses.values()))
+    assert [row["validation loss"] for row in swept.rows().to_dict("records")] == pytest.approx(sorted(losses.values()))
     best = swept.settings[swept.best()]
-    first = swept.rows()[0]
+    first = swept.rows().to_dict("records")[0]
     assert [first[key] for key in ("H", "outer_lr", "lr")] == [f"{best[key]:g}" for key in ("H", "outer_lr", "lr")]
     line = swept.table().splitlines()[2]
     assert f"{first['validation loss']:.4f} ± {first['validation loss std']:.4f}" in line
@@ -211,7 +211,7 @@ def test_cells_that_diverged_are_hatched_and_say_so(mixed: Sweep) -> None:
 
 def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
     assert mixed.best() == "DiLoCo H=5, outer_lr=1"
-    assert [(row["H"], row["outer_lr"]) for row in mixed.rows()] == [
+    assert [(row["H"], row["outer_lr"]) for row in mixed.rows().to_dict("records")] == [
         ("5", "1"),
         ("5", "0.4"),
         ("50", "0.4"),
@@ -236,7 +236,7 @@ def test_the_order_is_ended_stopped_failed(mixed: Sweep) -> None:
     failed = mixed[["DiLoCo H=50, outer_lr=1"]]
     with pytest.raises(ValueError, match="no run got to its end; DiLoCo H=50, outer_lr=1: seed 0: non-finite"):
         failed.best()
-    assert math.isnan(failed.rows()[0]["validation loss"])
+    assert math.isnan(failed.rows().to_dict("records")[0]["validation loss"])
 
 
 def test_colours_are_the_first_setting_and_dashes_the_second(swept: Sweep) -> None:
@@ -292,7 +292,7 @@ def test_a_notebook_shows_all_of_it(swept: Sweep) -> None:
     assert "DiLoCo, 12 settings; 2 nodes" in repr(swept)
     one = drawn({"lr": 0.1}, {(): 1.0})
     assert list(one) == ["DiLoCo"] and one.varied == [] and one._repr_html_().count("<img") == 1
-    assert one.rows()[0]["strategy"] == "DiLoCo" and one.settings == {"DiLoCo": {"lr": 0.1}}
+    assert one.rows().to_dict("records")[0]["strategy"] == "DiLoCo" and one.settings == {"DiLoCo": {"lr": 0.1}}
 
 
 def test_mistakes_are_named_and_nothing_trains(swept: Sweep) -> None:

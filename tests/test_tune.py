@@ -74,7 +74,7 @@ def test_each_strategy_takes_its_best_setting(tuned: vsim.Comparison) -> None:
         assert best in LRS[1:-1] and sweep.settings[sweep.best()] == {"lr": best}
         assert [run.seed for run in tuned.runs(name)] == [3, 7]
         assert {arguments_of(run.strategy)["lr"] for run in tuned.runs(name)} == {best}
-        assert tuned.rows()[list(STRATEGIES).index(name)]["lr"] == f"{best:g}"
+        assert tuned.rows().to_dict("records")[list(STRATEGIES).index(name)]["lr"] == f"{best:g}"
         # What is not tuned is as it was given.
         assert {**arguments_of(tuned[name].strategy), "lr": None} == {**arguments_of(strategy), "lr": None}
 
@@ -93,7 +93,7 @@ def test_a_setting_is_for_the_strategies_that_take_it(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"DiLoCo: the best outer_lr is .*, the (smallest|largest) that was tried"):
         comparison = compare(strategies=strategies, tune={"outer_lr": [0.1, 0.7]})
     assert list(comparison.tuned) == ["DiLoCo"]
-    assert [row["outer_lr"] for row in comparison.rows()] == ["–", "0.7"]
+    assert [row["outer_lr"] for row in comparison.rows().to_dict("records")] == ["–", "0.7"]
     note = "tuned: DiLoCo (2 settings); not tuned: AllReduce"
     assert note in comparison.table().splitlines() and note not in comparison.table(columns=["wire MB/node"])
     assert note in comparison.figure().get_suptitle().replace("\n", " ")
@@ -165,8 +165,8 @@ def test_tuning_resumes_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
 def test_tuning_does_not_see_the_test_data() -> None:
     comparison = compare(tune={"lr": LRS[:3]}, test_dataset=data(2))
-    assert "test loss" in comparison.rows()[0]
-    assert not any("test loss" in row for sweep in comparison.tuned.values() for row in sweep.rows())
+    assert "test loss" in comparison.rows().to_dict("records")[0]
+    assert not any("test loss" in row for sweep in comparison.tuned.values() for row in sweep.rows().to_dict("records"))
 
 
 @pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")

@@ -250,7 +250,9 @@ def test_test_data_are_measured_once_on_the_final_global_model(tmp_path: Path) -
             assert np.isnan(history["test_loss"][:-1]).all()
         without.fit(strategy=strategy, **options)
         np.testing.assert_array_equal(without.history["global_loss"], trainer.history["global_loss"])
-    assert [row["test loss"] for row in runs.rows()] == [run.history["test_loss"][-1] for run in runs.values()]
+    assert [row["test loss"] for row in runs.rows().to_dict("records")] == [
+        run.history["test_loss"][-1] for run in runs.values()
+    ]
     assert "test loss" in runs.table().splitlines()[0]
     assert runs["DiLoCo"].history.config["test_dataset"]["examples"] == 40
     runs.to_json(tmp_path / "runs.json")

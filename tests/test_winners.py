@@ -155,7 +155,7 @@ def test_where_a_loss_is_reached_and_stays() -> None:
         for one, step in zip(runs.runs(name), found, strict=True):
             losses = one.history["global_loss"]
             assert (losses[int(step) :] <= 1.0).all() and losses[int(step) - 1] > 1.0
-    (row,) = runs[["noisy"]].rows(1.0, stays=True)
+    (row,) = runs[["noisy"]].rows(1.0, stays=True).to_dict("records")
     assert row["steps to 1"] == np.mean(runs.steps_to(1.0, stays=True)["noisy"])
     assert f"{row['steps to 1']:.0f} ±" in runs.table(loss=1.0, stays=True)
     for one in runs.runs("calm") + runs.runs("noisy"):
@@ -291,7 +291,7 @@ def test_mistakes_are_named(three: vsim.Comparison) -> None:
 
 def test_hours_in_table_and_figure(three: vsim.Comparison) -> None:
     priced: dict[str, Any] = {"network": "6 Mbit/s", "compute": 1.0}
-    rows = {row["strategy"]: row for row in three.rows(1.0, **priced)}
+    rows = {row["strategy"]: row for row in three.rows(1.0, **priced).to_dict("records")}
     assert rows["AllReduce"]["hours"] == pytest.approx(40 * 3 / 3600)  # a step computes for 1 s and sends for 2
     assert rows["AllReduce"]["utilization"] == pytest.approx(1 / 3) and rows["local"]["utilization"] == 1
     assert rows["AllReduce"]["hours to 1"] == pytest.approx(30 / 3600) and math.isnan(rows["lost"]["hours to 1"])
@@ -323,7 +323,7 @@ def test_a_comparison_holds_its_network(tmp_path: Path) -> None:
     runs = compared(strategies, network="1 Mbit/s, 20 ms", compute=0.5)
     runs.to_json(tmp_path / "c.json")
     again = vsim.Comparison.from_json(tmp_path / "c.json")
-    assert again.table() == runs.table() and again.rows()[1]["utilization"] == 1
+    assert again.table() == runs.table() and again.rows().to_dict("records")[1]["utilization"] == 1
     np.testing.assert_array_equal(*(own.plot("time").get_lines()[0].get_xdata() for own in (runs, again)))
     assert again.winners(9.0).first[0][-1] == ("AllReduce", "alone")  # both from the start
     assert again.cheapest(9.0, hours=1) == "AllReduce"
@@ -344,7 +344,7 @@ def test_at_another_size_losses_stay_and_bytes_are_those_of_that_model(tmp_path:
             np.testing.assert_array_equal(one.history["global_loss"], before.history["global_loss"])
             assert one.history["wire_bytes"][-1] == line.ledger.wire_bytes
             assert one.history.time(**priced).seconds.tolist() == line.seconds.tolist()
-        (row,) = large[[name]].rows(**priced)
+        (row,) = large[[name]].rows(**priced).to_dict("records")
         assert row["dollars"] == pytest.approx(line.dollars) and row["hours"] == pytest.approx(line.seconds[-1] / 3600)
     assert small["DiLoCo"].history["wire_bytes"][-1] < 1e6  # which stay as they were
     assert "5.2 GB (losses of 0.10 MB) of weights each" in repr(large) and large.best() == small.best()
@@ -382,7 +382,7 @@ def test_strategies_of_ones_own_are_not_in_files(tmp_path: Path) -> None:
 def test_a_note_names_compression_that_depends_on_the_size(tmp_path: Path) -> None:
     small = compared({"AllReduce": SimpleReduceStrategy(), "SparseLoCo": SparseLoCoStrategy(H=2, topk=8)})
     large = small.at(parameters=1e8)
-    measured, priced = (one.rows()[1]["fewer bytes than AllReduce"] for one in (small, large))
+    measured, priced = (one.rows().to_dict("records")[1]["fewer bytes than AllReduce"] for one in (small, large))
     assert abs(priced / measured - 1) > 0.02
     (note,) = (line for line in large.table().splitlines() if "priced size" in line)
     assert (

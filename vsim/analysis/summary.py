@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vsim.analysis.asked import Asked
 from vsim.analysis.columns import columns_of, times_less
@@ -21,6 +21,9 @@ from vsim.network.timeline import DRAWS
 
 _ALIKE = 0.02  # relative difference in compression up to which there is no note
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 def rows(
     comparison: Runs,
@@ -29,8 +32,8 @@ def rows(
     compute: AnyCompute = None,
     *,
     stays: bool = False,
-) -> list[dict[str, Any]]:
-    """Return one dict per strategy: the columns of the table as numbers.
+) -> pd.DataFrame:
+    """Return a DataFrame with one row per strategy: the columns of the table as numbers.
 
     Losses are the last measured losses of the global model on the validation data or, without validation, the mean
     training loss over the last tenth of the run; NaN for a run that diverged. With several seeds, a number is the mean
@@ -54,10 +57,13 @@ def rows(
             hours to `loss`; see `vsim.timeline`; default: the comparison's.
         stays: see `steps_to`.
     """
-    return _rows(Asked.of(comparison, loss, network, compute, stays=stays))
+    import pandas
+
+    return pandas.DataFrame(numbers(Asked.of(comparison, loss, network, compute, stays=stays)))
 
 
-def _rows(asked: Asked) -> list[dict[str, Any]]:
+def numbers(asked: Asked) -> list[dict[str, Any]]:
+    """Return `rows`, each as a dict."""
     comparison, columns, found = asked.runs, columns_of(asked), []
     for name in comparison.order:
         runs = comparison.runs(name)
@@ -111,7 +117,7 @@ def table(
         whole_number("width", width)
     order, title = comparison.order, comparison.loss_title
     asked = Asked.of(comparison, loss, network, compute, stays=stays)
-    shown, known = _rows(asked), columns_of(asked)
+    shown, known = numbers(asked), columns_of(asked)
     without, at = diverged(comparison), measured_at(comparison)
     missed = {} if loss is None else never(comparison, loss, stays)
     for name, row in zip(order, shown, strict=True):

@@ -116,7 +116,7 @@ class _Page:
         comparison = self.comparison
         unpriced = copy.copy(comparison)
         unpriced.network = unpriced.compute = None
-        rows = dict(zip(comparison.order, summary.rows(unpriced), strict=True))
+        rows = dict(zip(comparison.order, summary.numbers(Asked.of(unpriced)), strict=True))
         table, live = columns_of(Asked.of(unpriced)), [column for column in COLUMNS if column.is_live]
         (found, remarks), diverged, ties = compare_finals(comparison), diverged_in(comparison), ties_in(comparison)
         values, places = by_seed(comparison), {name: i for i, name in enumerate(rows)}
