@@ -119,7 +119,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # this environment's kernel, not the user's own
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         patch.delenv("MPLBACKEND", raising=False)  # conftest's keeps figures that a cell draws from being shown
-        patch.setenv("PYTHONWARNINGS", "ignore:too few steps for")  # quick ones take fewer than some of their H
+        patch.setenv("PYTHONWARNINGS", "ignore:too few steps")  # quick ones take fewer than some of their H
         patch.setenv("OMP_NUM_THREADS", "1")  # two threads wait for each other where tests share the cores
         patch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
         manager = client.AsyncKernelManager(kernel_name="python3")

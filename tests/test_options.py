@@ -152,7 +152,7 @@ def test_a_warm_up_longer_than_the_run_gets_a_warning(options: dict[str, Any], s
         strategy = FedAvgStrategy(**{"H": 2, "lr": 0.1, **options})  # type: ignore[arg-type]
         trained(strategy=strategy, max_steps=length)
 
-    with pytest.warns(UserWarning, match=f"too few steps for .*warm-up takes {steps} steps.*after {steps}"):
+    with pytest.warns(UserWarning, match=f"too few steps: .*warm-up takes {steps} steps.*after {steps}"):
         run(steps)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

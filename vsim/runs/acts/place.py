@@ -134,7 +134,7 @@ def _warn_of_what_comes_late(strategy: Algorithm, run: TrackedRun) -> None:
         warmups.append((f"{name}: lr_scheduler", strategy.schedule.kwargs["warmup_steps"]))
     late += [f"{who}, whose warm-up takes {warmup} steps" for who, warmup in warmups if warmup >= run.steps]
     for one in late:
-        warnings.warn(f"too few steps for {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
+        warnings.warn(f"too few steps: {one}, and the run ends after {run.steps}", UserWarning, stacklevel=2)
 
 
 def _evaluator(group: Group[TrackedRun], run: TrackedRun, engine: Executor, known: list[Evaluator]) -> Evaluator:
