@@ -163,6 +163,7 @@ def same_apart(strategy: Algorithm, model: nn.Module, gradients: Tensor) -> Driv
     """Return the nodes together, after nodes held apart have come to the same bits and sent the same."""
     together = driven(strategy, model, gradients, deterministic=True)
     for row, alone in zip(together.cluster.weights, driven_apart(strategy, model, gradients), strict=True):
-        assert torch.equal(alone.cluster.weights[0], row)
+        rule = "rows of nodes meet through collectives only (docs/own-strategy.md, Is it right?)"
+        assert torch.equal(alone.cluster.weights[0], row), f"a node held alone has other weights: {rule}"
         assert alone.ledger[:] == together.ledger[:]
     return together

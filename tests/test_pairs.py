@@ -12,6 +12,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -393,6 +394,21 @@ def of_four_megabytes(c: vsim.Comparison) -> bool:
     return bool(c["a"].history.last("payload_bytes") == 4e6 * c["a"].history.last("step"))
 
 
+class Pool(ThreadPoolExecutor):
+    """Counts the tasks of the last comparison."""
+
+    tasks = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        self.tasks += 1
+        return super().submit(*args, **kwargs)
+
+    def has_worked(self, _: vsim.Comparison) -> bool:
+        worked, self.tasks = self.tasks > 0, 0
+        return worked
+
+
+POOL = Pool(1)
 OF_COMPARE: dict[str, OfComparison] = {
     "strategies": OfComparison(
         {"a": SimpleReduceStrategy(lr=0.1), "b": AloneStrategy(lr=0.2)}, lambda c: set(c) == {"a", "b"}
@@ -403,6 +419,8 @@ OF_COMPARE: dict[str, OfComparison] = {
     "budget": OfComparison({"examples": 16}, lambda c: all(run.history.last("examples") == 16 for run in c.all_runs)),
     "at": OfComparison(1e6, of_four_megabytes, {"budget": {"wire": 1e8}}),
     "tune": OfComparison({"lr": [0.05, 0.1, 0.2]}, lambda c: "a" in c.tuned),
+    "strategy_defaults": OfComparison({"max_norm": 0.5}, lambda c: c["a"].strategy.max_norm == 0.5),
+    "pool": OfComparison(POOL, POOL.has_worked),
     "extend": OfComparison(trained_before, lambda c: 42 in {run.seed for run in c.runs("a")}, {"max_steps": 3}),
 }
 

@@ -17,7 +17,6 @@ import numpy as np
 
 import vsim
 from vsim.network import Compute, Network
-from vsim.network.links import rate
 from vsim.strategy import Algorithm, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SparseLoCoStrategy
 
 HERE = Path(__file__).parent
@@ -199,7 +198,13 @@ def fits() -> str:
             before = [error(run) for run in at(bandwidth) if run.algorithm == "DiLoCo" and run.H == H]
             found += [f"{percent(fmean(before))} → {percent(fmean(errors))}"]
         rows.append(
-            [bandwidth, f"{1e3 * fit.compute:.0f} ms", f"{fit.sync:.3g} s", rate(ring("1 bit/s") / fit.sync), *found]
+            [
+                bandwidth,
+                f"{1e3 * fit.compute:.0f} ms",
+                f"{fit.sync:.3g} s",
+                f"{ring('1 bit/s') / fit.sync / 1e6:.4g} Mbit/s",
+                *found,
+            ]
         )
     return markdown(["shaped to", "a step", "a sync", "is a ring at", "H = 32", "H = 128"], rows)
 

@@ -200,7 +200,7 @@ def draw(curves: dict[str, tuple[Array, list[tuple[Array, Array]]]], path: Path,
     figure, axes = plt.subplots(
         rows, columns, figsize=(width, 1.35 * rows + 0.3), sharex=True, sharey=True, layout="constrained", squeeze=False
     )
-    for ax, (name, (samples, predicted)) in zip(axes.flat, curves.items(), strict=True):
+    for ax, (name, (samples, predicted)) in zip(axes.flat, curves.items(), strict=False):
         replica = np.moveaxis(samples.mean(2), 1, 0).reshape(len(predicted), -1)  # (steps + 1, runs · coordinates)
         low, high = np.percentile(replica, [2.275, 97.725], axis=1)
         centre = np.array([mean.mean() for mean, _ in predicted])

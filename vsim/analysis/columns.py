@@ -41,7 +41,7 @@ class Column(Heading):
         of: returns the number of one run. With several seeds, a row has the mean.
         when: whether a table has the column, given what was asked of it.
         shown: whether a text table has it unasked, given the comparison; otherwise `columns=` names it, and the page
-            has it under "all columns".
+            has it under "all columns", if it needs no `loss`.
         scales: whether the number grows in proportion to the model, as bytes do: the page's slider multiplies it.
         is_to_loss: whether it is there only for a `loss`. The title has "{loss}" then, a row is the mean over all runs
             that began, and a strategy that never reaches the loss has a word instead.

@@ -1,7 +1,7 @@
 """When nodes synchronize: after every H-th step, or by a schedule.
 
-After each sync, a schedule gives the step of the next sync. `CommunicationModule` asks the schedule at every step, and
-calls `sync` when a sync is due.
+When a sync is due, and before it is taken, a schedule gives the step of the next sync. `Algorithm` asks the schedule at
+every step, and calls `sync` when a sync is due.
 """
 
 from __future__ import annotations
