@@ -21,6 +21,7 @@ from vsim.strategy import (
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    SignVote,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     algorithm,
@@ -94,6 +95,7 @@ def test_calls_that_are_wrong_name_what_is_right() -> None:
         (lambda: DiLoCoStrategy(10), "DiLoCoStrategy(outer_optim=…, H=…"),  # type: ignore[misc]
         (lambda: DiLoCoStrategy(every=3), "every is EXO Gym's name of H"),  # type: ignore[call-arg]
         (lambda: Written(0.5, "sgd"), "Written(beta, inner_optim=…"),
+        (lambda: SignVote(5), "SignVote() takes no arguments, got 5"),  # type: ignore[call-arg]
         (lambda: Annotated(gamma=1), "'gamma'"),  # type: ignore[call-arg]
     ):
         with pytest.raises(TypeError, match=re.escape(words)):

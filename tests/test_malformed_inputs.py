@@ -114,15 +114,15 @@ ACCEPTED = [
     (
         "left out",
         "None",
-        r"None|diloco_2503_09799\.form|Optim|Personal|Fragments|AnyNetwork|AnyCompute",
+        r"None|diloco_2503_09799\.form|Optim|Personal|Fragments|AnyNetwork|AnyCompute|StrategyOptions",
     ),
     (
         "left out",
         "None",
-        r"\.(callbacks|max_steps|num_workers|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
+        r"\.(callbacks|max_steps|num_workers|steps: Any|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
     ),
     ("a flag", "True", r": .*bool|error_feedback"),
-    ("a number", "0.5", r": .*float|compute|network|inside|between|(given|grid):"),
+    ("a number", "0.5", r": .*(float|StrategyOptions)|compute|network|inside|between|(given|grid):"),
     ("a loss may have any sign", "-1", r"\.loss:"),
     ("no limit", "inf", r"\.(network|bandwidth|given|inside|between|server|patience):"),
     ("one number for each node or point", "array tensor", r"compute|seconds_per_step|speeds|given|grid|bandwidths|lat"),
@@ -153,13 +153,15 @@ NOT_THE_VALUE = (
 NOT_CALLED = """
     Batches Checkpoint ComparedRun Comparison Difference Event GroupAverage History Law Ledger Log Order Partition
     Prediction SavedRun Search Sweep TextDataset Timeline VerifyReport Vocabulary epoch_indices FedAdagrad FedAdam
-    FedYogi Callback CheckpointError LocalTrainer Logger files_at from_trainer
+    FedYogi Callback CheckpointError LocalTrainer Logger algorithm files_at
+    from_trainer state
 """
 # Methods of results that vsim calls, with values that it has checked or read from a file.
 CALLED_BY_VSIM = """
     Checkpoint.check_layout Checkpoint.fill Comparison.add Comparison.has Comparison.holding Comparison.labels
-    Comparison.looks Comparison.pricing Comparison.pricing_of Comparison.spent History.amend History.append
-    History.continue_from History.from_plain History.with_ledger History.measured History.bytes_per_node
+    Comparison.looks Comparison.prices Comparison.pricing
+    Comparison.pricing_of Comparison.spent History.amend History.append History.continue_from
+    History.from_plain History.with_ledger History.measured History.bytes_per_node
     History.at_step History.crossing Sweep.labels Sweep.looks Sweep.of_points Sweep.sends_most
 """
 
@@ -334,14 +336,15 @@ def calls(folder: Path) -> list[Call]:
         "Partition.indices": {"rank": 0},
         "Partition.split": {"test": 0.5, "seed": 1},
         "PostLocal": {"warmup_steps": 1},
-        "DPFedAvgStrategy": {"every": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        "DPFedAvgStrategy": {"H": 1, "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
         "QSR": {"alpha": 1.0},
+        "Partial": {"share": 0.5},
         "RandomGraph": {"degree": 2},
         "Sample": {"n": 2, "of": 4},
         "Schedule": {"changes": {0: [0, 1]}},
         "Seconds": {"seconds": 1.0},
         "SPARTAStrategy": {"index_selector": RandomIndexSelector(0.5)},
-        "StateAverage": {"name": "exp_avg", "every": 2},
+        "StateAverage": {"name": "exp_avg", "H": 2},
         "Sweep.heatmap": {"x": "H", "y": "lr"},
         "Trace": {"file": [(1, 0, "leave")]},
         "WandbLogger": {"project": "one"},
@@ -359,6 +362,7 @@ def calls(folder: Path) -> list[Call]:
         "price": {**of_nodes, **times, "max_steps": 4, "parameters": 1e6},
         "required_bandwidth": {**of_nodes, "parameters": 1e6, "compute": 1.0, "grid": [1e9], "max_steps": 2},
         "synthetic_federated": {"alpha": 1.0, "beta": 1.0, "num_clients": 2},
+        "restarts": {"steps": 2},
         "timeline": {"run": history, **times},
         "verify": {**problem, **train, "strategy": SimpleReduceStrategy()},
     }

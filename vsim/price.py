@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +77,15 @@ def price(
     seed = whole_number("seed", seed, at_least=0)
     bare = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
     ledger = _dry_run(strategy, bare, num_nodes, max_steps, seed, compute)
-    inside: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "experts": experts}
+    inside = {"stages": stages, "microbatches": microbatches, "experts": experts}
+    inside = {name: whole_number(name, value) for name, value in inside.items()}
+    compression = real_number("compression", compression, at_least=1)
     if all(value == 1 for value in inside.values()):
         if tokens is not None or within is not None or compression != 1:
             raise TypeError("tokens=, within= and compression= have no effect without stages= or experts=")
         return timeline(ledger, network, compute)
+    if inside["microbatches"] > 1 and stages == 1:
+        raise TypeError(f"microbatches={microbatches} has no effect without stages=")
     if tokens is None:
         raise TypeError("stages= and experts= take tokens=, those of a node's step: batch · sequence")
     blocks = getattr(bare, "blocks", None)

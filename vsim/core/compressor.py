@@ -29,6 +29,9 @@ class Compressor(Given):
 
     contractive = True
 
+    def __init__(self) -> None:
+        """Take no arguments; a subclass may."""
+
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from step to step."""
 

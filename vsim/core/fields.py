@@ -131,6 +131,8 @@ def given_by(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
         reject_unknown(kwargs, [*own, *(name for name in named if name in OPTIONS)], where)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(args) > len(by_position) and Parameter.VAR_POSITIONAL not in kinds:
+        if not named:
+            raise TypeError(f"{where} takes no arguments, got {_few(args)}")
         example = ", ".join([*by_position, *(f"{name}=…" for name in own if name not in by_position), "inner_optim=…"])
         raise TypeError(f"{where} takes arguments by name, {cls.__name__}({example}, …); got {_few(args)} by position")
     try:

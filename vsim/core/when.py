@@ -26,6 +26,9 @@ class When(Given):
     has_warmup = False  # whether the class defines `is_warmup`
     next: int  # the step of the next sync, shared
 
+    def __init__(self) -> None:
+        """Take no arguments; a subclass may."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.has_warmup = cls.is_warmup is not When.is_warmup

@@ -45,8 +45,6 @@ class Pipeline:
             whole_number(name, getattr(self, name))
         whole_number("microbatches", self.microbatches, at_most=self.tokens)
         real_number("compression", self.compression, at_least=1)
-        if self.microbatches > 1 and self.stages == 1:
-            raise TypeError(f"microbatches={self.microbatches} has no effect without stages=")
 
     @property
     def boundary_bytes(self) -> float:

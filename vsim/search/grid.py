@@ -84,7 +84,7 @@ def settings_of(strategy: Callable[..., Algorithm]) -> list[str]:
 
 
 def _parameters(strategy: Callable[..., Algorithm]) -> Mapping[str, inspect.Parameter]:
-    if isinstance(strategy, type):
+    if isinstance(strategy, type) and issubclass(strategy, Algorithm):
         return parameters_of(strategy)
     try:
         return inspect.signature(strategy).parameters
