@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -66,6 +67,17 @@ def test_a_pool_of_processes_trains_the_same_bits(processes: ProcessPoolExecutor
     assert_equal(compared(pool=processes), compared())
 
 
+@pytest.mark.slow
+def test_workers_of_a_dask_cluster_train_the_same_bits() -> None:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+        client.get_executor(pure=False) as pool,
+    ):
+        assert_equal(compared(pool=pool), compared())
+
+
 class Dies(vsim.Callback):
     """Kills the process of the run at step 2, if it is the first to get there."""
 
@@ -84,6 +96,27 @@ def test_the_runs_of_a_lost_process_are_trained_again(tmp_path: Path) -> None:
         found = compared(pool=pool, callbacks=[Dies(tmp_path / "mark")], save_dir=tmp_path / "runs")
     assert (tmp_path / "mark").exists()
     assert_equal(found, compared())
+
+
+class Counts(vsim.Callback):
+    """Notes when runs start and end."""
+
+    seen: ClassVar[list[str]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.seen.append("start")
+        time.sleep(0.2)  # in which another thread would start
+
+    def on_end(self, run: Any) -> None:
+        self.seen.append("end")
+
+
+def test_threads_train_in_turn() -> None:
+    Counts.seen.clear()
+    with ThreadPoolExecutor(2) as pool:
+        found = compared(pool=pool, seeds=[1], callbacks=[Counts()])
+    assert Counts.seen == ["start", "end"] * 2
+    assert_equal(found, compared(seeds=[1]))
 
 
 @pytest.mark.parametrize(("lost", "tasks"), [(0, 2), (2, 4)])

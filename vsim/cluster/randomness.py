@@ -114,11 +114,17 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def fingerprints(device: torch.device) -> dict[str, bytes]:
-    """Return name → state of the global generators of torch (CPU and `device`), numpy and Python, for comparisons."""
+    """Return name → state of the global generators of torch (CPU and `device`), numpy and Python, for comparisons.
+
+    In a thread that is not the main one, only those of torch: a pool's worker, such as dask's, draws from Python's
+    generator in its other threads at any time.
+    """
     states = global_states(device)
     torchs = {"torch.cpu": states["torch"], f"torch.{device.type}": states["device"]}
-    own = {"random": pickle.dumps(states["python"]), "numpy.random": pickle.dumps(states["numpy"])}
-    return own | {name: state.numpy().tobytes() for name, state in torchs.items()}
+    found = {name: state.numpy().tobytes() for name, state in torchs.items()}
+    if threading.current_thread() is threading.main_thread():
+        found |= {"random": pickle.dumps(states["python"]), "numpy.random": pickle.dumps(states["numpy"])}
+    return found
 
 
 class DataStates:
