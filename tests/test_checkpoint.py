@@ -50,7 +50,7 @@ from vsim.strategy import (
     Strategy,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 STEPS = 14
 
 

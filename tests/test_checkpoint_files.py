@@ -248,7 +248,7 @@ def state_of(row: Row) -> str:
     return packed([checkpoint.stacked, checkpoint.shared])[0]
 
 
-@pytest.mark.filterwarnings("ignore:DCTTopK:UserWarning")
+@pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 @pytest.mark.parametrize(
     "row", [pytest.param(r, marks=() if r.name in QUICK else pytest.mark.slow, id=r.name) for r in ROWS]
 )

@@ -336,7 +336,7 @@ def test_the_command_line_prints_and_writes_on_one_rank(tmp_path: Path) -> None:
     run = torchrun(*vsim_in_ranks, "strategies")
     with ended(run):
         out, _ = run.communicate(timeout=SECONDS)
-    assert run.returncode != 0 and "starts `vsim compare` and `vsim sweep`, not `vsim strategies`" in out
+    assert run.returncode != 0 and "starts `vsim compare`, `sweep` and `measure`, not `vsim strategies`" in out
 
 
 INTERRUPTED = """
@@ -432,9 +432,9 @@ COUNTED = """
         "plain": plain(4_000_000),
         "losses": train(Strategy(inner_optim="sgd", lr=1e-3)),
         "validated": train(Strategy(inner_optim="sgd", lr=1e-3), val_interval=1),
-        "AllReduce": train(SimpleReduceStrategy("sgd", lr=1e-3)),
-        "DiLoCo": train(DiLoCoStrategy("sgd", H=5, lr=1e-3)),
-        "exact": train(SimpleReduceStrategy("sgd", lr=1e-3), deterministic=True),
+        "AllReduce": train(SimpleReduceStrategy(inner_optim="sgd", lr=1e-3)),
+        "DiLoCo": train(DiLoCoStrategy(inner_optim="sgd", H=5, lr=1e-3)),
+        "exact": train(SimpleReduceStrategy(inner_optim="sgd", lr=1e-3), deterministic=True),
     }
     (folder / f"found by {rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -237,7 +237,6 @@ def fitted(
         trainer.fit(
             strategy=strategy,
             num_nodes=num_nodes,
-            num_epochs=10_000,
             max_steps=max_steps,
             batch_size=BATCH_SIZE,
             shuffle=False,

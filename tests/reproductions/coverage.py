@@ -74,13 +74,14 @@ class Quadratic(nn.Module):
         return self.w.square().sum() / 2
 
 
-class Noise(Algorithm):
+class NoisySGD(Algorithm):
     """Add noise to the nodes' gradients: of a comparison, and of strategy number `own` in it; then average them."""
 
     noise: Tensor  # of each step (T, K, 1)
 
-    def __init__(self, comparison: int, own: int, bias: float) -> None:
+    def __init__(self, comparison: int, own: int, bias: float = 0.0) -> None:
         self.numbers, self.bias = (100 * comparison, 100 * comparison + own + 1), bias
+        super().__init__(inner_optim="sgd", lr=RATE)
 
     def setup(self, cluster: Cluster) -> None:
         seed = int(torch.randint(2**40, (), generator=cluster.generator))  # of the run
@@ -91,11 +92,6 @@ class Noise(Algorithm):
     def communicate_gradients(self, cluster: Cluster) -> None:
         noisy = cluster.grads + self.noise[cluster.step - 1]
         cluster.grads.copy_(cluster.collectives.all_reduce(noisy, "mean", label="gradients"))
-
-
-class NoisySGD(Algorithm):
-    def __init__(self, comparison: int, own: int, bias: float = 0.0) -> None:
-        super().__init__([Noise(comparison, own, bias)], inner_optim="sgd", lr=RATE)
 
 
 def compared(numbers: range) -> vsim.Comparison:

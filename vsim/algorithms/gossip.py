@@ -72,7 +72,9 @@ class GossipStrategy(GraphStrategy):
 
     def take_attack(self, attack: Attack, name: str) -> bool:
         if self.tracking:
-            raise ValueError(f"{name}: {attack} cannot act, as with tracking=True nodes send weights and trackers")
+            raise ValueError(
+                f"{name}: attack={attack} cannot act, as with tracking=True nodes send weights and trackers"
+            )
         self.acting = attack
         return True
 

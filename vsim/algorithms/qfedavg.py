@@ -35,7 +35,8 @@ class RoundLosses(SharedWeights):
     def communicate_gradients(self, cluster: Cluster) -> None:
         if self.begins and cluster.losses:  # a price without training has none, and does not depend on them
             own = [cluster.losses[node] for node in cluster.collectives.nodes] or [1.0]
-            self.losses = torch.tensor(own, dtype=torch.float64).to(cluster.weights)[:, None]
+            now = torch.tensor(own, dtype=torch.float64).to(cluster.weights)[:, None]
+            self.losses = torch.where(now.isnan(), self.losses, now)  # a client that rests has none
         self.begins = False
         super().communicate_gradients(cluster)
 

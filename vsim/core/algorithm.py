@@ -240,7 +240,7 @@ class Algorithm(Given):
         if "average" not in vars(self):
             return False
         if self.average.refuses_attack:
-            raise ValueError(f"{name}: {attack} cannot act, as {self.average.refuses_attack}")
+            raise ValueError(f"{name}: attack={attack} cannot act, as {self.average.refuses_attack}")
         self.average = copy.deepcopy(self.average)
         self.average.attack = attack
         return True

@@ -161,7 +161,7 @@ def _in_loop(
             "(register_buffer), and its nodes are computed together"
         )
     now = fingerprints(device)
-    if drawn := [*(name for name in ("random", "numpy.random") if before[name] != now[name]), *outside.drawn()]:
+    if drawn := [*(name for name in ("random", "numpy.random") if before.get(name) != now.get(name)), *outside.drawn()]:
         return (
             steps,
             f"forward draws from {listed(drawn)}, of which nodes have none of their own: draw by torch's functions",
