@@ -171,7 +171,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     """Return M (MᵀM)^−½ with the pseudoinverse: a basis of the rows, without those of rounding."""
     if matrix.is_meta or not matrix.numel():
         return matrix
-    here = matrix.cpu() if matrix.device.type == "mps" else matrix  # MPS has no such operator
+    here = matrix.cpu()  # MPS has no such operator, or in torch 2.14 an inexact one (pytorch issue 196112)
     u, values, vh = torch.linalg.svd(here, full_matrices=False)
     kept = values > values[:1] * max(matrix.shape) * torch.finfo(matrix.dtype).eps
     return ((u * kept) @ vh).to(matrix.device)

@@ -182,7 +182,10 @@ def compare(
     about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
     about["strategy_defaults"] = strategy_defaults
     comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
-    return comparison if extend is None else extend | comparison
+    if extend is None:
+        return comparison
+    with naming("extend"):
+        return extend | comparison
 
 
 def call_text(function: str, **arguments: Any) -> str:
