@@ -82,7 +82,7 @@ def reads_vectors(strategy: Strategy) -> bool:
     return by_rule or any(average.limit is not None and average.limit.norm == "median" for average in own)
 
 
-MATRICES = {"Dion": 1, "PowerSGD": 2}  # of these sizes, which are orthogonalized on the CPU
+MATRICES = {"Dion": 1, "PowerSGD": 2, "DeMo, version 2": 4}  # of these sizes, which are orthogonalized on the CPU
 AT_A_SYNC = {"AFL"}  # reads the losses of a round there, for the projection of the clients' shares
 # More nodes are more islands, each of which reduces by itself.
 OF_ISLANDS = {"copy_", "index", "mean", "_index_put_impl_", "index_put_", "upload"}

@@ -182,10 +182,7 @@ def compare(
     about = {"num_nodes": num_nodes, "tune": tune, "seeds": seeds, "budget": budget, "at": at, **options}
     about["strategy_defaults"] = strategy_defaults
     comparison.calls = [call_text("vsim.compare", strategies=strategies, **about)]
-    if extend is None:
-        return comparison
-    with naming("extend"):
-        return extend | comparison
+    return comparison if extend is None else extend | comparison
 
 
 def call_text(function: str, **arguments: Any) -> str:
@@ -450,7 +447,8 @@ def train_entries(
             run = TrackedRun.of(trainer.logged(spec, about, [] if others else spec.loggers), name)
             config = partial(_config, trainer, about, started, problems)
             if extend is not None and fitting is not None:
-                fitting.check(name, seed, config())
+                with naming("extend"):
+                    fitting.check(name, seed, config())
                 if not _is_new(name, seed, extend):
                     continue
             running.append(run)
