@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ LR = 0.2
 LOSSES = (0.5, 2.0, 1.0, 0.1)
 
 
-def rounds(strategy: Algorithm) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return φ before two rounds of three steps, and θ (K, P) before and after each sync."""
+def rounds(strategy: Algorithm, resting: int | None = None) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return φ before two rounds of three steps, and θ (K, P) before and after each sync.
+
+    Node `resting` has no loss in the second round.
+    """
     gradients = normal(6, 4, 5, dtype=DOUBLE)
     run = started(strategy, Parameters((5,), dtype=DOUBLE), 4)
     phi = run.cluster.weights[0].numpy().copy()
@@ -32,6 +36,8 @@ def rounds(strategy: Algorithm) -> tuple[np.ndarray, list[np.ndarray]]:
     for t, g in enumerate(gradients, start=1):
         # Only the losses of a round's first step count.
         run.cluster.losses = [(1 + t // 3) * loss if t in (1, 4) else 99.0 for loss in LOSSES]
+        if resting is not None and t > 3:
+            run.cluster.losses[resting] = math.nan
         theta = theta - LR * g.numpy()
         after = run.step(g).numpy()
         if t % 3 == 0:
@@ -40,11 +46,14 @@ def rounds(strategy: Algorithm) -> tuple[np.ndarray, list[np.ndarray]]:
     return phi, found
 
 
+@pytest.mark.parametrize("resting", [None, 1])
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 3.0])
-def test_q_fedavg_by_its_formula(q: float) -> None:
-    phi, (first, one, second, two) = rounds(QFedAvgStrategy(inner_optim="sgd", lr=LR, H=3, q=q))
+def test_q_fedavg_by_its_formula(q: float, resting: int | None) -> None:
+    phi, (first, one, second, two) = rounds(QFedAvgStrategy(inner_optim="sgd", lr=LR, H=3, q=q), resting)
     for theta, after, factor in ((first, one, 1), (second, two, 2)):
         F, L = factor * np.array(LOSSES), 1 / LR
+        if resting is not None:
+            F[resting] = LOSSES[resting]  # the last that it had
         moves = L * (phi - theta)
         h = q * F ** (q - 1) * (moves**2).sum(1) + L * F**q
         phi = phi - (F[:, None] ** q * moves).sum(0) / h.sum()
