@@ -119,7 +119,7 @@ ACCEPTED = [
     (
         "left out",
         "None",
-        r"\.(callbacks|max_steps|num_workers|steps: Any|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
+        r"\.(callbacks|max_steps|num_workers|outer_lr|error_feedback)|DilocoSimulator\.(loss|cos|warm)",
     ),
     ("a flag", "True", r": .*bool|error_feedback"),
     ("a number", "0.5", r": .*(float|StrategyOptions)|compute|network|inside|between|(given|grid):"),

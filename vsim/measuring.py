@@ -48,8 +48,8 @@ _MOST_FACTORS = 101
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """This rank's place in a cluster that is measured: its rank, the number of ranks, its device, and the backend."""
+class Ranks:
+    """The ranks that torchrun started, as one of them sees them: its rank, their number, its device, the backend."""
 
     rank: int
     size: int
@@ -70,16 +70,16 @@ class Cluster:
 
 
 @contextmanager
-def joined(timeout_seconds: float = 600.0) -> Iterator[Cluster]:
+def joined(timeout_seconds: float = 600.0) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, each with its own GPU if there are enough."""
     here = local_ranks()[1]
     options = ProcessOptions(here, devices_of_nodes(None, None, here), default_threads(here), timeout_seconds)
     with joined_group(options) as device:
         backend = dist.get_backend()
-        cluster = Cluster(dist.get_rank(), dist.get_world_size(), device, backend)
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), device, backend)
         with completing("the first collective"):  # nccl connects all ranks in it
             dist.all_reduce(torch.zeros(1, device=device))
-        yield cluster
+        yield ranks
 
 
 def tournament(n: int) -> list[list[tuple[int, int]]]:
@@ -101,28 +101,28 @@ def tournament(n: int) -> list[list[tuple[int, int]]]:
 # Links ----------------------------------------------------------------------------------------------------------------
 
 
-def measured_links(cluster: Cluster) -> list[dict[str, Any]]:
+def measured_links(ranks: Ranks) -> list[dict[str, Any]]:
     """Measure the links of all pairs, and return what was found of each, on all ranks."""
-    rounds, found = tournament(cluster.size), []
+    rounds, found = tournament(ranks.size), []
     seconds = min(_PAIR_SECONDS, _ALL_SECONDS / len(rounds))
-    if cluster.rank == 0:
+    if ranks.rank == 0:
         about = f"{sum(map(len, rounds))} pairs in {len(rounds)} rounds, about {len(rounds) * seconds:.0f} s"
-        print(f"{cluster.size} nodes ({cluster.backend}): {about}", flush=True)
-    for pairs_now in tqdm(rounds, "rounds", disable=None if cluster.rank == 0 else True, leave=False):
-        for low, high in (pair for pair in pairs_now if cluster.rank in pair):
-            own = _Pair(cluster, high if cluster.rank == low else low, leads=cluster.rank == low)
+        print(f"{ranks.size} nodes ({ranks.backend}): {about}", flush=True)
+    for pairs_now in tqdm(rounds, "rounds", disable=None if ranks.rank == 0 else True, leave=False):
+        for low, high in (pair for pair in pairs_now if ranks.rank in pair):
+            own = _Pair(ranks, high if ranks.rank == low else low, leads=ranks.rank == low)
             with completing(f"measuring the link of ranks {low} and {high}"):
                 link = own.measure(seconds)
             if link is not None:
                 found.append(link)
-    return sorted((link for own in cluster.all(found) for link in own), key=lambda link: link["pair"])
+    return sorted((link for own in ranks.all(found) for link in own), key=lambda link: link["pair"])
 
 
 class _Pair:
     """A rank and its peer, which exchange messages; the rank that leads has the clock."""
 
-    def __init__(self, cluster: Cluster, peer: int, leads: bool) -> None:
-        self.cluster, self.peer, self.leads = cluster, peer, leads
+    def __init__(self, ranks: Ranks, peer: int, leads: bool) -> None:
+        self.ranks, self.peer, self.leads = ranks, peer, leads
 
     def measure(self, seconds: float) -> dict[str, Any] | None:
         """Measure the link within about these seconds; return what was found if this rank leads."""
@@ -145,14 +145,14 @@ class _Pair:
         if not self.leads:
             return None
         return {
-            "pair": sorted((self.cluster.rank, self.peer)),
+            "pair": sorted((self.ranks.rank, self.peer)),
             "latency": _quantiles([one / 2 for one in delays]),
             "bandwidth": [_quantiles(one) for one in bits],  # from the lower rank to the higher, and back
         }
 
     def agreed(self, value: float) -> float:
         """Return the leader's value, on both ranks."""
-        sent = torch.tensor([value], dtype=torch.float64, device=self.cluster.device)
+        sent = torch.tensor([value], dtype=torch.float64, device=self.ranks.device)
         (dist.send if self.leads else dist.recv)(sent, self.peer)
         return float(sent)
 
@@ -162,8 +162,8 @@ class _Pair:
         gloo sends a message once the other side has asked for it, so both sides ask in advance. nccl handles the
         messages of a pair in their order, so there a receive before a send would wait forever.
         """
-        out, into = (torch.zeros(size, dtype=torch.uint8, device=self.cluster.device) for size in (there, back))
-        in_advance, found = self.cluster.backend != "nccl", []
+        out, into = (torch.zeros(size, dtype=torch.uint8, device=self.ranks.device) for size in (there, back))
+        in_advance, found = self.ranks.backend != "nccl", []
         if not self.leads:
             coming = dist.irecv(out, self.peer) if in_advance else None
             for number in range(count):
@@ -174,10 +174,10 @@ class _Pair:
                     if number < count - 1:
                         coming = dist.irecv(out, self.peer)
                 dist.send(into, self.peer)
-            self.cluster.wait()
+            self.ranks.wait()
             return [math.nan] * count
         for _ in range(count):
-            self.cluster.wait()
+            self.ranks.wait()
             began = time.perf_counter()
             coming = dist.irecv(into, self.peer) if in_advance else None
             dist.send(out, self.peer)
@@ -185,7 +185,7 @@ class _Pair:
                 dist.recv(into, self.peer)
             else:
                 coming.wait()
-            self.cluster.wait()
+            self.ranks.wait()
             found.append(time.perf_counter() - began)
         return found
 
@@ -241,21 +241,21 @@ _SHOWN = 10  # pairs
 _IN_A_ROW = 8  # all-reduces
 
 
-def measured_all_reduces(cluster: Cluster, network: Network) -> list[dict[str, float]]:
+def measured_all_reduces(ranks: Ranks, network: Network) -> list[dict[str, float]]:
     """Measure all-reduces of three sizes, next to their prices as a ring; the smallest shows latency."""
-    group, found = network.kind(range(cluster.size)), []
+    group, found = network.kind(range(ranks.size)), []
     one, large = (float(network.seconds("all_reduce", group, size)[0]) for size in (1e6, 64e6))
     largest = 64e6 if large <= 1 else max(1e5, 1e6 / one)
     for size in (4e3, largest / 10, largest):
-        tensor = torch.zeros(int(size / 4), device=cluster.device)
+        tensor = torch.zeros(int(size / 4), device=ranks.device)
         dist.all_reduce(tensor)
         dist.barrier()
-        cluster.wait()
+        ranks.wait()
         began = time.perf_counter()
         for _ in range(_IN_A_ROW):  # so that it hardly matters that ranks leave the barrier at different times
             dist.all_reduce(tensor)
-            cluster.wait()
-        seconds = max(cluster.all((time.perf_counter() - began) / _IN_A_ROW))
+            ranks.wait()
+        seconds = max(ranks.all((time.perf_counter() - began) / _IN_A_ROW))
         priced = float(network.seconds("all_reduce", group, 4 * len(tensor))[0])
         found.append({"bytes": 4 * len(tensor), "seconds": _rounded(seconds), "predicted": _rounded(priced)})
     return found
@@ -327,19 +327,19 @@ def example_step(device: torch.device) -> tuple[nn.Module, Step]:
     return model, step
 
 
-def measured_steps(cluster: Cluster, step: Step, seconds: float = _STEPS_SECONDS) -> dict[str, Any]:
+def measured_steps(ranks: Ranks, step: Step, seconds: float = _STEPS_SECONDS) -> dict[str, Any]:
     """Time steps on all nodes at once; return the "compute" of a file: each node's median, and the factors of all."""
     for _ in range(3):  # compilers, caches
         step()
     dist.barrier()
     times, began = list[float](), time.perf_counter()
     while len(times) < 10 or (len(times) < 1000 and time.perf_counter() - began < seconds):
-        cluster.wait()
+        ranks.wait()
         start = time.perf_counter()
         step()
-        cluster.wait()
+        ranks.wait()
         times.append(time.perf_counter() - start)
-    of_nodes = cluster.all(times)
+    of_nodes = ranks.all(times)
     medians = [_rounded(_median(own)) for own in of_nodes]
     factors = np.concatenate([np.array(own) / median for own, median in zip(of_nodes, medians, strict=True)])
     # As many equally likely values as needed: the middles of equal parts of the distribution.
@@ -352,7 +352,7 @@ def measured_steps(cluster: Cluster, step: Step, seconds: float = _STEPS_SECONDS
 
 
 def checked(
-    cluster: Cluster, model: nn.Module, step: Step, network: Network, compute: Compute, seconds: float
+    ranks: Ranks, model: nn.Module, step: Step, network: Network, compute: Compute, seconds: float
 ) -> list[dict[str, Any]]:
     """Run AllReduce and DiLoCo, H = 10, on the cluster for about `seconds` each; return predicted and measured times.
 
@@ -360,13 +360,13 @@ def checked(
     numbers as the model has. Steps are the user's; the weights are left alone.
     """
     weights = [p.detach() for p in model.parameters() if p.requires_grad]
-    message = torch.zeros(sum(p.numel() for p in weights), dtype=weights[0].dtype, device=cluster.device)
+    message = torch.zeros(sum(p.numel() for p in weights), dtype=weights[0].dtype, device=ranks.device)
     rows = []
     strategies = {"AllReduce": (SimpleReduceStrategy(), 1), "DiLoCo, H = 10": (DiLoCoStrategy(H=10), 10)}
     for name, (strategy, every) in strategies.items():
 
         def predicted(steps: int, strategy: Any = strategy) -> float:
-            on: Any = {"network": network, "compute": compute, "num_nodes": cluster.size}
+            on: Any = {"network": network, "compute": compute, "num_nodes": ranks.size}
             return float(price(strategy, model=model, max_steps=steps, **on).seconds[-1])
 
         steps = 10 * int(min(100, max(1, seconds / predicted(10))))
@@ -379,8 +379,8 @@ def checked(
             if (number + 1) % every == 0:
                 with completing("an all-reduce of the check"):
                     dist.all_reduce(message)
-                cluster.wait()
-        taken = max(cluster.all(time.perf_counter() - began))
+                ranks.wait()
+        taken = max(ranks.all(time.perf_counter() - began))
         priced = predicted(steps)
         times = {"predicted s": _rounded(priced), "measured s": _rounded(taken)}
         rows.append({"run": name, "steps": steps, **times, "off": _rounded(priced / taken - 1)})
@@ -397,21 +397,21 @@ def _table(columns: Mapping[str, Sequence[str]]) -> str:
 
 def measure(out: Path, step: str | None, check: bool, seconds: float) -> None:
     """Measure the ranks that torchrun started, print what was found, and write it to `out`, on the first rank."""
-    with joined() as cluster:
+    with joined() as ranks:
 
         def say(text: str) -> None:
-            if cluster.rank == 0:
+            if ranks.rank == 0:
                 print(text, flush=True)
 
-        if cluster.size < 2:
+        if ranks.size < 2:
             raise ValueError("a cluster that is measured has at least 2 nodes, got 1")
         made = None if step is None else load_step(step)
-        hosts = cluster.all(socket.gethostname())
-        links = measured_links(cluster)
-        fields = {"network": network_of(links, cluster.size)}
+        hosts = ranks.all(socket.gethostname())
+        links = measured_links(ranks)
+        fields = {"network": network_of(links, ranks.size)}
         network = Network.between(**fields["network"])
         say(f"\n{links_table(links)}\n")
-        sums = measured_all_reduces(cluster, network)
+        sums = measured_all_reduces(ranks, network)
         waited, fields["network"] = calibrated(fields["network"], sums)
         network = Network.between(**fields["network"])
         columns = {
@@ -422,24 +422,24 @@ def measure(out: Path, step: str | None, check: bool, seconds: float) -> None:
         say(_table(columns))
         say(f"a message of an all-reduce waits {waited:.3g} times the latency of its pair; the file has the product\n")
         if made is not None:
-            fields["compute"] = measured_steps(cluster, made[1])
+            fields["compute"] = measured_steps(ranks, made[1])
             say(f"{Compute(**fields['compute'])!r}\n")
         rows = None
         if check:
-            model, own = example_step(cluster.device) if made is None else made
-            compute = fields["compute"] if made is not None else measured_steps(cluster, own, _STEPS_SECONDS / 5)
-            rows = checked(cluster, model, own, network, Compute(**compute), seconds)
+            model, own = example_step(ranks.device) if made is None else made
+            compute = fields["compute"] if made is not None else measured_steps(ranks, own, _STEPS_SECONDS / 5)
+            rows = checked(ranks, model, own, network, Compute(**compute), seconds)
             columns = {
                 **{name: [f"{row[name]}" for row in rows] for name in ("run", "steps")},
                 **{name: [f"{row[name]:.3g}" for row in rows] for name in ("predicted s", "measured s")},
                 "off": [f"{row['off']:+.0%}".replace("-", "−") for row in rows],
             }
             say(f"{_table(columns)}\n")
-        if cluster.rank == 0:
+        if ranks.rank == 0:
             about = {
                 "date": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "versions": {"vsim": __version__, "torch": torch.__version__, "python": platform.python_version()},
-                "backend": cluster.backend,
+                "backend": ranks.backend,
                 "hosts": hosts,
                 "pairs": links,
                 "latencies_a_message": waited,

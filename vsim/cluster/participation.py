@@ -12,7 +12,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -502,7 +502,7 @@ class Partial(Stragglers):
     needs_compute = False
 
     @known_keywords
-    def __init__(self, share: float | None = None, *, steps: Any = None, drop: bool = False) -> None:
+    def __init__(self, share: float | None = None, *, steps: Sequence[int] | None = None, drop: bool = False) -> None:
         if (share is None) == (steps is None):
             raise TypeError(f"Partial takes share or steps, one of them; got share={share!r}, steps={steps!r}")
         self.share = None if share is None else real_number("share", share, at_least=0, at_most=1)
