@@ -31,6 +31,7 @@ from vsim.strategy import (
     AloneStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    OptimSpec,
     SimpleReduceStrategy,
     SPARTAStrategy,
     StreamingDiLoCoStrategy,
@@ -264,6 +265,61 @@ def test_costs_are_those_of_price(ladder: Ladder) -> None:
     frame = decision.to_pandas().set_index("strategy")
     assert frame["fits"].to_dict() == {name: own.fits for name, own in decision.costs.items()}
     assert math.isnan(frame["ahead"][decision.first])
+
+
+def test_what_does_not_fit_a_node_is_never_first(ladder: Ladder) -> None:
+    """AdamW: weights, gradients and two moments of 4 MB each; DiLoCo has φ and its momentum besides."""
+    options: dict[str, Any] = {**TARGET, "within": {"time": "1 h"}}
+    held = {name: 24e6 if name == "DiLoCo" else 16e6 for name in STRATEGIES}
+    free, less = ladder.decide(**options, compute=0.1), ladder.decide(**options, compute=Compute(0.1, memory="20 MB"))
+    assert {name: own.memory_bytes for name, own in less.costs.items()} == pytest.approx(held, rel=1e-4)
+    assert {name for name, own in less.costs.items() if not own.fits} == {"DiLoCo"}
+    assert less.first == next(name for name in free.order.names if name != "DiLoCo")
+    assert not any("DiLoCo" in names for row in less.map.first for names in row)
+    assert "DiLoCo" not in less.undecided and "does not fit: needs 24.00 MB of 20.00 MB of memory" in repr(less)
+    assert "activations" in less.assumptions[-1] and len(less.assumptions) == len(free.assumptions) + 1
+    assert less.to_pandas().set_index("strategy")["memory_bytes"].to_dict() == pytest.approx(held, rel=1e-4)
+    none = ladder.decide(**options, compute=Compute(0.1, memory=1e6))
+    assert none.first == "" and "needs 16.00 MB of 1.00 MB of memory" in none.answer()
+
+
+def test_a_node_of_several_machines_is_priced_as_by_price(ladder: Ladder) -> None:
+    inside: dict[str, Any] = {"stages": 4, "microbatches": 8, "tokens": 2**14, "within": "1 Gbit/s, 1 ms"}
+    pipeline = vsim.Pipeline(**inside, layers=8, width=64)
+    compute = Compute(0.1, memory="5 MB", pipeline=pipeline)
+    decision = ladder.decide(**TARGET, compute=compute, within={"time": "1 h"})
+    for name, own in decision.costs.items():
+        options = {"max_steps": 20, "network": TARGET["network"], "compute": compute}
+        line = vsim.price(STRATEGIES[name], parameters=1e6, num_nodes=4, seed=1, **options)
+        assert own.seconds == line.seconds[-1] and own.utilization == line.utilization
+        assert own.memory_bytes == pytest.approx(6e6 if name == "DiLoCo" else 4e6, rel=1e-4)  # a quarter, a machine
+        assert own.fits == (name != "DiLoCo")
+    plain = ladder.decide(**TARGET, compute=0.1, within={"time": "1 h"})
+    assert all(own.seconds < decision.costs[name].seconds for name, own in plain.costs.items())
+    large: dict[str, Any] = {**TARGET, "parameters": 2e7}
+    compute = Compute(1.0, pipeline=vsim.Pipeline(**inside | {"stages": 2}))
+    decision = ladder.decide(**large, compute=compute, within={"time": "1 h"})
+    (line,) = (
+        vsim.price(
+            STRATEGIES["FedAvg"], parameters=2e7, num_nodes=4, seed=1, max_steps=20, network=TARGET["network"],
+            compute=1.0, **inside | {"stages": 2},
+        ),
+    )  # fmt: skip
+    assert decision.costs["FedAvg"].seconds == line.seconds[-1]
+    with pytest.raises(TypeError, match="pipeline: layers and width"):
+        ladder.decide(**TARGET, compute=compute, within={"time": "1 h"})
+
+
+def test_a_state_of_unknown_size_has_no_price(ladder: Ladder) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            float(self.param_groups[0]["params"][0].sum())
+
+    own = {"FedAvg": FedAvgStrategy(H=5, inner_optim=OptimSpec(Odd, lr=0.1))}
+    options: dict[str, Any] = {**TARGET, "within": {"time": "1 h"}, "strategies": own}
+    decision = ladder.decide(**options, compute=Compute(0.1, memory="1 GB"))
+    assert "memory" in decision.costs["FedAvg"].why and decision.first != "FedAvg"
+    assert ladder.decide(**options, compute=0.1).costs["FedAvg"].fits
 
 
 def test_the_map_is_that_of_each_network(ladder: Ladder) -> None:

@@ -34,7 +34,7 @@ from vsim.core.attack import Attack
 from vsim.from_trainer import from_trainer
 from vsim.history.history import History
 from vsim.history.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from vsim.network import Compute, Network, Timeline, timeline
+from vsim.network import Compute, Network, Pipeline, Timeline, timeline
 from vsim.price import price, required_bandwidth
 from vsim.processes.bitwise import Difference
 from vsim.runs.callbacks import Callback, EarlyStopping, KeepBest
@@ -74,6 +74,7 @@ __all__ = [
     "Network",
     "OverCommit",
     "Partial",
+    "Pipeline",
     "Sample",
     "Schedule",
     "Search",

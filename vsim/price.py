@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,10 +14,9 @@ from torch import nn
 from vsim.analysis.spent import amount_text
 from vsim.arguments import a_list, countable, known_keywords, real_number, whole_number
 from vsim.cluster.ledger import BYTES_OF_A_STEP, Ledger
-from vsim.network import Compute, Network, Timeline, timeline
+from vsim.network import Compute, Network, Pipeline, Timeline, timeline
 from vsim.network.links import MOST_NODES, bits_per_second
-from vsim.network.pipeline import Pipeline
-from vsim.shapes import naming_layers, without_values
+from vsim.shapes import naming_layers, sizes_of, without_values
 from vsim.strategy import Algorithm
 
 
@@ -58,16 +56,15 @@ def price(
         seed: seed of random decisions that all nodes share, such as the draw of islands.
         stages, microbatches, experts: each node is a pipeline of this many stages, through which its examples pass in
             this many parts; each stage has this many machines, to which the tokens of every layer travel and back. See
-            `vsim.network.pipeline`. `compute` is then the time in which all machines of a node compute a step. Waits
-            inside a node count as waits, and `compute` of the timeline includes them. The ledger has only the messages
-            between nodes.
+            `Pipeline`, which these keywords make: `Compute(…, pipeline=…)` says the same, and takes the sizes of other
+            models. Waits inside a node count as waits. The ledger has only the messages between nodes.
         tokens: tokens of a node's step, batch · sequence. compression: how many times smaller activations travel; they
             have `bytes_per_parameter`.
         within: the network inside a node. Default: `network`.
 
     Raises:
         TypeError: neither or both of parameters and model are given; network or compute is missing; or stages or
-            experts lack tokens, or have a model of unknown width.
+            experts lack tokens, have a model of unknown width, or are given twice.
         ValueError: the strategy's messages depend on values (such as the union of entries that nodes nominate).
     """
     network, compute = Network.of(network), Compute.of(compute)
@@ -76,29 +73,22 @@ def price(
     network.check(num_nodes)
     seed = whole_number("seed", seed, at_least=0)
     bare = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
-    ledger = _dry_run(strategy, bare, num_nodes, max_steps, seed, compute)
     inside = {"stages": stages, "microbatches": microbatches, "experts": experts}
     inside = {name: whole_number(name, value) for name, value in inside.items()}
-    compression = real_number("compression", compression, at_least=1)
-    if all(value == 1 for value in inside.values()):
-        if tokens is not None or within is not None or compression != 1:
-            raise TypeError("tokens=, within= and compression= have no effect without stages= or experts=")
-        return timeline(ledger, network, compute)
-    if inside["microbatches"] > 1 and stages == 1:
-        raise TypeError(f"microbatches={microbatches} has no effect without stages=")
-    if tokens is None:
-        raise TypeError("stages= and experts= take tokens=, those of a node's step: batch · sequence")
-    blocks = getattr(bare, "blocks", None)
-    if model is not None or blocks is None:
-        raise TypeError("stages= and experts= take parameters= of 20 million or more, which have the shapes of a GPT")
-    if within is None and network.num_nodes is not None:
-        raise TypeError(f"{network!r} has different links: give within=, the network inside a node")
-    width, size = len(bare.norm.weight), next(bare.parameters()).element_size()  # type: ignore[union-attr, arg-type]
-    pipeline = Pipeline(**inside, tokens=tokens, layers=len(blocks), width=width, bytes=size, compression=compression)
-    padded = pipeline.padded(compute, network if within is None else Network.of(within))
-    line, share = timeline(ledger, network, padded), compute.node_seconds.mean() / padded.node_seconds.mean()
-    computed = line.compute_seconds * share
-    return replace(line, compute_seconds=computed, stalls=line.stalls + line.compute_seconds - computed)
+    if any(value > 1 for value in inside.values()):
+        if compute.pipeline is not None:
+            raise TypeError(f"stages= and experts= have no effect with {compute!r}, which has a pipeline; give one")
+        if tokens is None:
+            raise TypeError("stages= and experts= take tokens=, those of a node's step: batch · sequence")
+        if within is None and network.num_nodes is not None:
+            raise TypeError(f"{network!r} has different links: give within=, the network inside a node")
+        near = network if within is None else within
+        compute = compute.inside(Pipeline(**inside, tokens=tokens, within=near, compression=compression))
+    elif tokens is not None or within is not None or real_number("compression", compression, at_least=1) != 1:
+        raise TypeError("tokens=, within= and compression= have no effect without stages= or experts=")
+    compute = compute.of_model(sizes_of(bare))
+    ledger = _dry_run(strategy, bare, num_nodes, max_steps, seed, compute)
+    return timeline(ledger, network, compute)
 
 
 @known_keywords
@@ -138,6 +128,7 @@ def required_bandwidth(
     bits = sorted(bits_per_second("grid", one) for one in given)
     model = without_values(parameters, overlapped(layers, compute, model), model, bytes_per_parameter)
     num_nodes = whole_number("num_nodes", num_nodes, at_most=MOST_NODES)
+    compute = compute.of_model(sizes_of(model))
     ledger = _dry_run(strategy, model, num_nodes, whole_number("max_steps", max_steps), 42, compute)
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
         hint = "one node has no other to send to" if num_nodes == 1 else "a larger max_steps shows more"
@@ -182,6 +173,7 @@ def steps_within(
     """
     layers = None if compute is None else overlapped(None, compute, model)
     bare = without_values(parameters, layers, model, None)
+    compute = None if compute is None else compute.of_model(sizes_of(bare))
 
     def costs(steps: int) -> dict[str, Floats]:
         """Return kind → cost (steps + 1,) after each step of a run of this length."""

@@ -83,7 +83,7 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
     for name, (out, into) in matrices.items():
         block |= {f"{name}_weight": (out * width, into * width), f"{name}_bias": (out * width,)}
     block |= {f"norm{i}_{what}": (width,) for i in (1, 2) for what in ("weight", "bias")}
-    model = nn.Module()
+    model = _Gpt()
     model.tokens = nn.Embedding(tokens, width, device=_META)  # not a hidden matrix, as it is an nn.Embedding
     model.positions = nn.Embedding(_POSITIONS, width, device=_META)
     model.blocks = nn.ModuleList(_module(block) for _ in range(depth))
@@ -93,6 +93,19 @@ def gpt_of(parameters: int, layers: int | None = None) -> nn.Module:
         if math.prod(shape):
             model.register_parameter(f"rest{i}", nn.Parameter(torch.empty(shape, device=_META)))
     return model
+
+
+class _Gpt(nn.Module):
+    """A model of `gpt_of`."""
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return what a `Pipeline` takes from a model: bytes_per_activation and, of a GPT of `gpt_of`, layers and width."""
+    first = next(model.parameters(), None)
+    sizes = {} if first is None else {"bytes_per_activation": first.element_size()}
+    if isinstance(model, _Gpt):
+        sizes |= {"layers": len(model.blocks), "width": len(model.norm.weight)}  # type: ignore[arg-type, union-attr]
+    return sizes
 
 
 def check_apart(model: nn.Module) -> None:

@@ -139,12 +139,14 @@ class Runs(Mapping[str, ComparedRun]):
     Attributes:
         allreduce_bytes, network, compute, tuned, calls: see `vsim.Comparison`.
         measured_bytes: bytes of the trained model's weights, if `at` priced the runs for another size; else None.
+        sizes: sizes of the model for which `at` priced the runs, that a `Pipeline` takes; empty if it did not.
         names: the names of all runs, even if only some are selected, so that each keeps its colour.
     """
 
     def __init__(self, allreduce_bytes: int) -> None:
         self.allreduce_bytes = allreduce_bytes
         self.measured_bytes: int | None = None
+        self.sizes: dict[str, int] = {}
         self.network: Network | None = None
         self.compute: Compute | None = None
         self.tuned: dict[str, Any] = {}  # values are Sweeps, whose module imports this one
@@ -342,7 +344,8 @@ class Runs(Mapping[str, ComparedRun]):
 
     def prices(self, network: AnyNetwork, compute: AnyCompute) -> tuple[AnyNetwork, AnyCompute]:
         """Return what time and cost are derived from: what a question was given, or else the comparison's."""
-        return self.network if network is None else network, self.compute if compute is None else compute
+        compute = self.compute if compute is None else Compute.of(compute).of_model(self.sizes)
+        return self.network if network is None else network, compute
 
     def pricing(self, network: AnyNetwork = None, compute: AnyCompute = None, needed: bool = False) -> Priced:
         """Return the network and compute for deriving hours: the given ones, or else the comparison's.

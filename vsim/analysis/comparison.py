@@ -132,7 +132,7 @@ class Comparison(Runs):
             if (sizes := (getattr(self, what), getattr(other, what)))[0] != sizes[1]:
                 raise ValueError(f"the two are priced for models of different sizes: {sizes[0]} and {sizes[1]} bytes")
         both = self._empty_with(other)
-        both.measured_bytes = self.measured_bytes
+        both.measured_bytes, both.sizes = self.measured_bytes, self.sizes
         kinds = {run.ledger.of_clients for _, run in pairs}
 
         def meaning(given: Network | Compute) -> list[dict[str, Any]]:
@@ -214,6 +214,7 @@ class Comparison(Runs):
         more = {
             "tuned": {name: sweep._as_plain() for name, sweep in self.tuned.items()},
             "measured_bytes": self.measured_bytes,
+            "sizes": self.sizes,
             "calls": self.calls,
         }
         return {
@@ -232,6 +233,7 @@ class Comparison(Runs):
         for run in content["runs"]:
             comparison.add(run["strategy"], ComparedRun.from_plain(run))
         comparison.measured_bytes, comparison.calls = content.get("measured_bytes"), list(content.get("calls", []))
+        comparison.sizes = dict(content.get("sizes", {}))
         for name, sweep in content.get("tuned", {}).items():
             comparison.tuned[name] = cls._kinds["Sweep"]._from_plain(sweep)
         return comparison

@@ -477,12 +477,19 @@ class Algorithm(Given):
         return tuple(syncs(copy.copy(schedules[0]), rates, max_steps, seconds)) or (max_steps,)
 
     def dry_run(
-        self, model: nn.Module, num_nodes: int, max_steps: int, seed: int = 42, seconds: ComputeSeconds | None = None
+        self,
+        model: nn.Module,
+        num_nodes: int,
+        max_steps: int,
+        seed: int = 42,
+        seconds: ComputeSeconds | None = None,
+        at_end: Callable[[Algorithm], object] | None = None,
     ) -> Ledger:
         """Return the ledger of a run without training: the strategy's code runs on tensors without values.
 
         Args:
             model: on the meta device. seconds: the nodes' compute seconds, for schedules that depend on them.
+            at_end: called with the run's copy of the strategy after the last step.
 
         Raises:
             ValueError: the strategy is asynchronous, or its messages depend on values.
@@ -515,6 +522,8 @@ class Algorithm(Given):
                 f"none (step {cluster.step}: {str(error).splitlines()[0]}). Train it with a small model, and price its "
                 "ledger"
             ) from error
+        if at_end is not None:
+            at_end(strategy)
         return ledger
 
     @property

@@ -2,6 +2,7 @@
 
 from vsim.network.compute import Compute
 from vsim.network.links import Network
+from vsim.network.pipeline import Pipeline
 from vsim.network.timeline import Timeline, timeline
 
-__all__ = ["Compute", "Network", "Timeline", "timeline"]
+__all__ = ["Compute", "Network", "Pipeline", "Timeline", "timeline"]

@@ -204,6 +204,9 @@ class Clock:
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
         if self.attendance:  # means over present nodes, below 0 while they are all behind an absent node
             self.stalls = np.diff(self.seconds, axis=0) - self.compute[:, None]
+        if (share := self.settings.utilization) != 1:  # waits inside a node
+            self.stalls += (1 - share) * self.compute[:, None]
+            self.compute *= share
         return self
 
     def _quiet_steps(self, done: int, until: int) -> int:

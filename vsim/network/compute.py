@@ -13,10 +13,14 @@ from numpy.typing import NDArray
 
 from vsim.arguments import a_list, known_keywords, naming, real_number, whole_number
 from vsim.arguments import given as given_value
+from vsim.figures.words import size_text
 from vsim.network.cluster_file import names_file, read_part
-from vsim.network.links import seconds
+from vsim.network.links import num_bytes, seconds
+from vsim.network.pipeline import Pipeline
 
-_PLAIN = ("num_nodes", "layers", "jitter", "factors", "seed", "bucket_bytes", "dollars_per_hour")
+_PLAIN = (
+    *("num_nodes", "layers", "jitter", "factors", "seed", "bucket_bytes", "dollars_per_hour", "memory", "utilization"),
+)
 
 
 class Compute:
@@ -38,9 +42,16 @@ class Compute:
         bucket_bytes: least size of a part. The layers travel in the largest number of equal parts of this size or more;
             default 25e6, as in PyTorch's DDP. 0: one message per layer. Needs `layers`.
         dollars_per_hour: price of a node.
+        memory: memory of a node, or of each machine of a node with a `pipeline`, in bytes or as text ("80 GB", in
+            powers of ten). `Ladder.decide` leaves out the strategies whose weights, gradients and states need more;
+            activations are not counted. A pipeline's machine holds an equal share: of S stages with E machines for
+            experts, 1 / (S · E). No time, byte or price depends on the memory.
+        pipeline: a `Pipeline`, for a node of several machines. `seconds_per_step` is then the time in which all
+            machines of a node compute a step if none waits, and steps take longer, by the waits inside a node.
 
     Attributes:
-        node_seconds: (1,) if all nodes are alike, else (K,).
+        node_seconds: the seconds of a step with the waits inside a node, (1,) if all nodes are alike, else (K,).
+        utilization: the share of these seconds in which the machines of a node compute; 1 without a pipeline.
         num_nodes: K; None: usable for any K.
 
     Raises:
@@ -59,6 +70,8 @@ class Compute:
         seed: int | None = None,
         bucket_bytes: float | None = None,
         dollars_per_hour: float | None = None,
+        memory: float | str | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         per_node = not isinstance(seconds_per_step, str) and bool(np.ndim(seconds_per_step))
         given = _listed(seconds_per_step) if per_node else [seconds_per_step]
@@ -93,6 +106,28 @@ class Compute:
         self.dollars_per_hour: float | None = None
         if dollars_per_hour is not None:
             self.dollars_per_hour = real_number("dollars_per_hour", dollars_per_hour, at_least=0)
+        self.memory = None if memory is None else num_bytes("memory", memory)
+        self.utilization, self.pipeline = 1.0, pipeline
+        if not isinstance(pipeline, Pipeline | None):
+            raise TypeError(f"pipeline must be a vsim.Pipeline, got {given_value(pipeline)}")
+        if pipeline is not None:
+            vars(self).update(vars(self.inside(pipeline)))
+
+    def inside(self, pipeline: Pipeline) -> Compute:
+        """Return this compute with nodes that are such pipelines; their waits are added once all sizes are known."""
+        other = copy.copy(self)
+        other.pipeline = pipeline
+        if not pipeline.unknown:
+            other.node_seconds = pipeline.seconds(self.node_seconds)
+            other.utilization = float(self.node_seconds.mean() / other.node_seconds.mean())
+        return other
+
+    def of_model(self, sizes: Mapping[str, int]) -> Compute:
+        """Return the compute for a model with these sizes, by name, which complete its pipeline; see `Pipeline`."""
+        if self.pipeline is None or not self.pipeline.unknown:
+            return self
+        with naming("pipeline"):
+            return self.inside(self.pipeline.of_model(sizes))
 
     @classmethod
     def from_flops(cls, flops_per_step: float, flops_per_second: float, mfu: float = 1.0, **options: Any) -> Compute:
@@ -133,6 +168,8 @@ class Compute:
                 raise TypeError(f"must be seconds, or an object with seconds_per_step, got {given_value(own)}")
             if own.get("seconds_per_step") is None:
                 raise ValueError("seconds_per_step is missing")
+            if isinstance(own.get("pipeline"), dict):
+                own = own | {"pipeline": Pipeline(**own["pipeline"])}
             return cls(**own | options)
 
     @classmethod
@@ -152,13 +189,17 @@ class Compute:
 
     def as_plain(self) -> dict[str, Any]:
         """Return the compute as lists and numbers for JSON."""
-        return {key: getattr(self, key) for key in _PLAIN} | {"node_seconds": self.node_seconds.tolist()}
+        inside = None if self.pipeline is None else self.pipeline.as_plain()
+        own = {"node_seconds": self.node_seconds.tolist(), "pipeline": inside}
+        return {key: getattr(self, key) for key in _PLAIN} | own
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compute:
         """Make a Compute from the result of `as_plain`."""
         made = cls(plain["node_seconds"])
         vars(made).update({key: plain[key] for key in _PLAIN if key in plain})
+        if plain.get("pipeline") is not None:  # whose waits are in node_seconds
+            made.pipeline = Pipeline.from_plain(plain["pipeline"])
         return made
 
     def decides_as(self, other: Compute) -> bool:
@@ -181,6 +222,13 @@ class Compute:
         """Return the compute seconds of a run of `num_nodes` nodes, from the first step on."""
         if self.num_nodes not in (None, num_nodes):
             raise ValueError(f"compute has {self.num_nodes} nodes, and the run {num_nodes}")
+        if self.pipeline is not None and self.pipeline.unknown:
+            lacking = self.pipeline.unknown
+            raise TypeError(
+                f"pipeline: {' and '.join(lacking)} of the model are not known here. Give "
+                f"Pipeline({', '.join(f'{name}=…' for name in lacking)}), or parameters= of 20 million or more, in the "
+                "shapes of a GPT, to vsim.price, comparison.at or ladder.decide"
+            )
         return ComputedSteps(self, num_nodes)
 
     def totals(self, num_nodes: int) -> Callable[..., NDArray[np.float64]]:
@@ -210,7 +258,9 @@ class Compute:
         varying = f", jitter {self.jitter:g}" if self.jitter else ""
         if self.factors:
             varying = f", × {min(self.factors):.3g} … {max(self.factors):.3g}"
-        return f"Compute({own} s a step{layers}{varying})"
+        memory = f", {size_text(self.memory)} of memory" if self.memory else ""
+        inside = f", {self.pipeline.machines} machines a node" if self.pipeline else ""
+        return f"Compute({own} s a step{layers}{varying}{memory}{inside})"
 
 
 def _listed(values: Any) -> Any:

@@ -63,7 +63,8 @@ class VirtualClock:
     @property
     def computed_seconds(self) -> float:
         """Compute seconds so far, averaged over the workers."""
-        return (self._begun - sum(max(0.0, end - self.now) for end in self._ends)) / len(self.steps)
+        done = self._begun - sum(max(0.0, end - self.now) for end in self._ends)
+        return done * self.compute.utilization / len(self.steps)
 
     def next(self) -> tuple[int, int, int]:
         """Advance to the next event; return its kind, the node, and the number of the message or timer."""

@@ -71,6 +71,20 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
     return real_number(name, value, **bounds)
 
 
+def num_bytes(name: str, value: Any) -> float:
+    """Return a size in bytes, given as a number of bytes or as text: "80 GB", in powers of ten.
+
+    Raises:
+        TypeError: `value` is not a number or text. ValueError: `value` is not a size, or is not above 0.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(_NUMBER + r"([kMGT]?)B\s*", value, flags=re.ASCII)
+        if match is None:
+            raise ValueError(f"{name} must be a number of bytes, or text such as '80 GB', got {value!r}")
+        value = float(match[1]) * _PREFIXES[match[2]]
+    return real_number(name, value, above=0)
+
+
 def rate(bits: float) -> str:
     """Return a rate as text.
 

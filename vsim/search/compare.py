@@ -67,6 +67,7 @@ from vsim.runs.spec import RunSpec, takes_options, two_lengths
 from vsim.runs.tracked import TrackedRun
 from vsim.search.grid import made, merged, points, settings_of
 from vsim.search.pooled import train_in_pool
+from vsim.shapes import sizes_of, without_values
 from vsim.trainer import Trainer
 
 
@@ -390,7 +391,10 @@ def train_entries(
         network = Network(math.inf)  # messages take no time
     priced = None
     if network is not None or compute is not None:
-        network, compute = priced = Network.of(network), Compute.of(compute)  # values, also if files were named
+        network, compute = Network.of(network), Compute.of(compute)  # values, also if files were named
+        if at is not None and compute.pipeline is not None:
+            compute = compute.of_model(sizes_of(without_values(at, overlapped(None, compute, None), None)))
+        priced = network, compute
     if priced is not None:
         for own in entries.values():
             everyone = own["num_nodes"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vsim.analysis.columns import times_less
 from vsim.analysis.compared import Runs
 from vsim.arguments import given, naming
-from vsim.shapes import naming_layers, without_values
+from vsim.shapes import naming_layers, sizes_of, without_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,11 +44,10 @@ def at(
     """
     if not isinstance(strategies, Mapping | None):
         raise TypeError(f"strategies must be a dict of name → strategy, got {given(strategies)}")
-    bare, nodes, compute = (
-        without_values(parameters, layers, model, bytes_per_parameter),
-        comparison.num_nodes,
-        comparison.compute,
-    )
+    bare, nodes, compute = without_values(parameters, layers, model, bytes_per_parameter), comparison.num_nodes, None
+    sizes = sizes_of(bare)
+    if comparison.compute is not None:
+        compute = comparison.compute.of_model(sizes)
     clock = None if compute is None or nodes is None else compute.totals(nodes)
     found: dict[str, Any] = {}
     for name in comparison:
@@ -78,4 +77,4 @@ def at(
         ]
     size = sum(p.numel() * p.element_size() for p in bare.parameters() if p.requires_grad)
     measured = comparison.measured_bytes or comparison.allreduce_bytes
-    return comparison.holding(found, allreduce_bytes=size, measured_bytes=measured)
+    return comparison.holding(found, allreduce_bytes=size, measured_bytes=measured, compute=compute, sizes=sizes)

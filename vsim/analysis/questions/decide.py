@@ -6,7 +6,7 @@ import html
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from vsim.analysis.tables import text_table, with_notes
 from vsim.arguments import brief, given, naming
 from vsim.cluster.ledger import Ledger
 from vsim.figures.looks import Looks
-from vsim.figures.words import in_short
+from vsim.figures.words import in_short, size_text
 from vsim.network import Compute, Network, timeline
 from vsim.network.timeline import seconds_on
-from vsim.shapes import naming_layers, without_values
+from vsim.shapes import naming_layers, sizes_of, without_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +47,8 @@ class Priced:
         steps, seconds: length of the run. dollars: cost of all nodes; NaN if a node has no price. wire_bytes: bytes on
             the wire of the busiest node. utilization: the share of the time in which nodes compute.
         share: used share of the budget that is used up first; above 1, the run does not fit.
+        memory_bytes: bytes of weights, gradients and states on a node, or on each of its machines; NaN without
+            `Compute(memory=…)`. memory_limit: that memory.
     """
 
     steps: int
@@ -56,11 +58,18 @@ class Priced:
     utilization: float
     share: float
     why: str = ""
+    memory_bytes: float = math.nan
+    memory_limit: float = math.inf
 
     @property
     def fits(self) -> bool:
-        """Whether the run is within all budgets."""
-        return self.share <= 1 + 1e-12
+        """Whether the run is within all budgets, and its state within a node's memory."""
+        return self.share <= 1 + 1e-12 and self.fits_memory
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether the run's state fits into a node's memory, as far as a memory was given."""
+        return not self.memory_bytes > self.memory_limit
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +131,11 @@ class Decision:
             known = {name: own.share for name, own in self.costs.items() if not own.why}
             if not known:
                 return f"{begin}no strategy has a price {whom}"
+            known = {name: share for name, share in known.items() if self.costs[name].fits_memory} or known
             nearest = min(known, key=known.__getitem__)
+            if not self.costs[nearest].fits_memory:
+                smallest = min(known, key=lambda name: self.costs[name].memory_bytes)
+                return f"{begin}none {whom} {where}: the smallest, {smallest}, needs {_memory(self.costs[smallest])}"
             return f"{begin}none {whom} {where}: the nearest, {nearest}, takes {known[nearest]:.3g} times as much"
         if len(fitting) == 1:
             return f"{begin}{self.first} {whom}, the only one {where}"
@@ -153,7 +166,7 @@ class Decision:
                 "strategy": name,
                 **{
                     key: getattr(own, key)
-                    for key in ("steps", "seconds", "dollars", "wire_bytes", "utilization", "share")
+                    for key in ("steps", "seconds", "dollars", "wire_bytes", "utilization", "share", "memory_bytes")
                 },
                 "fits": own.fits,
                 "ahead": self._ahead(name),
@@ -187,6 +200,8 @@ class Decision:
             chance = self._ahead(name)
             ahead = "first" if name == self.first else "–" if math.isnan(chance) else f"{chance:.0%}"
             share = f"{own.share:.0%}" if own.share < 10 else f"{own.share:,.0f} ×"
+            if not own.fits:
+                share += f", does not fit{'' if own.fits_memory else f': needs {_memory(own)}'}"
             rows.append(
                 {
                     "strategy": name,
@@ -194,7 +209,7 @@ class Decision:
                     **({"dollars": own.dollars} if priced else {}),
                     "wire MB/node": own.wire_bytes / 1e6,
                     "utilization": own.utilization,
-                    "of the budget": "–" if own.why else f"{share}{'' if own.fits else ', does not fit'}",
+                    "of the budget": "–" if own.why else share,
                     last: own.why or ahead,
                 }
             )
@@ -224,6 +239,10 @@ class Decision:
         return "\n".join([self.answer(), "", self.table(), "", *self._notes(), "", repr(self.order)])
 
 
+def _memory(own: Priced) -> str:
+    return f"{size_text(own.memory_bytes)} of {size_text(own.memory_limit)} of memory"
+
+
 def decide(
     largest: Comparison,
     losses: pd.DataFrame,
@@ -250,6 +269,8 @@ def decide(
     """
     from tqdm.auto import tqdm
 
+    from vsim.core.memory_of_node import node_bytes  # loads the core, and few readers of a ladder need it
+
     if not isinstance(within, Mapping) or not within:
         raise TypeError(f"within must be a dict such as {{'time': '10 h'}}, got {given(within)}")
     budgets = {of: amount(of, value, "within", BUDGETS) for of, value in within.items()}
@@ -257,9 +278,10 @@ def decide(
         raise ValueError("within: 'cost' needs a price of a node: give compute=Compute(…, dollars_per_hour=…)")
     network = network.for_run(of_clients=False)
     network.check(num_nodes)
-    compute.steps(num_nodes)
     found = order(losses, to)
     bare = without_values(to, compute.layers if compute.layers > 1 else None, None, bytes_per_parameter)
+    compute = compute.of_model(sizes_of(bare))
+    compute.steps(num_nodes)
     costs: dict[str, Priced] = {}
     fits: dict[str, NDArray[np.bool_]] = {}
     most = _seconds_allowed(budgets, compute, num_nodes)
@@ -272,15 +294,17 @@ def decide(
                 f"{name} was read from a file that does not hold its strategy: give strategies={{{name!r}: …}}, got "
                 f"{strategy!r:.100}"
             )
+        held: list[float] = []
+        measure = None if compute.memory is None else lambda own, held=held: held.append(node_bytes(own, bare))
         try:
             with naming(name), naming_layers(bare):
-                ledger = strategy.dry_run(bare, num_nodes, steps[name], seed, compute.totals(num_nodes))
+                ledger = strategy.dry_run(bare, num_nodes, steps[name], seed, compute.totals(num_nodes), measure)
         except ValueError as error:
             nothing = dict.fromkeys(("seconds", "dollars", "wire_bytes", "utilization", "share"), math.nan)
             costs[name] = Priced(steps[name], **nothing, why=brief(str(error).removeprefix(f"{name}: ")))
             continue
-        costs[name] = _priced(ledger, network, compute, budgets)
-        if budgets.get("wire", math.inf) >= costs[name].wire_bytes:
+        costs[name] = _priced(ledger, network, compute, budgets, *held)
+        if budgets.get("wire", math.inf) >= costs[name].wire_bytes and costs[name].fits_memory:
             fits[name] = _fits_on_map(ledger, network, compute, most)
     fitting = [name for name in found.names if costs[name].fits]
     first = fitting[0] if fitting else ""
@@ -300,16 +324,28 @@ def decide(
         f"The order is the trend over {sizes}, {far} times smaller than the target: P says how far to "
         "trust it, and no loss is predicted.",
     ]
+    if compute.memory is not None:
+        whole = "a node" if compute.pipeline is None else f"each of a node's {compute.pipeline.machines} equal machines"
+        assumptions.append(
+            f"The memory of {whole}, {size_text(compute.memory)}, holds weights, gradients and the states of optimizer "
+            "and strategy; activations and buffers come on top, and are not counted."
+        )
     advice = _advice(found, losses, first, undecided, fitting)
     return Decision(found, costs, limits, first, undecided, chart, assumptions, advice)
 
 
-def _priced(ledger: Ledger, network: Network, compute: Compute, budgets: Mapping[str, float]) -> Priced:
+def _priced(
+    ledger: Ledger, network: Network, compute: Compute, budgets: Mapping[str, float], held: float = math.nan
+) -> Priced:
     line = timeline(ledger, network, compute)
     taken, sent = float(line.seconds[-1]), float(ledger.wire_bytes)
     used = {"time": taken, "cost": line.dollars, "wire": sent}
     share = max(used[of] / most if most else math.inf if used[of] else 0.0 for of, most in budgets.items())
-    return Priced(ledger.steps, taken, line.dollars, sent, line.utilization, share)
+    priced = Priced(ledger.steps, taken, line.dollars, sent, line.utilization, share)
+    if compute.memory is None:
+        return priced
+    machines = 1 if compute.pipeline is None else compute.pipeline.machines
+    return replace(priced, memory_bytes=held / machines, memory_limit=compute.memory)
 
 
 def _fits_on_map(ledger: Ledger, network: Network, compute: Compute, most: float) -> NDArray[np.bool_]:
