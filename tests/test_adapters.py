@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import vsim
 from vsim import Sample
-from vsim.strategy import AdapterStrategy, Attack, FedAvgStrategy, PostLocal
+from vsim.strategy import AdapterStrategy, Algorithm, AloneStrategy, Attack, FedAvgStrategy, PostLocal
 
 K, R, SCALING = 3, 2, 0.5
 RULES = ("fedit", "ffa", "fedsa", "flora", "fedex")
@@ -269,3 +271,84 @@ def test_fedit_is_fedavg_of_a_model_with_a_frozen_base() -> None:
         started(s, model(False), K).step(gradients) for s in (AdapterStrategy(**options), FedAvgStrategy(**options))
     )
     assert torch.equal(ours, plain)
+
+
+def payloads(rank: int, n: int, m: int) -> dict[str, float]:
+    """Rule → entries that a node sends for an adapter alone."""
+    found = {}
+    for rule in RULES:
+        bare = nn.Sequential(Adapted(n, m, torch.Generator().manual_seed(0)))
+        bare[0].lora_A = nn.Parameter(torch.zeros(rank, m))
+        bare[0].lora_B = nn.Parameter(torch.zeros(n, rank))
+        ledger = AdapterStrategy(rule=rule, H=1).dry_run(bare.to("meta"), K, 1)
+        found[rule] = sum(event.payload_bytes for event in ledger) / 4
+    return found
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_payloads_have_the_published_ratios(rank: int) -> None:
+    """A square layer of width d, as in RoBERTa's attention: FFA-LoRA sends half of what FedIT does [2403.12313], and so
+    does FedSA-LoRA [2410.01463]; FLoRA sends what FedIT does [2409.05976, where what returns is K times as large], and
+    all sizes are linear in the rank. Against the whole weight d², FedIT sends 2r / d.
+    """
+    d = 768
+    found = payloads(rank, d, d)
+    assert found == {
+        "fedit": 2 * rank * d,
+        "ffa": rank * d,
+        "fedsa": rank * d,
+        "flora": 2 * rank * d,
+        "fedex": 2 * rank * d,
+    }
+    assert found["fedit"] / d**2 == 2 * rank / d
+    wide = payloads(rank, 4 * d, d)  # an MLP's first layer: B is four times as large as A
+    assert [wide[rule] / wide["fedit"] for rule in ("ffa", "fedsa")] == [4 / 5, 1 / 5]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's and transformers', of each other
+@pytest.mark.parametrize("rule", RULES)
+def test_models_of_peft(rule: str) -> None:
+    """After a round, against nodes that train alone: see the rules above."""
+    import test_models_of_others as others  # makes transformers importable
+
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=99, **sizes, bos_token_id=0, eos_token_id=0)
+    )
+    settings = {"r": R, "lora_alpha": 3, "target_modules": ["q_proj", "gate_proj"]}
+    tuned = peft.get_peft_model(plain, peft.LoraConfig(**settings))
+
+    def trained(strategy: Algorithm, trains: str, fixed: str = "-") -> dict[str, Tensor]:
+        model = others.FromDict.__new__(others.FromDict)
+        nn.Module.__init__(model)
+        model.model = copy.deepcopy(tuned)
+        for name, p in model.named_parameters():
+            p.requires_grad = bool(re.search(trains, name)) and fixed not in name
+        trainer = vsim.Trainer(model, others.Sentences())
+        options = {"num_nodes": K, "max_steps": 2, "batch_size": 2, "progress": False}
+        trainer.fit(strategy=strategy, **options)
+        replicas = trainer.strategy.cluster.replicas  # type: ignore[union-attr]
+        shared = {name: p.detach().expand(K, *p.shape) for name, p in model.named_parameters()}
+        return shared | replicas.views(replicas.weights.clone())
+
+    common: dict[str, Any] = {"inner_optim": "sgd", "lr": 0.5}
+    alone = trained(AloneStrategy(**common), "lora_", "lora_A" if rule == "ffa" else "-")
+    trains = "lora_|(q|gate)_proj.base_layer" if rule in ("flora", "fedex") else "lora_"
+    merged = trained(AdapterStrategy(rule=rule, H=2, **common), trains)
+    for place in ("self_attn.q_proj", "mlp.gate_proj"):
+        a, b, w = (
+            f"model.base_model.model.model.layers.0.{place}.{end}"
+            for end in ("lora_A.default.weight", "lora_B.default.weight", "base_layer.weight")
+        )
+        mean = (alone[b] @ alone[a]).mean(0)
+        expected = {
+            "fedit": alone[b].mean(0) @ alone[a].mean(0),
+            "fedsa": alone[b] @ alone[a].mean(0),
+        }.get(rule, mean)
+        s = 3 / R
+        found = merged[w] + s * merged[b] @ merged[a]
+        assert alone[b].abs().sum() > 0
+        torch.testing.assert_close(found - alone[w], (s * expected).expand_as(found), rtol=1e-4, atol=1e-7)

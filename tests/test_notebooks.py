@@ -18,6 +18,10 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # Regular expressions that must match the kept outputs, and the outputs of a quick run.
 PICTURE = r"iVBORw0KGgo"  # a PNG in base64, of which every notebook shows some
 EXPECTED: dict[str, list[str]] = {
+    "adapters": [
+        r"rank 2\nstrategy .*\n-.*\nFedIT +\d",
+        r"FedIT 1\.000, FFA 0\.473, FedSA 0\.527, FLoRA 1\.000, FedEx 1\.000",  # shares of A (r, m) and B (n, r)
+    ],
     "adaptive_communication": [
         r"every step +\d.*\nH = 4 +\d",
         r"\d +QSR +H = 4 +-?0\.\d+",
