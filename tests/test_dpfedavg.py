@@ -135,5 +135,5 @@ def test_what_a_module_measures_is_a_column() -> None:
 def test_without_the_accountant_there_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     DPFedAvgStrategy(noise_multiplier=0)
-    with pytest.raises(ImportError, match=r'DPFedAvgStrategy needs dp-accounting: pip install "vsim\[privacy\]"'):
+    with pytest.raises(ImportError, match=r'DPFedAvgStrategy needs dp-accounting: pip install "vsim-torch\[privacy\]"'):
         DPFedAvgStrategy()

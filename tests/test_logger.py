@@ -463,7 +463,7 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     absent: list[tuple[str, Any]] = [("wandb", lambda: WandbLogger("p")), ("wandb", lambda: fit(wandb_project="p"))]
     for name, make in [*absent, ("tensorboard", TensorBoardLogger)]:
-        with refused(ImportError, name, f'pip install "vsim[{name}]"'):
+        with refused(ImportError, name, f'pip install "vsim-torch[{name}]"'):
             make()
     with refused(ValueError, "empty"):
         fit(Trainer(small_mlp(), vectors(0)), run_name="never")

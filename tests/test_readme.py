@@ -42,7 +42,9 @@ def test_the_extras_of_the_two_commands_alone_pin_torch() -> None:
     minor = int(re.search(r"\(torch 2\.(\d+), ", README.read_text(encoding="utf-8"))[1])
     assert f"torch>=2.{minor},<2.{minor + 1}" in EXTRAS["examples"]
     assert [extra for extra in EXTRAS if "torch" in names(extra)] == ["examples"]
-    including = [extra for extra, own in EXTRAS.items() if re.search(r"vsim\[.*\b(examples|test|dev)\b", str(own))]
+    including = [
+        extra for extra, own in EXTRAS.items() if re.search(r"vsim-torch\[.*\b(examples|test|dev)\b", str(own))
+    ]
     assert including == ["test", "dev", "all"]
     assert {
         "digits",

@@ -448,5 +448,5 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="give num_processes="):
         tune(trials=2, backend="process")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r'vsim\.tune needs optuna: pip install "vsim\[tune\]"'):
+    with pytest.raises(ImportError, match=r'vsim\.tune needs optuna: pip install "vsim-torch\[tune\]"'):
         tune()

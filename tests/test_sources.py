@@ -144,7 +144,7 @@ def test_digits() -> None:
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with refused(ImportError, 'pip install "vsim[digits]"'):
+    with refused(ImportError, 'pip install "vsim-torch[digits]"'):
         digits()
 
 

@@ -60,6 +60,17 @@ def test_every_python_is_tested_with_the_oldest_and_the_newest_torch() -> None:
     }
 
 
+def test_pages_and_metadata_say_which_versions_are_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (oldest, after), *_ = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', project)
+    pythons = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["versions"]["strategy"]["matrix"]["python"]
+    assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
+    assert f'requires-python = ">={pythons[0]}"' in project
+    said = f"Python {pythons[0]} to {pythons[-1]} and torch 2.{oldest} to 2.{int(after) - 1}"
+    for page in ("stability", "troubleshooting"):
+        assert said in " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()), page
+
+
 def test_before_a_commit_run_the_checks_of_ci() -> None:
     (repo,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()

@@ -21,6 +21,6 @@ def extra(module: str, user: str, package: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f'{user} needs {package}: pip install "vsim[{name}]"') from error
+        raise ImportError(f'{user} needs {package}: pip install "vsim-torch[{name}]"') from error
     finally:
         random.setstate(state)

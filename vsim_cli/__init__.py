@@ -14,8 +14,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
+from runpy import run_path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
@@ -46,11 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(command, argv)
 
 
+def _version() -> str:
+    """Return the version of the vsim that would be imported, from its file, as importing it loads PyTorch."""
+    found = find_spec("vsim")
+    assert found is not None and found.origin is not None
+    return str(run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+
+
 def parsed(argv: Sequence[str]) -> Command | int:
     """Return the command; or, if there is none to run, its exit status. Raise SystemExit after help and errors of the
     parser."""
     if list(argv) == ["--version"]:
-        print(f"vsim {version('vsim')}")
+        print(f"vsim {_version()}")
         return 0
     name = argv[0] if argv else ""
     try:
