@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import pytest
@@ -154,6 +155,42 @@ def test_the_surface_has_what_users_call() -> None:
     assert now["vsim.strategy.DiLoCoStrategy"].startswith("(*, inner_optim=None, lr=None, max_norm=")
     assert now["Comparison.table"].startswith("(comparison, ") and now["vsim.strategy.communicate.all_reduce"]
     assert now["Callback.on_step"] == "(self, run)" and not now["Cluster.weights"]
+
+
+OUTGOING = """
+from vsim.deprecated import deprecated
+
+def compare(*, seeds=(0,), seed=None):
+    if seed is not None:
+        deprecated("compare(seed=…)", "compare(seeds=[…])", removed="0.5")
+        seeds = (seed,)
+    return seeds
+
+def __getattr__(name):
+    if name != "contrast":
+        raise AttributeError(name)
+    deprecated("vsim.contrast", "vsim.compare", removed="0.5")
+    return compare
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "old", "new"),
+    [
+        ("one.compare(seed=3)", "compare(seed=…)", "compare(seeds=[…])"),
+        ("[one.compare(seed=3) for _ in range(1)][0]", "compare(seed=…)", "compare(seeds=[…])"),
+        ("one.contrast(seeds=(3,))", "vsim.contrast", "vsim.compare"),
+    ],
+)
+def test_a_name_that_goes_works_and_warns_at_the_line_of_the_user(use: str, old: str, new: str) -> None:
+    module = ModuleType("vsim.outgoing")
+    exec(compile(OUTGOING, str(Path(vsim.__file__).with_name("outgoing.py")), "exec"), vars(module))
+    with pytest.warns(DeprecationWarning, match="goes with vsim") as caught:
+        assert eval(compile(use, "script.py", "eval"), {"one": module}) == (3,)
+    (warning,) = caught
+    assert str(warning.message) == f"{old} is deprecated and goes with vsim 0.5; use {new}"
+    assert (warning.filename, warning.lineno) == ("script.py", 1)
+    assert module.compare() == (0,)  # nothing old, and so no warning
 
 
 def test_the_page_names_the_modules() -> None:
