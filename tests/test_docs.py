@@ -146,6 +146,11 @@ def test_changelog_and_citation_name_the_version() -> None:
     assert f'version: {newest[1]}\ndate-released: "{newest[2]}"\n' in citation
 
 
+def test_the_changelog_of_a_version_is_short() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## [")[1]
+    assert newest.count("\n") <= 80  # with the table of old and new names: no diary
+
+
 @pytest.mark.slow
 def test_it_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -100,15 +101,24 @@ def breaks(old: Surface, new: Surface) -> Iterator[tuple[str, str]]:
 
 
 def unsaid(found: Iterator[tuple[str, str]], changelog: str) -> list[str]:
-    """Return the breaks that no entry of the changelog's unreleased part names, by the name and what happened to it."""
+    """Return the breaks that no entry of the changelog's unreleased part names, by the name and what happened to it.
+
+    A word in backticks with a star at one end names all that match, such as every `*Strategy`.
+    """
     unreleased = changelog.partition("## [Unreleased]")[2].partition("\n## [")[0]
     entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=- |#)", unreleased)]
     said = []
     for name, word in found:
         words = {name.rpartition(".")[2], word}
-        if not any(all(re.search(rf"\b{re.escape(one)}\b", entry) for one in words) for entry in entries):
+        if not any(all(names(entry, one) for one in words) for entry in entries):
             said.append(f"{name}: {word}")
     return sorted(said)
+
+
+def names(entry: str, word: str) -> bool:
+    """Return whether an entry names a word."""
+    stars = re.findall(r"`(\*\w+|\w+\*)`", entry)
+    return bool(re.search(rf"\b{re.escape(word)}\b", entry)) or any(fnmatchcase(word, star) for star in stars)
 
 
 def stored() -> Surface:
@@ -148,6 +158,14 @@ def test_a_break_needs_an_entry(new: dict[str, str | None], expected: list[str])
     released = "\n## [1.0] - 2026-01-01\n\n- `f` lost `a`, `b`, `d`, `more`; `C` lost `m`.\n"
     assert unsaid(breaks(OLD, now), "## [Unreleased]\n\n- Nothing.\n" + released) == expected
     assert not unsaid(breaks(OLD, now), "## [Unreleased]\n\n- `f` lost a, b,\n  d, more; `C.m` is gone.\n" + released)
+
+
+def test_a_star_names_what_it_matches() -> None:
+    broken = [("vsim.strategy.AStrategy", "lr"), ("vsim.strategy.Strategy", "lr"), ("vsim.strategy.Mean", "lr")]
+    assert unsaid(iter(broken), "## [Unreleased]\n\n- Give `lr` of every `*Strategy` by name.\n") == [
+        "vsim.strategy.Mean: lr"
+    ]
+    assert len(unsaid(iter(broken), "## [Unreleased]\n\n- Every `*Strategy` is new.\n- `lr` and `*` too.\n")) == 3
 
 
 def test_the_surface_has_what_users_call() -> None:
