@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     "docstrings",
     "gallery",
+    "llms",
     "mathml",
     "printed",
 ]
@@ -35,6 +36,7 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["width.css"]
+html_logo = html_favicon = "_static/logo.svg"
 html_title = f"vsim {version}"
 html_show_copyright = False
 html_show_sourcelink = False

@@ -6,6 +6,7 @@ others. The kept outputs are of whole runs.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,17 @@ def complaints(notebook: Any) -> str:
 
 def test_every_notebook_is_expected_to_show_something() -> None:
     assert sorted(EXPECTED) == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+
+
+def test_a_hosted_notebook_installs_vsim() -> None:
+    cells = {}
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        in_clone_only = "__file__" in "".join(sources)
+        assert ("pip install" in sources[1]) is not in_clone_only, path
+        cells |= {} if in_clone_only else {sources[1]: path}
+    (cell,) = cells  # the same everywhere; tests/test_packages.py tries its command
+    assert 'if importlib.util.find_spec("vsim") is None:\n    %pip install ' in cell
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,13 @@ NAME = f"vsim_torch-{vsim.__version__}"
 pytestmark = pytest.mark.slow
 
 
-def run(*command: object, folder: Path) -> str:
-    """Run a command without this checkout on its path; return what it prints."""
+def run(*command: object, folder: Path, errors: bool = False) -> str:
+    """Run a command without this checkout on its path; return what it prints, with `errors` what it complains of."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     result = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return result.stderr if errors else result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,11 @@ def test_the_wheel_alone_runs_the_main_job(packages: Path, tmp_path: Path) -> No
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
     run(*install, "--force-reinstall", wheel, folder=tmp_path)
     assert Path(run(python, "-c", "import vsim; print(vsim.__file__)", folder=tmp_path).strip()).is_relative_to(own)
+    # The command of a hosted notebook finds all that it asks for: the name, and what the extra holds.
+    notebook = (ROOT / "notebooks" / "first_comparison.ipynb").read_text(encoding="utf-8")
+    (asked,) = re.findall(r"%pip install -q (.*?)\"\n", notebook.replace("\\", ""))
+    found = run(*install[:-2], "--no-index", "--find-links", packages, asked.strip('"'), folder=tmp_path, errors=True)
+    assert "does not provide" not in found, found
     script = python.with_name("vsim")
     assert run(script, "--version", folder=tmp_path) == f"vsim {vsim.__version__}\n"
     # The README's command, of few steps.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,54 @@ def test_pages_and_metadata_say_which_versions_are_tested() -> None:
     said = f"Python {pythons[0]} to {pythons[-1]} and torch 2.{oldest} to 2.{int(after) - 1}"
     for page in ("stability", "troubleshooting"):
         assert said in " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()), page
+
+
+def test_a_container_runs_the_two_commands_of_the_readme() -> None:
+    content = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    commands = re.findall(r"^```sh\n(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [content["onCreateCommand"], content["postCreateCommand"]] == commands[:2]
+
+
+def test_the_documentation_is_hosted_as_it_is_built_here(tmp_path: Path) -> None:
+    build = read(ROOT / ".readthedocs.yaml")["build"]
+    command, copy = build["commands"]
+    assert COMMAND.fullmatch(command)[1] == "docs"
+    assert command in (step.get("run") for step in read(WORKFLOWS[0])["jobs"]["build"]["steps"])
+    made = tmp_path / "docs" / "_build"
+    made.mkdir(parents=True)
+    (made / "index.html").touch()
+    environment = {**os.environ, "READTHEDOCS_OUTPUT": str(tmp_path / "out")}
+    subprocess.run(["bash", "-c", copy], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "out" / "html" / "index.html").is_file()
+
+
+def test_the_address_is_written_where_it_belongs(tmp_path: Path) -> None:
+    places = [".ci/address", "pyproject.toml", "CITATION.cff", "README.md", "docs/index.md", "notebooks"]
+    for place in places:
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (shutil.copytree if (ROOT / place).is_dir() else shutil.copy)(ROOT / place, tmp_path / place)
+    before = {
+        path: path.read_text(encoding="utf-8")
+        for path in tmp_path.rglob("*.*")
+        if path.suffix != ".png" and path.is_file()
+    }
+    for name in ("ours/vsim", "others/v.sim"):
+        subprocess.run([tmp_path / ".ci" / "address", name], check=True)
+    changed = [path for path, text in before.items() if path.read_text(encoding="utf-8") != text]
+    hosted = [path for path in (tmp_path / "notebooks").glob("*.ipynb") if path.stem != "decide"]
+    assert {*changed} == {*(tmp_path / place for place in places[1:5]), *hosted}
+    for path in changed:
+        text = path.read_text(encoding="utf-8")
+        assert (
+            "https://github.com/others/v.sim" in text or f"github/others/v.sim/blob/main/notebooks/{path.name}" in text
+        )
+        assert "ours/vsim" not in text and text.count("colab.research.google.com/github/") <= 1
+        if path.suffix == ".ipynb":
+            old, new = json.loads(before[path]), json.loads(text)
+            assert old["cells"][1:] == new["cells"][1:] and old["metadata"] == new["metadata"]
+    yaml.safe_load((tmp_path / "CITATION.cff").read_text(encoding="utf-8"))
+    wrong = subprocess.run([tmp_path / ".ci" / "address", "nobody"], check=False, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "OWNER/NAME, not 'nobody'" in wrong.stderr
 
 
 def test_before_a_commit_run_the_checks_of_ci() -> None:
