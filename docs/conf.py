@@ -26,7 +26,7 @@ extensions = [
     "mathml",
     "printed",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "paper"]  # the paper has the form of its journal
 templates_path = ["_templates"]
 autosummary_ignore_module_all = False
 
