@@ -39,7 +39,7 @@ def check_declared(run: TrackedRun) -> None:
         lines = (line_for(name, vars(parts[part]).get(name), rows) for part, name in found)
         raise CheckpointError(
             f"{listed([f'{part}.{name}' for part, name in found])} changed since the setup and is not declared, so "
-            "that no checkpoint would hold it, and no node would take it along. Where it is made, write "
+            "checkpoints and moving nodes lose it. Where it is made, write "
             f"{'; '.join(lines)}: keep_stacked for what has a row for each node, keep_shared for what is equal on all. "
             "What follows from other attributes, or is no state, is named in derived"
         )
