@@ -172,6 +172,6 @@ def test_it_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> No
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
     assert listed.startswith("# vsim\n\n> vsim simulates distributed training in one process.\n\n## Start here\n\n- [")
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages_of_index = "".join(re.findall(r"```{toctree}\n(?::.*\n)+\n(.*?)```", index, re.DOTALL)).split()
+    pages_of_index = "".join(re.findall(r"```{toctree}\n(?::[^\n]*\n)+\n(.*?)```", index, re.DOTALL)).split()
     links = re.findall(r"^- \[.+\]\(_sources/(.+)\.md\.txt\): .+$", listed, re.MULTILINE)
     assert links == pages_of_index and all((tmp_path / "_sources" / f"{page}.md.txt").is_file() for page in links)
