@@ -228,7 +228,9 @@ def faulty_vectors(value: float, faulty: int, dtype: torch.dtype) -> list[Tensor
     return [rows.to(dtype) for rows in (torch.full((faulty, 200), value), signs * value, single, mixed)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("kind", ROBUST)
 def test_faulty_vectors_do_not_move_a_robust_rule_far(kind: type[Rule], dtype: torch.dtype) -> None:
     most, make = ROBUST[kind]

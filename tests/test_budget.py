@@ -169,7 +169,7 @@ def test_each_is_bitwise_its_own_fit(make: Any, data: Any, together: bool) -> No
             np.testing.assert_array_equal(run.history["lr"], own.history["lr"])  # annealed over its own steps
 
 
-@pytest.mark.parametrize("kill", [5, 11])
+@pytest.mark.parametrize("kill", [11, pytest.param(5, marks=pytest.mark.slow)])
 def test_they_resume_to_the_bit(kill: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": STEPS, "deterministic": True, "checkpoint_interval": 2}
     whole = compared(save_dir=tmp_path / "whole", **options)

@@ -385,10 +385,11 @@ STABLE: dict[str, Any] = {
 }
 
 
-def test_every_configuration_trains_or_says_what_is_wrong() -> None:
+@pytest.mark.parametrize("examples", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_every_configuration_trains_or_says_what_is_wrong(examples: int) -> None:
     trained: list[bool] = []
 
-    @settings(max_examples=50, **STABLE)
+    @settings(max_examples=examples, **STABLE)
     @given(configurations())
     def checked(configuration: Configuration) -> None:
         trained.append(check(configuration).error is None)

@@ -291,7 +291,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "gpt" else []) for c in BESIDE])
 def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
     with quietly():
         result = BESIDE[case].check()
@@ -595,8 +595,10 @@ def killed_at(step: int) -> Callable[[int, float], None]:
     return hook
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(
+    ("at", "together"),
+    [(1, True), (5, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, True), (1, False)))],
+)
 def test_a_comparison_that_is_killed_resumes_to_the_bit(at: int, together: bool, tmp_path: Path) -> None:
     # One is bad after three steps, so that its loss tells before it is saved.
     strategies: Strategies = {"diloco": DiLoCoStrategy(H=3, lr=1e-2), "bad": broken(3), **PLAIN}

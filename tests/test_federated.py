@@ -228,8 +228,8 @@ ODD = Schedule({33: [0, 1], 42: [0, 3], 58: [0, 1, 2, 3]})  # in the midst of ro
     ("strategy", "plan", "steps"),
     [
         (scaffold := ScaffoldStrategy(inner_optim=OptimSpec("sgd", lr=0.3), H=5), ODD, 250),
-        (scaffold, Schedule({50: [0], 60: [1, 2], 70: [0, 1, 2, 3]}), 250),
-        (scaffold, Dropout(0.3), 100),
+        pytest.param(scaffold, Schedule({50: [0], 60: [1, 2], 70: [0, 1, 2, 3]}), 250, marks=pytest.mark.slow),
+        pytest.param(scaffold, Dropout(0.3), 100, marks=pytest.mark.slow),
         (feddyn := FedDynStrategy(inner_optim=OptimSpec("sgd", lr=0.3), H=10, alpha=0.5), ODD, 300),
         (feddyn, Sample(2, of=4), 200),
         (FedDynStrategy(inner_optim=OptimSpec("sgd", lr=0.1), H=5), Dropout(0.3), 40),

@@ -41,7 +41,7 @@ class Press:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [1, 7, 14])
+@pytest.mark.parametrize("step", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 14))])
 def test_an_interrupted_run_goes_on_in_memory(step: int) -> None:
     straight, trainer = fit(strategy()), trainer_of()
     with pytest.raises(KeyboardInterrupt) as caught:

@@ -43,7 +43,7 @@ def trained(strategy: Strategy, folder: Path, **options: Any) -> vsim.Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "Scaffold" else pytest.mark.slow) for name in STRATEGIES]
 )

@@ -256,7 +256,7 @@ def test_what_is_not_possible(make: Callable[[], Any], kind: type[Exception], pa
 # Forked ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rest", ["adamw", "sgd"])
+@pytest.mark.parametrize("rest", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_fork_keeps_the_state_of_both_where_it_fits(rest: str, tmp_path: Path) -> None:
     def run(spec: OptimSpec, **options: Any) -> Trainer:
         return fit(AloneStrategy(inner_optim=spec), trainer_of(lambda: small_gpt(0.0), tokens), **options)

@@ -459,7 +459,7 @@ FEDERATED = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cohort_of_all_is_all(deterministic: bool) -> None:
     """Of a model without BatchNorm, whose statistics a round averages, and of SGD, which keeps nothing."""
     options: dict[str, Any] = {"num_nodes": 5, "deterministic": deterministic}

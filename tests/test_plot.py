@@ -58,7 +58,7 @@ def test_bytes_have_plain_labels(last: float, labels: list[str]) -> None:
     assert [text for _, text in sorted(shown)] == labels
 
 
-@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+@pytest.mark.parametrize("suffix", ["png", "svg", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_save(suffix: str, tmp_path: Path) -> None:
     figure = overview({"a": history(5), "b": [history(6), history(6)]}, "two runs")
     once, again = tmp_path / f"once.{suffix}", tmp_path / f"again.{suffix.upper()}"

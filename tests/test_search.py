@@ -211,7 +211,7 @@ def killed_at(place: str, count: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return {"space": killing_space} if place == "space" else {"callbacks": [kill]} if place == "step" else {}
 
 
-@pytest.mark.parametrize("place", ["space", "step", "tell"])
+@pytest.mark.parametrize("place", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("space", "tell"))])
 def test_a_search_that_is_killed_continues(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = optuna.storages.InMemoryStorage()
     options: dict[str, Any] = {"objectives": ["loss", "wire"], "storage": storage, "checkpoint_interval": 2}

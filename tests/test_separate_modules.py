@@ -405,7 +405,15 @@ def expected(name: str, allreduce: bool) -> Any:
     return separate(kind, AverageGradients() if allreduce else AverageWeights(H), **sizes)
 
 
-@pytest.mark.parametrize(("name", "way"), [*itertools.product(KINDS, WAYS)])
+# Every kind by the executor that is chosen and to the bit; some kinds in every way.
+QUICK_KINDS = {"in place", "branching", "late", "packed sequences", "a count"}
+CASES = [
+    pytest.param(name, way, marks=[] if way in ("auto", "exact") or name in QUICK_KINDS else pytest.mark.slow)
+    for name, way in itertools.product(KINDS, WAYS)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_rows_are_separate_modules(name: str, way: str) -> None:
     kind, options = KINDS[name], {"batch_size": KINDS[name].batch_size, "minibatch_size": KINDS[name].minibatch_size}
     algorithm = type(WAYS[way].get("strategy", FedAvgStrategy()))

@@ -204,7 +204,7 @@ def named(winners: Winners, ax: Any = None) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:validation is too rare")
-@pytest.mark.parametrize("width", [None, 3.3, 6.8])
+@pytest.mark.parametrize("width", [3.3, *(pytest.param(width, marks=pytest.mark.slow) for width in (None, 6.8))])
 def test_every_area_of_a_map_is_named(width: float | None) -> None:
     winners = of_curves(10)
     inside, below = named(winners, None if width is None else plt.subplots(figsize=(width, 2.5))[1])
