@@ -42,6 +42,9 @@ def price(
 ) -> Timeline:
     """Return the timeline of a run without training it. Tensors have no values, so that 10¹² parameters cost nothing.
 
+    Where steps repeat, a few are run and multiplied; see `Algorithm.rounds_repeat`. Otherwise every step is run, with a
+    bar.
+
     Random sizes are replaced by their expectation: a share p of N random entries counts as p·N entries. Random steps,
     at which a strategy sends, are one draw, by `seed`.
 
@@ -133,7 +136,7 @@ def required_bandwidth(
     if not ledger.total_wire_bytes + ledger.server_wire_bytes:
         hint = "one node has no other to send to" if num_nodes == 1 else "a larger max_steps shows more"
         raise ValueError(f"{type(strategy).__name__} sends nothing in {max_steps} steps; {hint}")
-    ledger.steps = max(event.due for event in ledger)  # whole rounds: until the last message is due
+    ledger.steps = ledger.last_due  # whole rounds
 
     @cache
     def reached(bandwidth: float) -> float:
@@ -196,6 +199,8 @@ def steps_within(
             steps = int(min(first, beyond - 1))
         else:  # a shorter run mostly costs the same until then, but a schedule may depend on its length
             steps = hint if hint > within else within + 1 if hint == within else int(within + beyond) // 2
+        if steps > _MOST_STEPS > within and steps < _FAR * _MOST_STEPS:
+            steps = _MOST_STEPS
         if steps > _MOST_STEPS:
             raise ValueError(
                 f"the budget is enough for more than {_MOST_STEPS:,} steps, the most that are priced: limit them by "
@@ -221,10 +226,27 @@ def steps_within(
 
 def _sent(ledger: Ledger) -> Floats:
     """Return the bytes (steps + 1,) on the wire that the busiest node has sent after each step."""
-    again, sent = Ledger(ledger.num_nodes, ledger.of_clients), np.zeros(ledger.steps + 1)
-    for event in ledger:
-        again.record(event)
-        sent[event.step] = again.wire_bytes
+    again, sent, done = Ledger(ledger.num_nodes, ledger.of_clients), np.zeros(ledger.steps + 1), 0
+    by_node: dict[int, Floats] = {}  # place of an event → bytes (K,) that each node has sent then
+    for stop, repeat in [*((own.stop, own) for own in ledger.repeats), (len(ledger.recorded), None)]:
+        for place, event in enumerate(ledger.recorded[done:stop], done):
+            if repeat is not None and place == repeat.first:
+                before = again.node_wire_bytes
+            again.record(event)
+            sent[event.step] = again.wire_bytes
+            if repeat is not None and place >= repeat.first:
+                by_node[place] = again.node_wire_bytes
+        if repeat is not None and repeat.copies:
+            for place in by_node:
+                event = ledger.recorded[place]
+                copies = np.arange(1, repeat.times(event) + 1)
+                # Nodes that have sent as much at the event, and send as much in a period, are one.
+                lines = np.unique(np.stack([by_node[place], again.node_wire_bytes - before], 1), axis=0).tolist()
+                most = np.max([start + copies * each for start, each in lines], axis=0)
+                sent[event.step + copies * repeat.period] = most
+            again.repeat(repeat.first, repeat.begin, repeat.period, repeat.last)
+            by_node.clear()
+        done = stop
     return np.maximum.accumulate(sent)
 
 

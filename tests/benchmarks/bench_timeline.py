@@ -1,4 +1,5 @@
-"""Seconds to price a run of many nodes and events, all together and in islands that change from step to step.
+"""Seconds to price a run of many nodes and events, all together and in islands that change from step to step; and
+runs of a million steps that repeat.
 
 They are the process's CPU seconds. The nodes are a multiple of 100.
 
@@ -13,7 +14,8 @@ import time
 import numpy as np
 from tabulate import tabulate
 
-from vsim import Compute, Event, Ledger, Network, timeline
+from vsim import Compute, Event, Ledger, Network, price, timeline
+from vsim.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy, SPARTADiLoCoStrategy
 
 
 def main() -> None:
@@ -35,6 +37,12 @@ def main() -> None:
             timeline(ledger, Network("1 Gbit/s", "10 ms"), Compute(0.5, **options))
             rows.append([who, speed, time.process_time() - began])
     print(tabulate(rows, headers=["nodes meet", "speeds", "s"], floatfmt=".2f"))
+    rows = []
+    for strategy in (SimpleReduceStrategy(), DeMoStrategy(), DiLoCoStrategy(H=500), SPARTADiLoCoStrategy(H=100)):
+        began = time.process_time()
+        price(strategy, parameters=1e9, num_nodes=8, max_steps=10**6, network="1 Gbit/s", compute=0.5)
+        rows.append([type(strategy).__name__, time.process_time() - began])
+    print(tabulate(rows, headers=["a million steps of", "s"], floatfmt=".2f"))
 
 
 if __name__ == "__main__":

@@ -109,10 +109,6 @@ class DeMoStrategy(Algorithm):
         super().begin(cluster)
         self.momentum.setup(cluster)
 
-    @property
-    def _repeats(self) -> bool:
-        return type(self) is DeMoStrategy
-
     def gradients(self) -> None:
         super().gradients()  # clips now, since the optimizer gets only the updates
         cluster = self.cluster

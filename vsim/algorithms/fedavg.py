@@ -82,6 +82,9 @@ class FedAvgStrategy(RoundAverage):
             whole_number("island_size", self.island_size, at_most=cluster.population)
         super().setup(cluster)
 
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        return 1 if self.island_size is None or self.island_size >= num_nodes else None  # islands are drawn
+
     def check_nodes(self, cluster: Cluster) -> None:
         size = self.island_size or cluster.num_nodes
         self.average.rule.check(cluster.num_nodes % size or size)  # the smallest island's size

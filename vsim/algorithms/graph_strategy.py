@@ -55,10 +55,8 @@ class GraphStrategy(Algorithm):
     def is_gossip(self) -> bool:
         return True
 
-    @property
-    def _repeats(self) -> bool:
-        own = type(self).__module__.startswith("vsim.")
-        return own and cycle(self.graphs, MOST_NODES) == 1 and self.when.period == 1
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        return cycle(self.graphs, num_nodes) or None
 
     def mixing_matrix(self, num_nodes: int, number: int = 0) -> Tensor:
         """Return W (K, K) of mixing number `number`, counted from 0; it matters on graphs that vary.

@@ -66,6 +66,9 @@ class NoLoCoStrategy(Algorithm):
     def is_gossip(self) -> bool:
         return True
 
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        return None  # pairs are drawn
+
     def setup(self, cluster: Cluster) -> None:
         weights = cluster.weights.clone()
         self.keep_stacked(outer_weights=weights, momentum=torch.zeros_like(weights), arriving=None)

@@ -86,6 +86,9 @@ class QFedAvgStrategy(RoundLosses):
         self.q = real_number("q", self.q, at_least=0)
         super().__post_init__()
 
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        return 1 if self.schedule.is_constant else None  # after a step with a rate of 0, nothing is sent
+
     def meet(self, cluster: Cluster) -> None:
         if not cluster.lr:  # no client has moved
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,11 @@ class IndexSelector(Given):
     def setup(self, cluster: Cluster) -> None:
         """Prepare for a run on `cluster`: create and declare the state that lasts from round to round."""
 
+    @property
+    def rounds_repeat(self) -> int | None:
+        """Rounds after which as many entries are chosen again, known after `setup`; None if their number may vary."""
+        return None
+
     def select(self, cluster: Cluster, round: int) -> Tensor:
         """Return the entries of a round, counted from 0: distinct columns (m,), ascending, int64, shared."""
         raise NotImplementedError(f"{type(self).__name__} must define select(cluster, round)")
@@ -41,6 +47,10 @@ class IndexSelector(Given):
 
 class RandomIndexSelector(IndexSelector):
     """Choose every entry independently with probability p: m ~ Binomial(P, p) entries, without P draws."""
+
+    @property
+    def rounds_repeat(self) -> int:
+        return 1  # by expectation
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         # Drawing every tensor's entries independently is the same as drawing the whole row's entries independently.
@@ -61,6 +71,10 @@ class ShuffledSequentialIndexSelector(IndexSelector):
         self.count = round_up(1 / self.p)
         order, bounds = _shuffled_chunks(cluster, cluster.replicas.layout, self.count)
         self.keep_shared(order=order, bounds=bounds)
+
+    @property
+    def rounds_repeat(self) -> int:
+        return self.count
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         return _chunk(self.order, self.bounds, round % self.count)
@@ -85,6 +99,10 @@ class PartitionedIndexSelector(IndexSelector):
         ]
         cuts = [_shuffled_chunks(cluster, members, c) for members, c in zip(self.members, self.counts, strict=True)]
         self.keep_shared(orders=[order for order, _ in cuts], bounds=[bounds for _, bounds in cuts])
+
+    @property
+    def rounds_repeat(self) -> int:
+        return math.lcm(*self.counts)
 
     def select(self, cluster: Cluster, round: int) -> Tensor:
         for i, count in enumerate(self.counts):

@@ -96,6 +96,9 @@ class SPARTAStrategy(Algorithm):
     def first_step(self) -> int:
         return self.sparta_interval * (1 + self.async_delay)
 
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        return self.selector.rounds_repeat
+
     def setup(self, cluster: Cluster) -> None:
         self.selector.setup(cluster)
         self.keep_shared(pending=[])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vsim.arguments import countable, real_number, whole_number
 from vsim.cluster.plan import BYTES_OF_A_CLIENT, Segment
+from vsim.cluster.repeats import Repeat, unrolled
 from vsim.cluster.traffic import traffic
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class Ledger(Sequence[Event]):
             late, or the compute and network of an asynchronous run; None if results do not depend on time.
         seconds: for every step of an asynchronous run, two numbers in seconds: the time when the step was done, and the
             nodes' mean compute time until then.
+        repeats: events that repeat, each stored once, in a run that was priced; see `vsim.cluster.repeats`.
         doubted: labels of all-reduces whose payload got a warning in this run.
         total_wire_bytes, server_wire_bytes: bytes transmitted so far by all nodes, and by the server (not a node).
     """
@@ -181,6 +183,7 @@ class Ledger(Sequence[Event]):
         self.total_wire_bytes = self.server_wire_bytes = 0.0
         self.doubted: set[str] = set()
         self._events: list[Event] = []
+        self.repeats: list[Repeat] = []
         # Payload and wire bytes: the part equal on all nodes (2,), the additional bytes of each node (2, K), and the
         # maximum of these (2,). Most events concern all nodes alike, and must be recorded without a sum over K nodes.
         self._alike = [0.0, 0.0]
@@ -193,7 +196,12 @@ class Ledger(Sequence[Event]):
             groups = _Kept(event.groups)
             self._groups[groups] = groups
         event = event._replace(groups=groups)
-        payload, (wire, total, server) = event.payload_bytes, event._wire()
+        self._count(event, 1)
+        self._events.append(event)
+
+    def _count(self, event: Event, times: int) -> None:
+        """Add the bytes of an event that happened so many times."""
+        payload, (wire, total, server) = times * event.payload_bytes, (times * size for size in event._wire())
         of_all = traffic(event.collective, self.num_nodes, event.server)
         if event.groups is self.everyone and of_all.is_even:
             self._alike = [self._alike[0] + payload * float(of_all.handed[0]), self._alike[1] + wire]
@@ -203,7 +211,33 @@ class Ledger(Sequence[Event]):
             self._most = self._own.max(1).tolist()
         self.total_wire_bytes += total
         self.server_wire_bytes += server
-        self._events.append(event)
+
+    @property
+    def last_due(self) -> int:
+        """The last step at which a message is due; 0 if there is none."""
+        copied = (
+            event.due + own.times(event) * own.period
+            for own in self.repeats
+            for event in self._events[own.first : own.stop]
+        )
+        return max(*(event.due for event in self._events), *copied, 0, 0)
+
+    def repeat(self, first: int, begin: int, period: int, last: int) -> None:
+        """Record that the events from place `first` on repeat up to step `last`, without a copy of each.
+
+        Args:
+            begin, period: the events are those of the steps begin + 1 to begin + period.
+        """
+        own = Repeat.of(self._events, first, begin, period, last)
+        for event in self._events[first:]:
+            if times := own.times(event):
+                self._count(event, times)
+        self.repeats.append(own)
+
+    @property
+    def recorded(self) -> Sequence[Event]:
+        """The events without the copies of `repeats`."""
+        return self._events
 
     def attend(self, segment: Segment) -> None:
         """Record which nodes take part in a segment of steps, unless the segment is recorded already."""
@@ -243,7 +277,7 @@ class Ledger(Sequence[Event]):
         """
         kinds: dict[str, int] = {}
         events = []
-        for event in self._events:
+        for event in self:
             groups = None if event.groups == self.everyone else [list(map(int, group)) for group in event.groups]
             kind = json.dumps([*event[2:6], groups, *([True] if event.joined else [])])
             events.append([event.step, event.due, kinds.setdefault(kind, len(kinds))])
@@ -285,26 +319,40 @@ class Ledger(Sequence[Event]):
         return ledger
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._events) + sum(own.copies for own in self.repeats)
 
     def __iter__(self) -> Iterator[Event]:
-        return iter(self._events)
+        return unrolled(self._events, self.repeats) if self.repeats else iter(self._events)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._events[index]
+        if not self.repeats:
+            return self._events[index]
+        if isinstance(index, slice):
+            return list(self)[index]
+        place = range(len(self))[index]
+        for own in self.repeats:
+            if place < own.stop:
+                break
+            if place < own.stop + own.copies:
+                return own.copy(self._events, place - own.stop)
+            place -= own.copies
+        return self._events[place]
 
     def by_label(self) -> dict[str, float]:
         """Return label → payload bytes over the run for a node that takes part in every event."""
         totals: dict[str, float] = {}
         for event in self._events:
             totals[event.label] = totals.get(event.label, 0.0) + event.payload_bytes
+        for own in self.repeats:
+            for event in self._events[own.first : own.stop]:
+                totals[event.label] += own.times(event) * event.payload_bytes
         return totals
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a DataFrame with one row per event: the columns of `Event`, and derived columns."""
         import pandas as pd
 
-        rows = [[*event, *(getattr(event, name) for name in _DERIVED)] for event in self._events]
+        rows = [[*event, *(getattr(event, name) for name in _DERIVED)] for event in self]
         return pd.DataFrame(rows, columns=[*Event._fields, *_DERIVED])
 
     def __repr__(self) -> str:

@@ -127,6 +127,11 @@ class LRSchedule:
         else:
             self._check_class(scheduler, [name for name, value in given.items() if value])
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate never changes."""
+        return self.cls is None and self.restarts is None and not self.named
+
     def _check_named(self, scheduler: Any, given: dict[str, Any]) -> None:
         name = one_of("lr_scheduler", "lambda_cosine" if scheduler is None else scheduler, SCHEDULES)
         reject_unknown(self.kwargs, ["warmup_steps", "cosine_anneal", "max_steps"], "lr_scheduler_kwargs")

@@ -494,6 +494,8 @@ class Algorithm(Given):
         Raises:
             ValueError: the strategy is asynchronous, or its messages depend on values.
         """
+        from vsim.core.repeating import dry_steps
+
         name = type(self).__name__
         if self.is_asynchronous:
             raise ValueError(
@@ -509,13 +511,7 @@ class Algorithm(Given):
         try:
             strategy.begin(cluster)
             with torch.no_grad():
-                for step in range(1, max_steps + 1):
-                    ledger.position.begin(step)
-                    if step > 1 and strategy._repeats:
-                        for event in ledger[: len(ledger) // (step - 1)]:
-                            ledger.record(event._replace(step=step, due=step))
-                        continue
-                    take_step(strategy)
+                dry_steps(strategy, partial(take_step, strategy), Algorithm)
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"{name} cannot be priced without training: what it sends depends on values, and here tensors have "
@@ -526,10 +522,13 @@ class Algorithm(Given):
             at_end(strategy)
         return ledger
 
-    @property
-    def _repeats(self) -> bool:
-        """Whether every step certainly sends the same as the first, so that a dry run takes only one step."""
-        return False
+    def rounds_repeat(self, num_nodes: int) -> int | None:
+        """Return the number of syncs after which K nodes send the same again: always 1 by default.
+
+        A dry run takes a few times as many syncs, and multiplies. None: messages may vary, as between random pairs of
+        nodes, and a dry run takes every step, as it does with a user's class that does not itself define this method.
+        """
+        return 1
 
 
 @algorithm

@@ -74,6 +74,16 @@ class When(Given):
         """Steps from one sync to the next; None if they vary."""
         return None
 
+    @property
+    def phases(self) -> Sequence[tuple[int, int]]:
+        """Phases of the run with a fixed period each: (steps before the phase, period); none if periods vary."""
+        return () if self.period is None else [(0, self.period)]
+
+    def skip(self, steps: int) -> None:
+        """Move the next sync by steps that were not taken, a multiple of the phase's period."""
+        if "next" in vars(self):
+            self.next += steps
+
     def until_next(self, cluster: Cluster) -> int:
         """Return the number of steps from a sync at `cluster.step` to the next sync."""
         return self.next - cluster.step
@@ -171,6 +181,12 @@ class PostLocal(When):
 
     def is_warmup(self, step: int) -> bool:
         return step <= self.warmup_steps
+
+    @property
+    def phases(self) -> Sequence[tuple[int, int]]:
+        w = self.warmup_steps
+        own = self._then.phases
+        return [(0, 1), *((w + begun, period) for begun, period in own)] if own else ()
 
     def after(self, step: int, lr: float, steps_left: int, seconds: ComputeSeconds | None) -> int:
         if step < self.warmup_steps:

@@ -6,6 +6,7 @@ alike is priced as fast for ten thousand as for two. N alternative networks are 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
@@ -21,6 +22,12 @@ Floats = NDArray[np.float64]
 MOMENTS = ("start", "gradients", "weights")
 # Steps without communication are computed together, in arrays of at most this many numbers.
 _BLOCK = 1 << 20
+# Times that differ by this share of the time so far are equal, as rounding adds up to less.
+_ROUNDING = 1e-12
+# Steps that are simulated one by one, though they repeat, to the bits of a run that was trained.
+MOST_TAKEN = 1000
+# Periods of repeated messages after which times may be those of before.
+_CYCLES = 16
 
 
 @runtime_checkable
@@ -60,9 +67,9 @@ class Span(NamedTuple):
 
 
 def _messages(ledger: Record) -> Iterator[Any]:
-    """Yield the events of a ledger; merge events that travel as one message."""
+    """Yield the events of a ledger, without copies of repeated ones; merge events that travel as one message."""
     message = None
-    for event in ledger:
+    for event in getattr(ledger, "recorded", ledger):
         if event.joined and message is not None:
             payload, label = message.payload_bytes + event.payload_bytes, f"{message.label}, {event.label}"
             message = message._replace(payload_bytes=payload, label=label)
@@ -151,6 +158,8 @@ class Clock:
         self.began_at = np.zeros(many)  # when the segment began
         self.until: Floats | None = None
         self.began, self.last = 0, 0
+        self.repeats: Sequence[Any] = getattr(ledger, "repeats", ())
+        self.later = 0  # steps from the recorded events to their copies that are sent now
         self.local: NDArray[np.int64] | None = None  # steps of each present node in the segment, after which it rests
         self._plan(ledger)
 
@@ -183,22 +192,15 @@ class Clock:
         issued = {one.event.step for own in self.events.values() for one in own}
         due = {one.event.due for own in self.events.values() for one in own}
         turns = {step for segment in self.attendance.values() for step in (segment.first, segment.last)}
+        known = sorted(issued | due | turns)
         self._communicate(0, MOMENTS)  # before training
         self.stalls[:1] += self.now.mean(1)
         done = 0
-        for step in [*sorted(step for step in issued | due | turns if 0 < step <= steps), steps + 1]:
-            while done < step - 1:
-                done = self._quiet_steps(done, step - 1)
-            if step <= steps:
-                self._attend(step)
-                before = self.now
-                self._communicate(step, MOMENTS[:1])
-                own = self._compute(step)
-                self._meet_deadline(step)
-                self._communicate(step, MOMENTS[1:])
-                self.stalls[done] += (self.now - before - own).mean(1)
-                done = step
-                self.seconds[done] = self.now.max(1)
+        for repeat in self.repeats:
+            first = repeat.begin + repeat.period
+            done = self._steps(done, min(first, steps), known)
+            done = self._periods(done, min(repeat.last, steps), repeat, known)
+        self._steps(done, steps, sorted({*known, *(step for step, _ in self.due)}))
         self._show_absent(steps)
         self.stalls[-1:] += (self.seconds[steps][:, None] - self.now).mean(1)
         np.maximum(self.stalls, 0, out=self.stalls)  # rounding may leave numbers below 0
@@ -208,6 +210,87 @@ class Clock:
             self.stalls += (1 - share) * self.compute[:, None]
             self.compute *= share
         return self
+
+    def _steps(self, done: int, until: int, known: Sequence[int]) -> int:
+        """Simulate the steps after `done` up to `until`, and return `until`; only `known` steps may have messages."""
+        for step in [*known[bisect_right(known, done) : bisect_right(known, until)], until + 1]:
+            while done < step - 1:
+                done = self._quiet_steps(done, step - 1)
+            if step <= until:
+                self._attend(step)
+                before = self.now
+                self._communicate(step, MOMENTS[:1])
+                own = self._compute(step)
+                self._meet_deadline(step)
+                self._communicate(step, MOMENTS[1:])
+                self.stalls[done] += (self.now - before - own).mean(1)
+                done = step
+                self.seconds[done] = self.now.max(1)
+        return done
+
+    def _periods(self, done: int, last: int, repeat: Any, known: Sequence[int]) -> int:
+        """Simulate the copies of a ledger's repeated events, which begin after step `done`, up to step `last`.
+
+        Times follow from earlier times by maxima and sums. Once all of them are those of an earlier period, but for a
+        common delay, all later periods therefore take as long.
+        """
+        period, begin = repeat.period, repeat.begin
+        offsets = sorted({(step - begin - 1) % period + 1 for step in known if step > begin})
+        block = [one.event.collective for (step, _), own in self.events.items() for one in own if step > begin]
+        ways = [way for way, collective in enumerate(("push", "pull")) if collective in block]
+        earlier: list[tuple[int, tuple[Any, ...], Floats]] = []
+        repeats = self.watch is None and not self.settings.varies and not self.attendance
+        while done < last:
+            if repeats and done + max(period, MOST_TAKEN) < last:
+                shape, state = self._state(done, ways)
+                for before, its_shape, its in earlier:
+                    if shape == its_shape and self._is_later(state, its):
+                        done = self._copy_steps(before, done, last, (state - its)[:, :1])
+                        repeats = False
+                        break
+                earlier = [(done, shape, state), *earlier[: min(_CYCLES, 4 * _BLOCK // state.size)]]
+            self.later = done - begin
+            done = self._steps(done, min(done + period, last), [done + offset for offset in offsets])
+        self.later = 0
+        return done
+
+    def _state(self, done: int, ways: Sequence[int]) -> tuple[tuple[Any, ...], Floats]:
+        """Return what the steps after `done` depend on: the shapes of times, and the times (N, …).
+
+        Args:
+            ways: ways of the server's line that are used: 0 inwards, 1 outwards.
+        """
+        # No message starts before its nodes are ready, so that it does not matter since when a line is free.
+        lines = np.maximum(self.busy, self.ready.min(1)[:, None])
+        waits = [
+            (due - done, moment, id(groups), ends) for (due, moment), own in self.due.items() for groups, ends in own
+        ]
+        served = [self.server[way][:, None] for way in ways]
+        times = [self.now, self.ready, *lines, *served, *(ends for *_, ends in waits)]
+        return (*(one.shape for one in times), *(one[:3] for one in waits)), np.concatenate(times, 1)
+
+    def _is_later(self, state: Floats, earlier: Floats) -> bool:
+        """Whether the times (N, …) of a state are those of an earlier one, but for a common delay on each network."""
+        delays = state - earlier
+        return bool((np.ptp(delays, axis=1) <= _ROUNDING * self.now.max(1)).all())
+
+    def _copy_steps(self, before: int, done: int, last: int, delay: Floats) -> int:
+        """Copy the steps before + 1 to done as often as they fit before `last`, each time later by `delay` (N, 1)."""
+        length = done - before
+        times = (last - done) // length
+        after = done + times * length
+        moved = self.seconds[before + 1 : done + 1] + np.arange(1, times + 1)[:, None, None] * delay[:, 0]
+        self.seconds[done + 1 : after + 1] = moved.reshape(after - done, -1)
+        self.compute[done:after] = np.tile(self.compute[before:done], times)
+        self.stalls[done:after] = np.tile(self.stalls[before:done], (times, 1))
+        delay = times * delay
+        self.now, self.ready = self.now + delay, self.ready + delay
+        self.busy, self.server = self.busy + delay, self.server + delay[:, 0]
+        self.due = {
+            (due + after - done, moment): [(groups, ends + delay) for groups, ends in own]
+            for (due, moment), own in self.due.items()
+        }
+        return after
 
     def _quiet_steps(self, done: int, until: int) -> int:
         """Simulate steps without communication, up to step `until`; return the number of the last completed step."""
@@ -268,12 +351,13 @@ class Clock:
 
     def _communicate(self, step: int, moments: Sequence[str]) -> None:
         for moment in moments:
-            for planned in self.events.get((step, moment), ()):
+            for planned in self.events.get((step - self.later, moment), ()):
                 ends = self._send(planned)
                 if planned.event.due == planned.event.step:
                     self._wait(step, planned.groups, ends)
                 else:
-                    self.due.setdefault((planned.event.due, moment), []).append((planned.groups, ends))
+                    due = planned.event.due + self.later
+                    self.due.setdefault((due, moment), []).append((planned.groups, ends))
             for groups, ends in self.due.pop((step, moment), ()):
                 self._wait(step, groups, ends)
 
