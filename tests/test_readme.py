@@ -69,6 +69,7 @@ def defined(name: str) -> type[Strategy]:
     return scope[name]
 
 
+@pytest.mark.slow  # as long as a page that trains for many steps; see test_docs.py
 def test_readme_blocks_run(readme: dict[str, Any]) -> None:
     comparison = readme["comparison"]
     assert readme["trainer"].history.node_losses.shape == (50, 8)

@@ -78,7 +78,7 @@ def test_the_ladders_rule_orders_published_losses_as_they_were_measured() -> Non
     assert decided == {2.4e9: 4, 4e9: 4, 10e9: 1}
 
 
-@pytest.mark.parametrize(("law", "form"), [(power, "power"), (floored, "floor")])
+@pytest.mark.parametrize(("law", "form"), [pytest.param(power, "power", marks=pytest.mark.slow), (floored, "floor")])
 def test_a_known_law_is_found_by_the_size_that_is_held_out(law: Any, form: str) -> None:
     found = scaling.fit(drawn(law), bootstrap=0)
     assert found.form == form and found.errors[form] == min(found.errors.values()) < 1e-3

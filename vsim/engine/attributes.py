@@ -31,6 +31,7 @@ from vsim.private_torch import hooks_of, is_wrapped, tensor_tables, version
 # Attributes of every module, without the flag `training`, which forward or a callback may set.
 _COMMON = frozenset(vars(nn.Module())) - {"training"}
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})  # which hold nothing else
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 
 
@@ -52,6 +53,8 @@ def owners(model: nn.Module, loss_fn: Any) -> list[Owner]:
     known, seen = {id(owner.value) for owner in found}, set[int]()
     for owner in found:  # which grows
         for name, value in attributes_of(owner.value):
+            if type(value) in _SCALARS:  # most attributes
+                continue
             for path, inner in _tensors_and_modules(value, f"{owner.path}.{name}", seen):
                 if isinstance(inner, nn.Module) and id(inner) not in known:
                     own = [Owner(where, m, True) for where, m in inner.named_modules(prefix=path)]
@@ -74,6 +77,8 @@ def attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
 def tensors_in(owner: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for all tensors in an owner's attributes, however deep, and in its buffers."""
     for name, value in attributes_of(owner):
+        if type(value) in _SCALARS:
+            continue
         for _, inner in _tensors_and_modules(value, name, set()):
             if isinstance(inner, Tensor):
                 yield name, inner
@@ -91,7 +96,7 @@ def _tensors_and_modules(value: Any, path: str, seen: set[int]) -> Iterator[tupl
         if isinstance(value, Tensor | nn.Module):
             yield path, value
             continue
-        if id(value) in seen:
+        if type(value) in _SCALARS or id(value) in seen:
             continue
         if isinstance(value, dict):
             parts = [(f"{path}[{key!r}]", own) for key, own in value.items()]
