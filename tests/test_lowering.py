@@ -366,6 +366,39 @@ def test_large_convolutions_run_node_by_node_on_an_accelerator(
     assert ours.name == name and ("convolutions of this size" in ours.reason) == (name == "loop")
 
 
+class Patches(nn.Module):
+    """A transformer whose images are cut into patches by a convolution with large groups of work on any device."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, 16, 4, 4)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(blocks))
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        tokens = self.blocks(self.cut(batch[0]).flatten(2).mT)
+        return F.cross_entropy(self.head(tokens.mean(1)), batch[1])
+
+
+@pytest.mark.parametrize(("blocks", "name"), [(2, "vmap"), (0, "loop")])
+def test_one_convolution_does_not_send_a_transformer_to_the_loop(blocks: int, name: str) -> None:
+    images, labels = torch.randn(3, 2, 3, 8, 8), torch.zeros(3, 2, dtype=torch.long)
+    torch.manual_seed(0)
+    model = Patches(blocks)
+    ours, theirs = make(AutoExecutor, model, 3), make(LoopExecutor, model, 3)
+    torch.testing.assert_close(ours.losses_and_grads([images, labels]), theirs.losses_and_grads([images, labels]))
+    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
+    assert ours.name == name and ("convolutions of this size" in ours.reason) == (name == "loop")
+    # The cut: 4 patches of 16 · 3 · 4 · 4 products; a block: 4 tokens of 2 · 16 · 64.
+    assert isinstance(ours, AutoExecutor)
+    (proof,) = ours.decision.proofs.values()
+    own = {key: work // 2 for key, work in proof.work.items() if work}  # of an example
+    assert own["conv2d", "node by node"] == 4 * 16 * 48
+    assert own["linear", "batched"] == blocks * 4 * 2 * 16 * 64 + 16 * 5
+
+
 @settings(max_examples=20)
 @given(
     nodes=st.integers(1, 4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
@@ -46,7 +46,7 @@ class AutoExecutor(Executor):
 
     1. deterministic=True on the CPU;
     2. nodes would be computed one at a time anyway, as with chunk_size=1;
-    3. most convolutions are so large that they are computed node by node anyway;
+    3. most convolutions, and most of a step's work, are so large that they are computed node by node anyway;
     4. a proof fails, with a warning. For a later shape of batch, the loop then computes only batches of that shape,
        unless nodes need Python state of their own.
 
@@ -177,9 +177,13 @@ class AutoExecutor(Executor):
 
 
 def _convolves_alone(proof: Proof) -> bool:
-    """Return whether vmap computes most convolutions node by node; the loop is then faster."""
-    alone, together = (
-        sum(count for (name, how), count in proof.calls.items() if name.startswith("conv") and how == way)
-        for way in ("node by node", "batched")
-    )
-    return alone > together
+    """Return whether vmap computes most convolutions, and most of a step, node by node; the loop is then faster.
+
+    A vision transformer cuts its images into patches by one such convolution, and has most work elsewhere.
+    """
+
+    def convolved(counted: Mapping[tuple[str, str], int], way: str) -> int:
+        return sum(count for (name, how), count in counted.items() if name.startswith("conv") and how == way)
+
+    most = convolved(proof.calls, "node by node") > convolved(proof.calls, "batched")
+    return most and 2 * convolved(proof.work, "node by node") > sum(proof.work.values())

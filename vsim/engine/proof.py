@@ -47,12 +47,13 @@ class OwnStateError(VmapError):
 
 
 class Proof(NamedTuple):
-    """The compared nodes; the largest differences of losses, and of gradients; and calls by (operation, form)."""
+    """The compared nodes; the largest differences of losses, and of gradients; and calls and work, see `Lowering`."""
 
     nodes: Sequence[int]
     losses: float
     gradients: float
     calls: Mapping[tuple[str, str], int]
+    work: Mapping[tuple[str, str], int] = MappingProxyType({})
 
     def __str__(self) -> str:
         nodes = " and ".join(map(str, self.nodes))
@@ -61,12 +62,13 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of n nodes: losses (n,); gradients (n, P), or their mean (1, P); buffers (n, …); calls of operations."""
+    """A step of n nodes: losses (n,); gradients (n, P), or their mean (1, P); buffers (n, …); calls and work."""
 
     losses: Tensor
     grads: Tensor
     buffers: Views
     calls: Mapping[tuple[str, str], int] = MappingProxyType({})
+    work: Mapping[tuple[str, str], int] = MappingProxyType({})
 
     def copied(self) -> Step:
         """Return a step with copies of the tensors."""
@@ -126,7 +128,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         if failure is not None:
             raise VmapError(f"the model cannot be vectorised over nodes: {failure} — {_LOOP}") from failure
     losses, gradients = map(max, zip(*apart, strict=True))
-    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls)
+    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls, ours.work)
 
 
 def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
@@ -186,7 +188,7 @@ def _steps(
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
         losses = engine.losses_and_grads(cloned(batch))
-        yield Step(losses, grads, buffers, getattr(engine, "calls", {}))
+        yield Step(losses, grads, buffers, *(getattr(engine, name, {}) for name in ("calls", "work")))
 
 
 def _kept_in(objective: Objective) -> str:

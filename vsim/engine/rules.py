@@ -185,6 +185,23 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"})
+
+
+def multiplications(name: str, args: Sequence[Any], outcome: Any) -> int:
+    """Return the multiplications of a convolution, product or attention, from shapes; 0 for all other operations."""
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    if not isinstance(outcome, Tensor) or len(tensors) < 2:
+        return 0
+    if name.startswith("conv"):
+        return outcome.numel() * math.prod(tensors[1].shape[1:])
+    if name in _PRODUCTS:  # a bias comes last, and a matrix that is added first
+        return outcome.numel() * int(tensors[-2].shape[-1])
+    if name == "scaled_dot_product_attention":
+        return 2 * outcome.numel() * int(tensors[1].shape[-2])
+    return 0
+
+
 def _writes(func: Any) -> bool:
     name = name_of(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
@@ -545,12 +562,14 @@ class Lowering(Nodes, TorchFunctionMode):
     Attributes:
         watch: whether to count `calls`; default: False.
         calls: (operation, way) → number of calls; the ways are "batched", "node by node" and "functorch".
+        work: (operation, way) → multiplications of a node, see `multiplications`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.watch = False
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.work: Counter[tuple[str, str]] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -567,6 +586,7 @@ class Lowering(Nodes, TorchFunctionMode):
             raise
         if self.watch and any(isinstance(t, Tensor) for t in tree_leaves(outcome)):
             self.calls[name_of(func), self.way] += 1
+            self.work[name_of(func), self.way] += multiplications(name_of(func), args, outcome)
         return outcome
 
     def _without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:

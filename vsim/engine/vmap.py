@@ -90,7 +90,7 @@ class VmapExecutor(Executor):
     - the call fails after an earlier call has succeeded.
 
     Attributes:
-        calls: (operation, way) → number of calls in the first step, see `Lowering`.
+        calls, work: (operation, way) → calls, and multiplications of a node, in the first step; see `Lowering`.
         not_vmapped: number of calls that the loop has taken over.
     """
 
@@ -102,6 +102,7 @@ class VmapExecutor(Executor):
         self._pieces_of: dict[Any, list[slice]] = {}  # shapes of a batch → pieces
         self._rows_of: dict[Any, int] = {}  # shapes of a batch → rows that are evaluated at once
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.work: Counter[tuple[str, str]] = Counter()
         self.not_vmapped = 0
         self._why_not_vmapped = ""
         self.has_worked = False
@@ -229,7 +230,7 @@ class VmapExecutor(Executor):
                 losses.append(self._by_loop(piece, batch, share, first, error))
                 continue
             self.has_worked = True
-            self.calls = self.calls or lowering.calls
+            self.calls, self.work = self.calls or lowering.calls, self.work or lowering.work
             for stream, state in lowering.undrawn:
                 self.settings.undrawn.setdefault(stream, state)
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
