@@ -6,11 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import warned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -364,6 +366,72 @@ def test_large_convolutions_run_node_by_node_on_an_accelerator(
     torch.testing.assert_close(ours.losses_and_grads([images, labels]), theirs.losses_and_grads([images, labels]))
     torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads, rtol=1e-4, atol=1e-6)
     assert ours.name == name and ("convolutions of this size" in ours.reason) == (name == "loop")
+
+
+class Doing(nn.Module):
+    """Does something with its activations that the page on one's own model speaks of."""
+
+    def __init__(self, does: Callable[[Tensor, Any], Tensor], spectral: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        if spectral:
+            nn.utils.parametrizations.spectral_norm(self.inner)
+        self.does = does
+        self.register_buffer("kept", torch.zeros(5, 4))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        h = self.does(self.inner(batch[0]).tanh(), self)
+        return (h * h).mean()
+
+
+def keeping(h: Tensor, m: Any) -> Tensor:
+    m.last = h.detach()
+    return h
+
+
+def in_a_buffer(h: Tensor, m: Any) -> Tensor:
+    m.kept = h.detach()
+    return h
+
+
+def set_by_mask(h: Tensor, m: Any) -> Tensor:
+    h = h.clone()
+    h[h > 0.1] = 0
+    return h
+
+
+def put(h: Tensor, m: Any) -> Tensor:
+    return h.index_put((torch.tensor([0, 2]),), torch.zeros(4))
+
+
+DOES: dict[str, tuple[Callable[[], Doing], str]] = {
+    "self.last = h.detach()": (lambda: Doing(keeping), "last keeps a tensor"),
+    "float(h)": (lambda: Doing(lambda h, m: setattr(m, "number", float(h.detach().sum())) or h), "number"),
+    "h[mask]": (lambda: Doing(lambda h, m: h[h > 0.1]), "vmap"),
+    "h[mask] = 0": (lambda: Doing(set_by_mask), "vmap"),
+    "spectral_norm": (lambda: Doing(lambda h, m: h, spectral=True), "div.out"),
+    "a buffer": (lambda: Doing(in_a_buffer), ""),
+    "masked_fill": (lambda: Doing(lambda h, m: h.masked_fill(h > 0.1, 0)), ""),
+    "where": (lambda: Doing(lambda h, m: torch.where(h > 0.1, 0, h)), ""),
+    "indices": (lambda: Doing(lambda h, m: h[torch.tensor([1, 3])]), ""),
+    "index_put": (lambda: Doing(put), ""),
+}
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_what_a_page_says_of_operations(name: str) -> None:
+    """Which go to the loop; and all of them give what the loop does."""
+    made, why = DOES[name]
+    batch = [torch.rand(3, 5, 6, generator=torch.Generator().manual_seed(1)) - 0.5]
+    torch.manual_seed(0)
+    model = made()
+    ours, theirs = make(AutoExecutor, copy.deepcopy(model), 3), make(LoopExecutor, copy.deepcopy(model), 3)
+    with warned("continues with 'loop'", why) if why else nullcontext():
+        losses = ours.losses_and_grads(batch)
+    torch.testing.assert_close(losses, theirs.losses_and_grads(batch))
+    torch.testing.assert_close(ours.replicas.grads, theirs.replicas.grads)
+    torch.testing.assert_close(ours.replicas.buffers, theirs.replicas.buffers)
+    assert ours.name == ("loop" if why else "vmap")
 
 
 class Patches(nn.Module):
