@@ -54,6 +54,7 @@ def test_two_lengths_are_refused() -> None:
     [
         ({"val_size": 4}, ["val_size=4", "val_dataset"]),
         ({"val_interval": 5}, ["val_interval=5", "val_dataset"]),
+        ({"val_nodes": False}, ["val_nodes=False", "val_dataset"]),
         ({"num_nodes": 1, "correlation_interval": 2}, ["correlation_interval=2", "num_nodes=1"]),
         ({"dataloader_kwargs": {"timeout": 5}}, ["timeout=5", "num_workers"]),
         ({"dataloader_kwargs": {"num_workers": TRILLION}}, ["num_workers", "1024"]),

@@ -17,7 +17,14 @@ from torch.utils.data import TensorDataset
 import vsim
 from vsim import Trainer
 from vsim.models import MLP
-from vsim.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
+from vsim.strategy import (
+    Algorithm,
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    SimpleReduceStrategy,
+)
 
 
 def vectors(count: int, seed: int = 0) -> TensorDataset:
@@ -69,6 +76,22 @@ def test_a_part_of_the_examples_is_named() -> None:
     part, whole = (vsim.compare(small(), vectors(64), vectors(n), **options) for n in (3000, 300))
     assert "2,048 of 3,000" in part.table() and "2,048 of 3,000" in part.title
     assert "validated on" not in whole.table() + whole.title
+
+
+@pytest.mark.parametrize("strategy", [FedAvgStrategy(H=2), GossipStrategy(H=2)])
+def test_the_global_model_alone_is_measured_alike(strategy: Algorithm) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "num_nodes": 3, "max_steps": 5, "batch_size": 4, "val_interval": 2}
+    measured = []
+    for val_nodes in (True, False):
+        trainer = Trainer(small(), vectors(40), vectors(20, seed=1))
+        trainer.fit(**options, val_nodes=val_nodes, progress=False)
+        measured.append(trainer.history)
+    every, alone = measured
+    of_nodes = {"local_loss", "local_accuracy", "node_loss_min", "node_loss_max", "node_loss_std"}
+    for column in set(every.columns) - of_nodes - {"seconds", "validation_seconds", "memory_bytes"}:
+        np.testing.assert_allclose(alone[column], every[column], rtol=1e-6, err_msg=column)
+    for column in of_nodes:
+        assert np.isfinite(every.column(column)[-1]) and np.isnan(alone.column(column)).all(), column
 
 
 def test_runs_with_other_seeds_are_measured_on_the_same_examples() -> None:

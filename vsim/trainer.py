@@ -211,6 +211,9 @@ class Trainer:
             val_size: number of validation examples: the whole dataset, or a sample if it is larger. Default: up to
                 2,048. Samples are the same for all runs and seeds.
             val_interval: steps between validations (None: first and last only).
+            val_nodes: whether validations measure every node's own model besides the global one. False: without the
+                columns local_loss, local_accuracy, node_loss_min, node_loss_max and node_loss_std, in a fraction of
+                their time.
             test_dataset: a dataset or factory like val_dataset. After the last step, the global model is measured on
                 all test examples: `test_loss` and `test_accuracy` in the history's last row. Nothing else uses them.
             client_val_dataset: f(rank, num_nodes, False) → the validation data of a node or, with a population, of a

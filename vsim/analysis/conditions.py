@@ -16,7 +16,7 @@ _FREE = frozenset(
         *("executor", "compile", "deterministic", "chunk_size", "device", "devices", "backend"),
         *("num_processes", "threads_per_process", "timeout_seconds"),
         *("minibatch_size", "gradient_accumulation", "max_memory_usage"),
-        *("val_interval", "correlation_interval", "metrics", "callbacks"),
+        *("val_interval", "val_nodes", "correlation_interval", "metrics", "callbacks"),
         *("client_val_dataset", "client_val_steps"),
         *("train_loss_hook", "eval_loss_hook", "progress", "group"),
         *("logger", "log_interval", "run_name", "wandb_project", "log_x_axis"),

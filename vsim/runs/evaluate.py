@@ -69,13 +69,18 @@ class Evaluator:
         pieces = self.pieces(size)
         try:
             own_python = self.executor.objective.differs
-            to_measure = [f(m, own_python) for m in runs for f in (of_nodes, of_cluster)]
+            overall = [of_cluster(run, own_python) for run in runs]
+            to_measure = [
+                own
+                for run, of_run in zip(runs, overall, strict=True)
+                for own in ([of_nodes(run, own_python)] if run.spec.val_nodes else []) + [of_run]
+            ]
             measured = iter(self._measure(to_measure, pieces))
         except Exception as error:
             when = f"in the validation after step {runs[0].done}"
             raise explained(error, self.executor.objective, self.batch, 0, when)  # noqa: B904  # has its cause
-        found = {run: _columns(run, next(measured), next(measured)) for run in runs}
-        for run, own in zip(runs, to_measure[1::2], strict=True):
+        found = {run: _columns(run, next(measured) if run.spec.val_nodes else None, next(measured)) for run in runs}
+        for run, own in zip(runs, overall, strict=True):
             columns = found[run]
             columns |= {"val_examples": self.num_examples, "val_total": self.total}
             if run.is_over:
@@ -183,28 +188,32 @@ def _of_first_process(run: TrackedRun, value: float) -> float:
         return float(collectives.broadcast(same, label="standard error"))
 
 
-def _columns(run: TrackedRun, nodes: Measured, overall: Measured) -> dict[str, float]:
+def _columns(run: TrackedRun, nodes: Measured | None, overall: Measured) -> dict[str, float]:
+    """Return the validation columns; those of the nodes' own models are unknown without `nodes`."""
     collectives = run.cluster.collectives
-    with collectives.unbilled():
-        local = collectives.all_gather(nodes.losses)  # (K,)
     columns: dict[str, Tensor] = {
-        "local_loss": local[0],
         "global_loss": overall.losses[0],
         "average_loss": overall.losses[-1],
-        "node_loss_min": local.min(),
-        "node_loss_max": local.max(),
-        "node_loss_std": (local - local[0]).std(correction=0),  # exactly 0 for equal losses
         "global_formed": torch.tensor(
             not run.strategy.evaluates_mean or run.strategy.has_global_model(run.measuring.weights)
         ),
     }
-    if run.strategy.is_gossip:
-        with collectives.unbilled():
-            columns["consensus_distance"] = collectives.all_gather(_from_mean(run).to(local)).square().mean().sqrt()
-    if nodes.accuracies is not None and overall.accuracies is not None:
-        with collectives.unbilled():
-            columns["local_accuracy"] = collectives.broadcast(nodes.accuracies)
+    if overall.accuracies is not None:
         columns["global_accuracy"] = overall.accuracies[0]
+    with collectives.unbilled():
+        if nodes is not None:
+            local = collectives.all_gather(nodes.losses)  # (K,)
+            columns |= {
+                "local_loss": local[0],
+                "node_loss_min": local.min(),
+                "node_loss_max": local.max(),
+                "node_loss_std": (local - local[0]).std(correction=0),  # exactly 0 for equal losses
+            }
+            if nodes.accuracies is not None:
+                columns["local_accuracy"] = collectives.broadcast(nodes.accuracies)
+        if run.strategy.is_gossip:
+            distances = collectives.all_gather(_from_mean(run).to(overall.losses))
+            columns["consensus_distance"] = distances.square().mean().sqrt()
     return {name: float(value) for name, value in columns.items()}
 
 

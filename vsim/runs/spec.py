@@ -49,7 +49,7 @@ _COUNTS_OR_NONE = (
     *("chunk_size", "threads_per_process", "client_val_steps"),
 )
 _VAL_INTERVAL = 100  # the default
-_FLAGS = ("shuffle", "autocast", "deterministic", "compile")
+_FLAGS = ("shuffle", "val_nodes", "autocast", "deterministic", "compile")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,7 @@ class RunSpec:
     shuffle: bool = True
     val_size: int | None = None
     val_interval: int | None = _VAL_INTERVAL
+    val_nodes: bool = True
     client_val_dataset: DatasetFactory | None = None
     client_val_steps: int | None = None
     test_dataset: Data | None = None
@@ -214,6 +215,8 @@ class RunSpec:
             raise ValueError(f"val_size={self.val_size} has no effect without a val_dataset or client_val_dataset")
         if self.val_interval not in (None, _VAL_INTERVAL) and self.val_dataset is None:
             raise ValueError(f"val_interval={self.val_interval} has no effect without a val_dataset")
+        if not self.val_nodes and self.val_dataset is None:
+            raise ValueError("val_nodes=False has no effect without a val_dataset")
         if self.correlation_interval is not None and self.num_nodes == 1:
             raise ValueError(f"correlation_interval={self.correlation_interval} has no effect with num_nodes=1")
         if self.accuracy is None:

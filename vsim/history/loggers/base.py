@@ -109,13 +109,13 @@ def validation_row(row: Row) -> dict[str, float]:
     """
     return {
         "step": row["step"],
-        "local_loss": row["local_loss"],
-        "local_perplexity": perplexity(row["local_loss"]),
+        "local_loss": row.get("local_loss", math.nan),
+        "local_perplexity": perplexity(row.get("local_loss", math.nan)),
         "global_loss": row["global_loss"],
         "global_perplexity": perplexity(row["global_loss"]),
         **{name: row[name] for name in ACCURACIES if name in row},
         "examples_trained": row["examples"],
-        **{name: row[name] for name in _VALIDATION_COLUMNS},
+        **{name: row.get(name, math.nan) for name in _VALIDATION_COLUMNS},
         **{name: value for name, value in row.items() if name not in COLUMNS},
     }
 
