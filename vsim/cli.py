@@ -359,6 +359,12 @@ def measure(command: commands.Measure) -> int:
         return subprocess.run(call, env={**own, **os.environ}, check=False).returncode and 2
 
 
+def atlas(command: commands.Atlas) -> int:
+    from vsim.atlas import run as of_atlas  # only here: nothing else in vsim needs the atlas
+
+    return of_atlas.command(command)
+
+
 def _named(value: Any) -> str:
     return str(value.__name__) if inspect.isfunction(value) else repr(value)
 
@@ -402,6 +408,7 @@ _COMMANDS: dict[type, Callable[[Any], int]] = {
     commands.Time: time,
     commands.Verify: verify,
     commands.Measure: measure,
+    commands.Atlas: atlas,
     commands.Strategies: strategies,
 }
 

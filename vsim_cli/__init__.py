@@ -1,5 +1,5 @@
 """The command line: `vsim compare`, `sweep`, `show`, `report`, `watch`, `time`, `verify`,
-`measure` and `strategies`.
+`measure`, `atlas` and `strategies`.
 
 This is a separate package because importing `vsim` loads PyTorch, and help, errors in options and the version should
 not wait for that. A function of `vsim.cli` with the name of the command does the work.
@@ -169,6 +169,9 @@ _EXAMPLES = {
     "measure": {
         "four processes on this machine": "--nodes 4",
         "with the steps of your model, and runs next to their predictions": "--nodes 4 --step train.py:step --check",
+    },
+    "atlas": {
+        "your own strategy next to all others, on two tasks": "--mine my_module:MyStrategy --tasks digits strokes",
     },
     "verify": {"the simulator against 4 processes, bit by bit": "--strategy diloco:H=5"},
 }

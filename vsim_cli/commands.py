@@ -320,8 +320,29 @@ class Measure:
 
 
 @dataclass
+class Atlas:
+    """Train all strategies on the tasks of the atlas, with equal tuning and budgets; or your own strategy, beside the
+    stored results of all others."""
+
+    tasks: Annotated[tuple[str, ...], _optional("NAME …", "all")] = ()
+    """characters, digits, strokes, synthetic or quadratics"""
+    strategies: Annotated[tuple[str, ...], _optional("NAME …", "all; with --mine, none")] = ()
+    """strategies of the atlas to train again, such as DiLoCo"""
+    mine: Annotated[str | None, _optional("MODULE:CLASS")] = None
+    """a strategy of your own, with a class attribute `space`: argument → range"""
+    deterministic: bool = False
+    """compute node by node, for equal digests on one machine; slower"""
+    out: Annotated[str, arg(metavar="DIR")] = "vsim-atlas"
+    """folder for the entries, a file for each task and strategy; entries that are there are not trained again"""
+    page: Annotated[str | None, _optional("FILE.md")] = None
+    """write tables and figure into this page, between its marks"""
+    quiet: Annotated[bool, _optional(default="off")] = False
+    """show no progress"""
+
+
+@dataclass
 class Strategies:
     """List the strategies and presets, with their arguments."""
 
 
-Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Measure | Strategies
+Command = Compare | Sweep | Show | Report | Watch | Time | Verify | Measure | Atlas | Strategies

@@ -1,0 +1,236 @@
+"""The tasks of atlas/1. They are fixed: any change of a number is another version of the atlas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, random_split
+
+from vsim.data import TextDataset, Vocabulary, digits, mnist1d, partition
+from vsim.data.federated import synthetic_federated
+from vsim.models import CNN, GPT, MLP
+from vsim.network import Compute, Network
+
+VERSION = "atlas/1"
+# Name → bit/s and seconds of the links.
+NETWORKS = {"100 Gbit/s": (100e9, 0.0), "1 Gbit/s, 10 ms": (1e9, 0.01), "100 Mbit/s, 50 ms": (1e8, 0.05)}
+ASYNCHRONOUS_ON = "1 Gbit/s, 10 ms"  # their training depends on the network
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A model, data and nodes.
+
+    Args:
+        about: what is trained, in words.
+        num_nodes: K. batch_size: examples of a node's step. max_steps: T, of every run.
+        lr: range of the inner learning rate, searched on a logarithmic scale. lr_of_signs: that of steps by signs.
+        optimizer: the inner one, of torch.optim.
+        data: () → data for training, validation and tests. model: seed → model.
+        computing: seconds that a node computes in a step, one number or one a node.
+        priced_as: number of parameters for which time is priced: the messages of the run, as many times larger as this
+            model has more parameters.
+        kinds: kinds of strategies that enter, see `spaces.Row`.
+    """
+
+    about: str
+    num_nodes: int
+    batch_size: int
+    max_steps: int
+    lr: tuple[float, float]
+    lr_of_signs: tuple[float, float]
+    optimizer: str
+    data: Callable[[], tuple[Any, Any, Any]]
+    model: Callable[[int], nn.Module]
+    computing: float | tuple[float, ...]
+    priced_as: float
+    kinds: frozenset[str]
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(own.numel() for own in self.model(0).parameters())
+
+    @property
+    def compute(self) -> Compute:
+        return Compute(self.computing)
+
+    def network(self, name: str) -> Network:
+        """Return a network of NETWORKS, slower by as much as the priced model is larger than the trained one."""
+        bits, latency = NETWORKS[name]
+        return Network(bits * self.parameters / self.priced_as, latency)
+
+    def digest(self) -> str:
+        """Return what tells this data from other data: the start of a SHA-256 of all of it."""
+        found = hashlib.sha256()
+        for part in self.data():
+            for tensor in _tensors(part):
+                found.update(tensor.contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def _tensors(part: Any) -> tuple[Tensor, ...]:
+    whole = getattr(part, "dataset", part)
+    return whole.tensors if isinstance(whole, TensorDataset) else _tensors(whole)
+
+
+def _halves(dataset: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Return two halves of a dataset: for validation, and for tests."""
+    size = len(dataset)
+    stream = torch.Generator().manual_seed(seed)
+    one, other = random_split(dataset, [size // 2, size - size // 2], generator=stream)
+    return one, other
+
+
+@cache
+def _sentences(characters: int = 400_000, seed: int = 0) -> str:
+    """Return sentences of words made of syllables. The text is made, because no text is the same on every machine.
+
+    A sentence has a topic, which orders 400 words by how often they occur (Zipf), and a word's successor is one of its
+    four favourites half of the time. So letters can be predicted from letters, words from words, and never all.
+    """
+    stream = np.random.RandomState(seed)  # the old generator, whose stream no version of NumPy changes
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
+    words = ["".join(stream.choice(syllables, 1 + stream.randint(3))) for _ in range(400)]
+    topics = [stream.permutation(400) for _ in range(6)]
+    favourites = stream.randint(400, size=(400, 4))
+    chances = 1 / np.arange(1, 401)
+    chances /= chances.sum()
+    parts, length = [], 0
+    while length < characters:
+        topic, said = topics[stream.randint(6)], [stream.randint(400)]
+        for _ in range(3 + stream.randint(8)):
+            likely = favourites[said[-1]][stream.randint(4)]
+            said.append(likely if stream.rand() < 0.5 else topic[stream.choice(400, p=chances)])
+        parts.append(" ".join(words[word] for word in said).capitalize() + ". ")
+        length += len(parts[-1])
+    return "".join(parts)[:characters]
+
+
+_BLOCK = 32
+
+
+def _characters() -> tuple[Any, Any, Any]:
+    text = _sentences()
+    vocabulary = Vocabulary(text)
+    ids = vocabulary.encode(text)
+    ends = [0, 387_200, 393_600, 400_000]  # 200 windows each for validation and tests
+    train, val, test = (TextDataset(ids[a:b], vocabulary, _BLOCK, _BLOCK) for a, b in pairwise(ends))
+    return train, val, test
+
+
+def _digits() -> tuple[Any, Any, Any]:
+    train, rest = digits(val_fraction=0.4)
+    return train, *_halves(rest)
+
+
+def _strokes() -> tuple[Any, Any, Any]:
+    train, rest = mnist1d(size=6000, val_fraction=1 / 3)
+    return partition(train, 20, "dirichlet", alpha=0.1, min_size=10, seed=0), *_halves(rest)
+
+
+def _synthetic() -> tuple[Any, Any, Any]:
+    train, rest = synthetic_federated(1, 1, seed=0)
+    return train, *_halves(rest.dataset)
+
+
+_DIMENSIONS, _CONDITION, _OWN = 40, 100.0, 512
+
+
+def _points() -> tuple[Any, Any, Any]:
+    """Return points (N, 40), and their mean (1, 40), at which the mean loss has its minimum, twice."""
+    stream = np.random.RandomState(0)
+    centers = 2 * stream.standard_normal((8, 1, _DIMENSIONS))
+    points = (centers + stream.standard_normal((8, _OWN, _DIMENSIONS))).reshape(-1, _DIMENSIONS)
+    owners = np.arange(8).repeat(_OWN)
+    train = TensorDataset(torch.from_numpy(points.astype(np.float32)), torch.from_numpy(owners))
+    mean = TensorDataset(torch.from_numpy(points.mean(0, keepdims=True).astype(np.float32)), torch.zeros(1).long())
+    return partition(train, 8, "classes", classes=1), mean, mean
+
+
+class Quadratic(nn.Module):
+    """½ (w − z)ᵀ A (w − z), the mean over points z. A is diagonal, from 1 / 100 to 1. At the points' mean, it is the
+    distance from the minimum, in loss."""
+
+    curvature: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(_DIMENSIONS))
+        self.register_buffer("curvature", torch.logspace(0, -float(np.log10(_CONDITION)), _DIMENSIONS))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.5 * (self.curvature * (self.weights - batch[0]) ** 2).sum(1).mean()
+
+
+_ALL = {"every step", "rounds"}
+
+TASKS = {
+    "characters": Task(
+        "GPT with one layer on sentences, by character",
+        *(4, 4, 200),
+        (1e-3, 3e-2),
+        (3e-4, 1e-2),
+        "adamw",
+        _characters,
+        lambda seed: GPT(len("".join(sorted({*_sentences()}))), _BLOCK, layers=1, width=32, heads=2, seed=seed),
+        2.0,
+        1e9,
+        frozenset({*_ALL, "matrices", "Adam"}),
+    ),
+    "digits": Task(
+        "CNN on images of digits; half of the nodes are twice as slow",
+        *(4, 8, 200),
+        (3e-4, 1e-2),
+        (1e-4, 1e-2),
+        "adamw",
+        _digits,
+        lambda seed: CNN(channels=(8, 16), seed=seed),
+        (0.2, 0.2, 0.4, 0.4),
+        25e6,
+        frozenset({*_ALL, "matrices", "Adam", "asynchronous"}),
+    ),
+    "strokes": Task(
+        "MLP on MNIST-1D, dealt to 20 clients by Dirichlet(0.1)",
+        *(20, 16, 300),
+        (1e-2, 1.0),
+        (3e-4, 3e-2),
+        "sgd",
+        _strokes,
+        lambda seed: MLP(40, (64,), seed=seed),
+        0.1,
+        1e6,
+        frozenset({*_ALL, "matrices", "plain SGD", "clients"}),
+    ),
+    "synthetic": Task(
+        "linear classifier on Synthetic(1, 1), 30 clients",
+        *(30, 10, 300),
+        (1e-3, 1.0),
+        (3e-4, 3e-2),
+        "sgd",
+        _synthetic,
+        lambda seed: MLP(60, (), seed=seed),
+        0.02,
+        610,
+        frozenset({*_ALL, "plain SGD", "clients"}),
+    ),
+    "quadratics": Task(
+        "quadratics whose minima differ by node; the loss is the distance from the known minimum",
+        *(8, 4, 300),
+        (3e-3, 1.0),
+        (1e-3, 0.1),
+        "sgd",
+        _points,
+        lambda seed: Quadratic(),
+        0.5,
+        1e8,
+        frozenset({*_ALL, "plain SGD", "clients"}),
+    ),
+}
