@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import vsim
-from vsim_cli import main
 from vsim.atlas import entries, page, run, scores, spaces, tasks
 from vsim.atlas.entries import NO_LIMIT, SEEDS, key
 from vsim.atlas.tasks import TASKS
+from vsim_cli import main
 
 ALL = (NO_LIMIT, NO_LIMIT)
 PAIRS = [(task, name) for task in TASKS for name in spaces.entering(TASKS[task].kinds)]
