@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vsim
-from vsim.atlas import entries, page, run, scores, spaces, tasks
+from vsim.atlas import enter, entries, pages, scores, spaces, tasks
 from vsim.atlas.entries import NO_LIMIT, SEEDS, key
 from vsim.atlas.tasks import TASKS
 from vsim_cli import main
@@ -26,7 +26,7 @@ PAIRS = [(task, name) for task in TASKS for name in spaces.entering(TASKS[task].
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make quadratics short, without stored results."""
     monkeypatch.setitem(TASKS, "quadratics", replace(TASKS["quadratics"], max_steps=50))
-    monkeypatch.setattr(run, "STORED", Path("nowhere"))
+    monkeypatch.setattr(enter, "STORED", Path("nowhere"))
 
 
 def test_trials_are_the_same_points_for_all() -> None:
@@ -143,12 +143,12 @@ def test_entries_with_other_data_are_refused(tmp_path: Path) -> None:
     for own, words in (({"atlas": tasks.VERSION, "data": "0"}, "other data"), ({"atlas": "atlas/9"}, "atlas/9")):
         (tmp_path / "digits" / "x.json").write_text(json.dumps({"strategy": "x", **own}))
         with pytest.raises(ValueError, match=words):
-            run.read(tmp_path, "digits")
+            enter.read(tmp_path, "digits")
 
 
 def test_all_results_are_stored_with_the_present_settings() -> None:
     size, found = 0, []
-    for path in run.STORED.rglob("*.json"):
+    for path in enter.STORED.rglob("*.json"):
         own = json.loads(path.read_text(encoding="utf-8"))
         size += path.stat().st_size
         found.append((own["task"], own["strategy"]))
@@ -163,9 +163,9 @@ def test_all_results_are_stored_with_the_present_settings() -> None:
 
 
 def test_the_page_is_of_the_stored_results() -> None:
-    by_task = {task: run.read(run.STORED, task) for task in TASKS}
+    by_task = {task: enter.read(enter.STORED, task) for task in TASKS}
     text = (Path(__file__).parents[1] / "docs/atlas.md").read_text(encoding="utf-8")
-    assert page.results(by_task) in text
+    assert pages.results(by_task) in text
 
 
 @pytest.mark.slow
@@ -173,9 +173,11 @@ def test_two_entries_are_made_again(tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     rows = {name: spaces.ROWS[name] for name in ("AllReduce", "FedAvg")}
     for folder in ("one", "two"):
-        assert not run.train(tmp_path / folder, ["quadratics"], rows, deterministic=False, quiet=True)
+        assert not enter.train(tmp_path / folder, ["quadratics"], rows, deterministic=False, quiet=True)
     assert torch.get_num_threads() == torch_threads
-    one, two, stored = (run.read(folder, "quadratics") for folder in (tmp_path / "one", tmp_path / "two", run.STORED))
+    one, two, stored = (
+        enter.read(folder, "quadratics") for folder in (tmp_path / "one", tmp_path / "two", enter.STORED)
+    )
     for name in rows:
         assert one[name]["digest"] == two[name]["digest"]
         for score, own in one[name]["scores"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 OWN = str(ROOT / "vsim")
 LOOP = "vsim.core.group"
 # Rooms are the packages and modules directly in vsim/. Its __init__ and __main__ only say what is public.
-FACES = {"cli", "compat", "logger", "measuring", "records", "scale", "scaling", "search", "trainer", "verify"}
+FACES = {"atlas", "cli", "compat", "logger", "measuring", "records", "scale", "scaling", "search", "trainer", "verify"}
 BELOW_RUNS = "algorithms analysis arguments checkpoint cluster core data engine extras figures history network strategy"
 MOST_FLOORS = 12
 # From `fit` to the gradient a reader follows that many calls, in that many files.
@@ -120,6 +121,12 @@ def test_no_room_is_imported_in_a_circle_and_the_floors_are_few() -> None:
 def test_only_faces_import_faces() -> None:
     assert {name for name, uses in rooms().items() if uses & FACES} <= FACES
     assert {name for name, uses in files().items() if "vsim" in uses} <= {"vsim.__main__"}
+
+
+def test_only_the_command_line_imports_the_atlas_when_called() -> None:
+    assert {name for name, uses in rooms().items() if "atlas" in uses} == {"cli"}
+    code = "import sys, vsim, vsim.cli; sys.exit('vsim.atlas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_map_for_newcomers_names_every_file() -> None:

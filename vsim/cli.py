@@ -360,9 +360,9 @@ def measure(command: commands.Measure) -> int:
 
 
 def atlas(command: commands.Atlas) -> int:
-    from vsim.atlas import run as of_atlas  # only here: nothing else in vsim needs the atlas
+    from vsim.atlas import enter  # only here: nothing else in vsim needs the atlas
 
-    return of_atlas.command(command)
+    return enter.command(command)
 
 
 def _named(value: Any) -> str:

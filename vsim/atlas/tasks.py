@@ -121,7 +121,7 @@ def _characters() -> tuple[Any, Any, Any]:
     text = _sentences()
     vocabulary = Vocabulary(text)
     ids = vocabulary.encode(text)
-    ends = [0, 387_200, 393_600, 400_000]  # 200 windows each for validation and tests
+    ends = [0, 391_808, 395_904, 400_000]  # 128 windows each for validation and tests
     train, val, test = (TextDataset(ids[a:b], vocabulary, _BLOCK, _BLOCK) for a, b in pairwise(ends))
     return train, val, test
 

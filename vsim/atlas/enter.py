@@ -17,7 +17,7 @@ import torch
 from vsim.analysis.tables import text_table
 from vsim.arguments import one_of
 from vsim.atlas.entries import entry
-from vsim.atlas.page import write
+from vsim.atlas.pages import write
 from vsim.atlas.scores import SINGLE, Entries, label, standing, standings
 from vsim.atlas.spaces import ROWS, Row, row_of
 from vsim.atlas.tasks import TASKS, VERSION
