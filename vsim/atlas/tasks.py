@@ -39,6 +39,7 @@ class Task:
         priced_as: number of parameters for which time is priced: the messages of the run, as many times larger as this
             model has more parameters.
         kinds: kinds of strategies that enter, see `spaces.Row`.
+        collective: how nodes average: "ring", or by a "server" for clients, whose line is as fast as theirs together.
     """
 
     about: str
@@ -53,6 +54,7 @@ class Task:
     computing: float | tuple[float, ...]
     priced_as: float
     kinds: frozenset[str]
+    collective: str = "ring"
 
     @cached_property
     def parameters(self) -> int:
@@ -65,7 +67,9 @@ class Task:
     def network(self, name: str) -> Network:
         """Return a network of NETWORKS, slower by as much as the priced model is larger than the trained one."""
         bits, latency = NETWORKS[name]
-        return Network(bits * self.parameters / self.priced_as, latency)
+        bits *= self.parameters / self.priced_as
+        server = self.num_nodes * bits if self.collective == "server" else None
+        return Network(bits, latency, collective=self.collective, server=server)
 
     def digest(self) -> str:
         """Return what tells this data from other data: the start of a SHA-256 of all of it."""
@@ -208,6 +212,7 @@ TASKS = {
         0.1,
         1e6,
         frozenset({*_ALL, "matrices", "plain SGD", "clients"}),
+        "server",
     ),
     "synthetic": Task(
         "linear classifier on Synthetic(1, 1), 30 clients",
@@ -220,6 +225,7 @@ TASKS = {
         0.02,
         610,
         frozenset({*_ALL, "plain SGD", "clients"}),
+        "server",
     ),
     "quadratics": Task(
         "quadratics whose minima differ by node; the loss is the distance from the known minimum",
