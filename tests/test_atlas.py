@@ -48,14 +48,14 @@ def test_every_strategy_can_be_made_with_all_trials(task: str) -> None:
 
 def test_the_quadratic_has_its_minimum_where_it_is_measured() -> None:
     train, val, _ = TASKS["quadratics"].data()
-    model, points = tasks.Quadratic().double(), train.dataset.tensors[0].double()
-    model.weights.data = points.mean(0)
-    model((points, None)).backward()
-    assert float(model.weights.grad.abs().max()) < 1e-10
-    away = tasks.Quadratic().double()
+    (points, nodes), (minimum, all_nodes) = train.dataset.tensors, val.tensors
+    model, away = tasks.Quadratic().double(), tasks.Quadratic().double()
+    model.weights.data = minimum[0].double()
+    model((points.double(), nodes)).backward()
+    assert model.weights.grad is not None and float(model.weights.grad.abs().max()) < 1e-6
     with torch.no_grad():
-        excess = away((points, None)) - model((points, None))
-        assert float(away((val.tensors[0].double(), None))) == pytest.approx(float(excess), rel=1e-5)
+        excess = away((points.double(), nodes)) - model((points.double(), nodes))
+        assert float(away((minimum.double(), all_nodes))) == pytest.approx(float(excess), rel=1e-5)
 
 
 def test_scores_are_the_last_results_within_their_limits() -> None:

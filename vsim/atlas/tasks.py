@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, random_split
 
@@ -148,30 +149,42 @@ def _synthetic() -> tuple[Any, Any, Any]:
 _DIMENSIONS, _CONDITION, _OWN = 40, 100.0, 512
 
 
+def _curvatures() -> NDArray[np.float64]:
+    """Return the diagonals of the nodes' A, and of their mean: (9, 40), from about 1 to 1 / 100."""
+    stream = np.random.RandomState(1)
+    own = np.geomspace(1, 1 / _CONDITION, _DIMENSIONS) * np.exp(stream.standard_normal((8, _DIMENSIONS)) - 0.5)
+    return np.vstack([own, own.mean(0)])
+
+
 def _points() -> tuple[Any, Any, Any]:
-    """Return points (N, 40), and their mean (1, 40), at which the mean loss has its minimum, twice."""
+    """Return points (N, 40) with their nodes (N,); and, twice, the point at which the mean loss has its minimum.
+
+    Nodes differ in centre and in curvature, so that the mean of their minima is not the minimum of their mean.
+    """
     stream = np.random.RandomState(0)
     centers = 2 * stream.standard_normal((8, 1, _DIMENSIONS))
-    points = (centers + stream.standard_normal((8, _OWN, _DIMENSIONS))).reshape(-1, _DIMENSIONS)
-    owners = np.arange(8).repeat(_OWN)
-    train = TensorDataset(torch.from_numpy(points.astype(np.float32)), torch.from_numpy(owners))
-    mean = TensorDataset(torch.from_numpy(points.mean(0, keepdims=True).astype(np.float32)), torch.zeros(1).long())
-    return partition(train, 8, "classes", classes=1), mean, mean
+    points = (centers + stream.standard_normal((8, _OWN, _DIMENSIONS))).astype(np.float32)
+    curvatures = _curvatures()[:8]
+    minimum = (curvatures * points.mean(1)).sum(0, keepdims=True) / curvatures.sum(0)
+    train = TensorDataset(torch.from_numpy(points.reshape(-1, _DIMENSIONS)), torch.arange(8).repeat_interleave(_OWN))
+    least = TensorDataset(torch.from_numpy(minimum.astype(np.float32)), torch.tensor([8]))
+    return partition(train, 8, "classes", classes=1), least, least
 
 
 class Quadratic(nn.Module):
-    """½ (w − z)ᵀ A (w − z), the mean over points z. A is diagonal, from 1 / 100 to 1. At the points' mean, it is the
-    distance from the minimum, in loss."""
+    """½ (w − z)ᵀ A_k (w − z), the mean over points z of nodes k, with diagonal A_k. At the minimum of all nodes' mean
+    loss as z, with their mean A, it is the distance from the minimum, in loss."""
 
-    curvature: Tensor
+    curvatures: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(_DIMENSIONS))
-        self.register_buffer("curvature", torch.logspace(0, -float(np.log10(_CONDITION)), _DIMENSIONS))
+        self.register_buffer("curvatures", torch.from_numpy(_curvatures().astype(np.float32)))
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return 0.5 * (self.curvature * (self.weights - batch[0]) ** 2).sum(1).mean()
+        z, node = batch
+        return 0.5 * (self.curvatures[node] * (self.weights - z) ** 2).sum(1).mean()
 
 
 _ALL = {"every step", "rounds"}
@@ -228,7 +241,7 @@ TASKS = {
         "server",
     ),
     "quadratics": Task(
-        "quadratics whose minima differ by node; the loss is the distance from the known minimum",
+        "quadratics that differ by node; the loss is the distance from the known minimum",
         *(8, 4, 300),
         (3e-3, 1.0),
         (1e-3, 0.1),
