@@ -28,6 +28,11 @@ EXPECTED: dict[str, list[str]] = {
         r"\d +QSR +H = 4 +-?0\.\d+",
         r"two levels, outer step +\d",
     ],
+    "atlas": [
+        r"\d+ strategies on quadratics",
+        r"A sync takes 0\.056 s at 100 Gbit/s; 5\.74 s at 1 Gbit/s, 10 ms",  # 14 messages of 1/8 of 400 MB, and 0.14 s
+        r"all steps +\d+ of \d+ +(ahead|behind|not decided)",
+    ],
     "attacks": [r"none +label flip +sign flip", r"\ncentered clipping +\d+\.\d", r"Partition\(dirichlet"],
     "compression_quality": [
         r"<table>\n",
