@@ -22,7 +22,7 @@ PAGES = [
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
 ]
 
-LONG = {"tuning", "asynchronous", "participation", "laws", "optuna", "checkpoints", "own-model"}
+LONG = {"tuning", "asynchronous", "participation", "laws", "optuna", "checkpoints", "own-model", "designs"}
 
 
 def title(page: Path) -> str:
