@@ -29,8 +29,8 @@ EXPECTED: dict[str, list[str]] = {
         r"two levels, outer step +\d",
     ],
     "atlas": [
-        r"\d+ strategies on quadratics",
-        r"A sync takes 0\.056 s at 100 Gbit/s; 5\.74 s at 1 Gbit/s, 10 ms",  # 14 messages of 1/8 of 400 MB, and 0.14 s
+        r"\d+ strategies on strokes",
+        r"A sync takes .*; 0\.084 s at 1 Gbit/s, 10 ms; 0\.74 s at 100 Mbit/s, 50 ms",  # 4 MB, up and down
         r"all steps +\d+ of \d+ +(ahead|behind|not decided)",
     ],
     "attacks": [r"none +label flip +sign flip", r"\ncentered clipping +\d+\.\d", r"Partition\(dirichlet"],
