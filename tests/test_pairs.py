@@ -179,6 +179,7 @@ OPTIONS: dict[str, Option] = {
     "shuffle": Option(False, other_losses),
     "val_size": Option(3, lambda o: o.last("val_examples") == 3),
     "val_interval": Option(1, lambda o: bool(np.isfinite(o.history["global_loss"]).all())),
+    "val_nodes": Option(False, lambda o: bool(np.isnan(o.history.column("local_loss")).all())),
     "client_val_dataset": Option(of_client, lambda o: len(o.history.client_val_losses) >= 2),
     "client_val_steps": Option(
         2,

@@ -167,7 +167,7 @@ def options(command: type) -> Iterator[tuple[type, str]]:
 
 @pytest.mark.parametrize("command", get_args(Command), ids=lambda command: command.__name__)
 def test_an_option_of_the_command_line_is_read_and_explained(command: Any) -> None:
-    code = text("vsim/cli.py") + text("vsim_cli/commands.py") + text("vsim_cli/__init__.py")
+    code = "".join(map(text, ("vsim/cli.py", "vsim/atlas/enter.py", "vsim_cli/commands.py", "vsim_cli/__init__.py")))
     module = ast.parse(text("vsim_cli/commands.py"))
     classes = {node.name: node.body for node in module.body if isinstance(node, ast.ClassDef)}
     for cls, name in options(command):

@@ -33,7 +33,8 @@ def command(given: Atlas) -> int:
     """Carry out the command; return its exit status."""
     tasks = chosen("--tasks", given.tasks, list(TASKS))
     folder = Path(given.out)
-    rows = {name: ROWS[name] for name in chosen("--strategies", given.strategies, list(ROWS) if not given.mine else ())}
+    names = chosen("--strategies", given.strategies, list(ROWS))
+    rows = {name: ROWS[name] for name in names if given.strategies or given.mine is None}
     own = ""
     if given.mine is not None:
         own, row = mine(given.mine)
@@ -132,8 +133,9 @@ def train(folder: Path, tasks: Sequence[str], rows: dict[str, Row], deterministi
                 start = time.perf_counter()
                 try:
                     made = entry(name, rows[name], task, TASKS[task], deterministic)
-                except (ValueError, TypeError, ArithmeticError) as error:  # the strategy does not fit the task
-                    failed.append(f"{name} on {task}: {str(error).removeprefix(f'{name} on {task}: ')}")
+                except Exception as error:  # of a strategy that does not fit the task, or of a user's code
+                    told = str(error).removeprefix(f"{name} on {task}: ") or type(error).__name__
+                    failed.append(f"{name} on {task}: {told}")
                     continue
                 made["made with"]["took"] = duration(time.perf_counter() - start)
                 path = path_of(folder, task, name)

@@ -79,6 +79,8 @@ def entry(
     tuned = trained(strategies, val, TUNED_WITH)
     of_seeds = [[scores(run, task, is_asynchronous) for run in tuned[f"{i}"]] for i in range(TRIALS)]
     trials = [{score: sum(own[score][0] for own in runs) / len(runs) for score in runs[0]} for runs in of_seeds]
+    if not any(math.isfinite(own[NO_LIMIT, NO_LIMIT]) for own in trials):
+        raise ValueError(f"all {TRIALS} trials diverged")
     best = _best(trials)
     chosen = sorted({*best.values()})
     final = trained({f"{i}": made(row, task, given[i]) for i in chosen}, test, SEEDS)

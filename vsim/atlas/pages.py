@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vsim.atlas.entries import NO_LIMIT, SHARES
+from vsim.atlas.entries import NO_LIMIT, SHARES, TRIALS
 from vsim.atlas.scores import SINGLE, Entries, label, profile, ratios, standings, tuning
 from vsim.atlas.tasks import NETWORKS, TASKS
 from vsim.writing import replacing
@@ -74,7 +74,7 @@ def _of_task(task: str, entries: Entries) -> str:
             )
             row[label(score)] = f"**{text}**" if own is not None and own.is_tied else text
         of_steps = places[NO_LIMIT, NO_LIMIT][name]
-        row["accuracy"] = f"{of_steps.accuracy:.1%}" if np.isfinite(of_steps.accuracy) else ""
+        row["accuracy"] = f"{100 * of_steps.accuracy:.1f} %" if np.isfinite(of_steps.accuracy) else ""
         rows.append(row)
     return f"### {task.capitalize()}\n\n{TASKS[task].about}.\n\n{_table(rows)}\n"
 
@@ -90,7 +90,7 @@ def _tuning(by_task: Mapping[str, Entries]) -> str:
         {
             "strategy": name,
             "median trial / best trial": f"{middle[name]:.3g}",
-            "diverged": f"{sum(own[1] for own in found[name])} of {12 * len(found[name])}",
+            "diverged": f"{sum(own[1] for own in found[name])} of {TRIALS * len(found[name])}",
             "tasks": f"{len(found[name])}",
         }
         for name in sorted(middle, key=middle.__getitem__)
@@ -109,18 +109,14 @@ def figure(by_task: Mapping[str, Entries]):  # type: ignore[no-untyped-def]
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(7.0, 6.4), layout="constrained")
+    looks: dict[str, dict[str, str]] = {}  # a strategy has one look in all panels
     for axes, score in zip(drawn.subplots(len(_PANELS), 1, sharex=True), _PANELS, strict=True):
         own = {name: r for name, r in ratios(by_task, score).items() if len(r) >= min(_LEAST_TASKS, len(by_task))}
         area = {name: float(np.trapezoid(profile(r, _FACTORS), np.log(_FACTORS))) for name, r in own.items()}
-        for i, name in enumerate(sorted(area, key=area.__getitem__, reverse=True)[:_LINES]):
-            axes.step(
-                _FACTORS,
-                profile(own[name], _FACTORS),
-                where="post",
-                label=name,
-                color=f"C{i}",
-                ls="-" if i % 2 else "--",
-            )
+        for name in sorted(area, key=area.__getitem__, reverse=True)[:_LINES]:
+            turn, color = divmod(len(looks), 10)
+            look = looks.setdefault(name, {"color": f"C{color}", "ls": ("-", "--", ":")[turn]})
+            axes.step(_FACTORS, profile(own[name], _FACTORS), where="post", label=name, **look)
         axes.set(xscale="log", ylim=(0, 1.03), title=label(score), ylabel="share of tasks")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
     axes.set(

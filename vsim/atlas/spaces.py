@@ -103,7 +103,10 @@ ROWS: dict[str, Row] = {
     "RelaySGD": Row(of.RelaySumStrategy, kind="every step"),
     "FedAvg": Row(of.FedAvgStrategy, {"H": _H}),
     "DiLoCo": Row(_nesterov(of.DiLoCoStrategy), {"H": _H, "outer_lr": _OUTER}),
-    "SPARTA-DiLoCo": Row(_nesterov(of.SPARTADiLoCoStrategy), {"H": _H, "p_sparta": (0.002, 0.2)}),
+    "SPARTA-DiLoCo": Row(
+        _nesterov(lambda **own: of.SPARTADiLoCoStrategy(outer_lr=0.7, **own)),
+        {"H": _H, "p_sparta": (0.002, 0.2)},
+    ),
     "SlowMo": Row(of.SlowMoStrategy, {"H": _H, "beta": (0.2, 0.8, "linear")}),
     "DES-LOC": Row(_desloc, {"H": _H}, "Adam"),
     "NoLoCo": Row(of.NoLoCoStrategy, {"H": _H, "beta": (0.3, 0.9, "linear")}),
