@@ -72,12 +72,12 @@ def _fedopt(optimizer: str) -> Callable[..., Algorithm]:
 ROWS: dict[str, Row] = {
     "AllReduce": Row(of.SimpleReduceStrategy, kind="every step"),
     "alone": Row(of.AloneStrategy),
-    "AllReduce, top-k": Row(
+    "top-k AllReduce": Row(
         _compressed(TopK, "fraction", index_bytes="packed"), {"fraction": (0.002, 0.3)}, "every step"
     ),
-    "AllReduce, random-k": Row(_compressed(RandomK, "fraction"), {"fraction": (0.01, 0.5)}, "every step"),
-    "AllReduce, QSGD": Row(_compressed(QSGD, "levels"), {"levels": [1, 3, 7, 31]}, "every step"),
-    "AllReduce, PowerSGD": Row(_compressed(PowerSGD, "rank"), {"rank": [1, 2, 4]}, "matrices"),
+    "random-k AllReduce": Row(_compressed(RandomK, "fraction"), {"fraction": (0.01, 0.5)}, "every step"),
+    "QSGD AllReduce": Row(_compressed(QSGD, "levels"), {"levels": [1, 3, 7, 31]}, "every step"),
+    "PowerSGD AllReduce": Row(_compressed(PowerSGD, "rank"), {"rank": [1, 2, 4]}, "matrices"),
     "sign vote": Row(_sign_vote, kind="every step", own_step=True),
     "DeMo": Row(
         lambda **own: of.DeMoStrategy(index_bytes="packed", **own),
