@@ -28,6 +28,7 @@ from page_code import ROOT, blocks
 PICTURE = re.compile(r"^<!-- picture: (.+?) -->\n!\[[^\]]*\]\(([^)]+\.png)\)", re.MULTILINE)
 # Pictures that something else makes.
 ELSEWHERE = {
+    "docs/images/atlas.png": "vsim/atlas/pages.py",
     "docs/images/designs.png": "tests/benchmarks/bench_designs.py",
     "docs/images/penalty.png": "notebooks/penalty.ipynb",
     "docs/images/measured_clusters.png": "tests/reproductions/measured_clusters.py",
