@@ -16,7 +16,7 @@ import torch
 
 from vsim.analysis.tables import text_table
 from vsim.arguments import one_of
-from vsim.atlas.entries import entry
+from vsim.atlas.entries import entry, settings
 from vsim.atlas.pages import write
 from vsim.atlas.scores import SINGLE, Entries, label, standing, standings
 from vsim.atlas.spaces import ROWS, Row, row_of
@@ -78,12 +78,13 @@ def read(folder: Path, task: str) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: an entry is of another version of the atlas, or was made with other data.
     """
-    found = {}
-    for path in sorted((folder / task).glob("*.json")):
+    found, paths = {}, sorted((folder / task).glob("*.json"))
+    data = TASKS[task].digest() if paths else ""
+    for path in paths:
         own = json.loads(path.read_text(encoding="utf-8"))
         if own["atlas"] != VERSION:
             raise ValueError(f"{path} is of {own['atlas']}, and this is {VERSION}: give another folder")
-        if own["data"] != TASKS[task].digest():
+        if own["data"] != data:
             raise ValueError(f"{path} was made with other data of {task}: give another folder")
         found[own["strategy"]] = own
     order = list(ROWS)
@@ -107,12 +108,14 @@ def mine(text: str) -> tuple[str, Row]:
 
 
 def missing(folder: Path, tasks: Sequence[str], rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of task and strategy that enter and have no file yet."""
+    """Yield the pairs of task and strategy that enter, and have no file yet or one of other ranges or other code."""
     for task in tasks:
         for name, row in rows.items():
-            enters = row.kind in TASKS[task].kinds or row.kind == "mine"
-            if enters and not path_of(folder, task, name).exists():
-                yield task, name
+            if row.kind in TASKS[task].kinds or row.kind == "mine":
+                path = path_of(folder, task, name)
+                own = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+                if (own.get("settings"), own.get("code", "")) != (settings(row, TASKS[task]), row.code):
+                    yield task, name
 
 
 def train(folder: Path, tasks: Sequence[str], rows: dict[str, Row], deterministic: bool, quiet: bool) -> list[str]:

@@ -45,14 +45,8 @@ def made(row: Row, task: Task, own: Settings) -> Algorithm:
     return row.make(**inner, **own)
 
 
-def entry(
-    name: str, row: Row, task_name: str, task: Task, deterministic: bool = False, **options: Any
-) -> dict[str, Any]:
-    """Train a strategy's trials and its final runs; return the entry, which JSON can hold.
-
-    Args:
-        options: of `compare`, such as progress.
-    """
+def entry(name: str, row: Row, task_name: str, task: Task, deterministic: bool = False) -> dict[str, Any]:
+    """Train a strategy's trials and its final runs; return the entry, which JSON can hold."""
     train, val, test = task.data()
     given = settings(row, task)
     with naming(f"{name} on {task_name}"):
@@ -60,14 +54,9 @@ def entry(
     is_asynchronous = row.kind == "asynchronous"
     shared: dict[str, Any] = {
         **{"num_nodes": task.num_nodes, "batch_size": task.batch_size, "max_steps": task.max_steps},
-        **{
-            "val_interval": task.max_steps // VALIDATIONS,
-            "deterministic": deterministic,
-            "val_nodes": False,
-            "progress": False,
-        },
+        **{"val_interval": task.max_steps // VALIDATIONS, "val_nodes": False, "progress": False},
+        **{"deterministic": deterministic},
         **({"network": task.network(ASYNCHRONOUS_ON), "compute": task.compute} if is_asynchronous else {}),
-        **options,
     }
 
     def trained(own: Mapping[str, Algorithm], on: Any, seeds: tuple[int, ...]) -> dict[str, list[ComparedRun]]:
@@ -105,6 +94,7 @@ def entry(
         "scores": _short(found),
         "seeds": {"tuning": TUNED_WITH, "final": SEEDS},
         "data": task.digest(),
+        **({"code": row.code} if row.code else {}),
         "digest": hashlib.sha256(exact.encode()).hexdigest()[:16],
         "deterministic": deterministic,
         "made with": {

@@ -112,7 +112,7 @@ def figure(by_task: Mapping[str, Entries]):  # type: ignore[no-untyped-def]
     looks: dict[str, dict[str, str]] = {}  # a strategy has one look in all panels
     for axes, score in zip(drawn.subplots(len(_PANELS), 1, sharex=True), _PANELS, strict=True):
         own = {name: r for name, r in ratios(by_task, score).items() if len(r) >= min(_LEAST_TASKS, len(by_task))}
-        area = {name: float(np.trapezoid(profile(r, _FACTORS), np.log(_FACTORS))) for name, r in own.items()}
+        area = {name: float(profile(r, _FACTORS).mean()) for name, r in own.items()}
         for name in sorted(area, key=area.__getitem__, reverse=True)[:_LINES]:
             turn, color = divmod(len(looks), 10)
             look = looks.setdefault(name, {"color": f"C{color}", "ls": ("-", "--", ":")[turn]})

@@ -6,7 +6,10 @@ the learning rate is the task's.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +34,7 @@ class Row:
         own_step: whether the strategy has its own step instead of the task's inner optimizer, with lengths that do not
             depend on the gradient's: signs, or orthonormal matrices. Its learning rates are `lr` times the task's for
             signs.
+        code: digest of a user's module, so that a changed class is trained again.
     """
 
     make: Callable[..., Algorithm]
@@ -38,6 +42,7 @@ class Row:
     kind: str = "rounds"
     own_step: bool = False
     lr: float = 1.0
+    code: str = ""
 
 
 _H = (2, 100)
@@ -141,7 +146,8 @@ def row_of(cls: Any) -> Row:
         )
     for argument, own in space.items():
         point(own, 0.5, f"{cls.__name__}.space[{argument!r}]")
-    return Row(cls, space, "mine", own_step=bool(getattr(cls, "own_step", False)))
+    code = hashlib.sha256(inspect.getsource(sys.modules[cls.__module__]).encode()).hexdigest()[:16]
+    return Row(cls, space, "mine", own_step=bool(getattr(cls, "own_step", False)), code=code)
 
 
 def point(own: Range, u: float, where: str = "a range") -> Any:
