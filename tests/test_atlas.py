@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +134,6 @@ def test_a_strategy_of_ones_own_enters_and_resumes(
     assert path.read_text() == first
     code = Path("own_strategies.py").read_text()
     Path("own_strategies.py").write_text(f"{code}# changed\n")
-    linecache.checkcache()
     assert main([*line, "--mine", "own_strategies:Mine"]) == 0
     assert json.loads(path.read_text())["code"] != made["code"]
     for name, words in {"NoSpace": "NoSpace.space must be a dict", "Odd": "Odd.space['H']", "Other": "Other"}.items():

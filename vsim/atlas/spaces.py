@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import linecache
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ class Row:
         own_step: whether the strategy has its own step instead of the task's inner optimizer, with lengths that do not
             depend on the gradient's: signs, or orthonormal matrices. Its learning rates are `lr` times the task's for
             signs.
-        code: digest of a user's module, so that a changed class is trained again.
+        code: digest of a user's file or cell, so that a changed class is trained again.
     """
 
     make: Callable[..., Algorithm]
@@ -146,8 +147,16 @@ def row_of(cls: Any) -> Row:
         )
     for argument, own in space.items():
         point(own, 0.5, f"{cls.__name__}.space[{argument!r}]")
-    code = hashlib.sha256(inspect.getsource(sys.modules[cls.__module__]).encode()).hexdigest()[:16]
-    return Row(cls, space, "mine", own_step=bool(getattr(cls, "own_step", False)), code=code)
+    return Row(cls, space, "mine", own_step=bool(getattr(cls, "own_step", False)), code=_code(cls))
+
+
+def _code(cls: type) -> str:
+    """Return the digest of the files, or cells of a notebook, that hold a class."""
+    files = {own.__code__.co_filename for own in vars(cls).values() if inspect.isfunction(own)}
+    files.add(getattr(sys.modules[cls.__module__], "__file__", None) or "")
+    linecache.checkcache()
+    text = "".join(line for file in sorted(files) for line in linecache.getlines(file))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def point(own: Range, u: float, where: str = "a range") -> Any:
