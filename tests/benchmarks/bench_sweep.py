@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import vsim
-from vsim.cli import parse_strategy
+from vsim.cli import COMPARED, parse_strategy
 from vsim.data import digits, docs_text
 from vsim.models import CNN, GPT, MLP
-from vsim.strategy import STRATEGIES, DiLoCoStrategy
+from vsim.strategy import DiLoCoStrategy
 
 SETTINGS: dict[str, Any] = {"H": [5, 10, 50], "outer_lr": [0.4, 0.7, 1.0], "lr": 1e-3}
 
@@ -55,7 +55,7 @@ def workloads() -> dict[str, Callable[..., vsim.Comparison]]:
     return {
         "mlp": sweep_of(MLP(seed=0), 200),
         "cnn": sweep_of(CNN(seed=0), 60),
-        "strategies": comparison_of(MLP(seed=0), digits(), list(STRATEGIES), 200, 16),
+        "strategies": comparison_of(MLP(seed=0), digits(), COMPARED, 200, 16),
         "gpt": comparison_of(
             GPT(text[0].vocabulary.size, block_size=64, layers=2, width=64, heads=4, seed=0),
             text,

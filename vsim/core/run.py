@@ -95,7 +95,7 @@ class Run:
     @property
     def is_running(self) -> bool:
         """Whether the run will take another step."""
-        return self.trains and not self.is_over
+        return self.trains and self.cluster.completed < self.max_steps
 
     def stop(self) -> None:
         """End the run here, as if `max_steps` had been the number of completed steps."""

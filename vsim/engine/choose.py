@@ -27,7 +27,7 @@ _STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and thir
 
 @dataclass
 class Decision:
-    """The choice of an executor for a model: its class `kind`, and the reason `why`.
+    """The choice of an executor for a model: its class `kind`, the reason `why`, and the worst proof in words, `proved`.
 
     Three dicts have the shapes of a batch as key: `proofs` holds the proof, `left` the error of a failed proof, and
     `again` the step at which the proof is repeated on replayed CUDA graphs.
@@ -35,6 +35,7 @@ class Decision:
 
     kind: Callable[..., Executor] | None = None
     why: str = ""
+    proved: str = ""
     proofs: dict[Any, Proof] = field(default_factory=dict)
     left: dict[Any, VmapError] = field(default_factory=dict)
     again: dict[Any, int] = field(default_factory=dict)
@@ -97,8 +98,7 @@ class AutoExecutor(Executor):
 
     @property
     def reason(self) -> str:  # type: ignore[override]
-        proofs = self.decision.proofs.values() if not isinstance(self.chosen, LoopExecutor) else ()
-        proved = str(max(proofs, key=lambda proof: proof[1:3])) if proofs else ""
+        proved = "" if isinstance(self.chosen, LoopExecutor) else self.decision.proved
         return "; ".join(filter(None, (self.decision.why, proved, self.chosen.reason)))
 
     def losses_and_grads(self, batch: Any, minibatch_size: int | None = None) -> Tensor:
@@ -143,6 +143,7 @@ class AutoExecutor(Executor):
         else:
             self.decision.again.pop(key, None)
         proofs[key] = proof
+        self.decision.proved = str(max(proofs.values(), key=lambda proof: proof[1:3]))
 
     def _choose_simpler(self, error: Exception) -> None:
         """Replace an executor that cannot run this model by the next simpler one."""
