@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from errors import refused
+from errors import refused, warned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lowering import One, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import vsim
 from vsim.engine import Executor, LoopExecutor, VmapError, VmapExecutor
 
 SIGNS = [1.0, -1.0, 1.0, 1.0]  # of the nodes' examples, where they differ
@@ -105,6 +107,22 @@ def test_wherever_nodes_differ(threshold: float, minibatch_size: int | None, chu
     losses = [executor.losses_and_grads(batch, minibatch_size) for executor in (ours, theirs)]
     torch.testing.assert_close(*losses)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["a number", "a branch"])
+def test_a_number_that_differs_gets_a_word_before_the_first_step(name: str) -> None:
+    """A branch may differ in this step only; two nodes' numbers differ in nearly every one."""
+    looks = {"a number": lambda loss, x: loss * float(x.mean()) ** 0, **LOOKS}
+    x = torch.linspace(-1, 1, 36).view(6, 6).double()
+    trainer = vsim.Trainer(Branching(looks[name]), [*zip(x, strict=True)], loss_fn=None)
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 3, "shuffle": False, "progress": False}
+    words = "reads a number", "float(x.mean())", "executor='loop'"
+    with warned(*words) if name == "a number" else nullcontext():
+        trainer.fit(strategy=vsim.strategy.FedAvgStrategy(H=2), batch_size=3, **options)
+    assert trainer.history.executor == "vmap, loop"
+    trainer.fit(
+        strategy=vsim.strategy.FedAvgStrategy(H=2), batch_size=3, executor="vmap", **options
+    )  # as was asked for
 
 
 def test_an_evaluation_whose_rows_differ() -> None:

@@ -32,6 +32,10 @@ class NodesDifferError(VmapError):
     """The model's Python code reads a value that differs between nodes, so that nodes may take different branches."""
 
 
+class NumbersDifferError(NodesDifferError):
+    """The value that differs is a float, such as that of a loss: it will differ in nearly every step."""
+
+
 def is_cache_bound(device: torch.device) -> bool:
     """Return whether a device is fastest with a few nodes at once, as a CPU is, because of its caches.
 
@@ -65,7 +69,8 @@ def node_by_node(
         streams: K generators that `function` draws from in place of the default generator, or None.
 
     Raises:
-        NodesDifferError: `function` returns a value that is not a tensor and differs between nodes.
+        NodesDifferError: `function` returns a value that is not a tensor and differs between nodes; a
+            `NumbersDifferError` if it is a float.
     """
     leaves, spec = tree_flatten((args, kwargs))
     stacked = {id(leaf): leaf.tensor for leaf in leaves if isinstance(leaf, Stacked)}
@@ -86,7 +91,8 @@ def node_by_node(
             return Stacked(_stack(parts))
         if any(part != parts[0] for part in parts):
             name = getattr(function, "__name__", function)
-            raise NodesDifferError(f"{name} is {parts[0]} on one node and not on another")
+            kind = NumbersDifferError if isinstance(parts[0], float) else NodesDifferError
+            raise kind(f"{name} is {parts[0]} on one node and not on another")
         return parts[0]
 
     return tree_map(joined, *outcomes)

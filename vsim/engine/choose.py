@@ -27,7 +27,7 @@ _STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and thir
 
 @dataclass
 class Decision:
-    """The choice of an executor for a model: its class `kind`, the reason `why`, and the worst proof in words, `proved`.
+    """The choice of an executor for a model: its class `kind`, the reason `why`, and the worst proof, `proved`.
 
     Three dicts have the shapes of a batch as key: `proofs` holds the proof, `left` the error of a failed proof, and
     `again` the step at which the proof is repeated on replayed CUDA graphs.
@@ -136,6 +136,14 @@ class AutoExecutor(Executor):
         if proof is None:
             return
         may_choose = not (proofs or self.settings.compile)
+        if may_choose and self.asked == "auto" and proof.differing:
+            warnings.warn(
+                "forward reads a number that differs between nodes, so that vmap tries every step, and the loop "
+                f"computes it again: {proof.differing.split(' — ')[0]}. Keep the number as a tensor, and nodes are "
+                "computed together; or give executor='loop', which spares the attempts",
+                UserWarning,
+                stacklevel=5,
+            )
         if may_choose and self.asked == "auto" and _convolves_alone(proof):
             self._choose(LoopExecutor, "convolutions of this size are computed node by node anyway")
         if fast.captures and key not in proofs:

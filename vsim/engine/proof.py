@@ -47,13 +47,18 @@ class OwnStateError(VmapError):
 
 
 class Proof(NamedTuple):
-    """The compared nodes; the largest differences of losses, and of gradients; and calls and work, see `Lowering`."""
+    """The compared nodes, and the largest differences of losses, and of gradients.
+
+    Attributes:
+        calls, work: see `Lowering`. differing: see `VmapExecutor`.
+    """
 
     nodes: Sequence[int]
     losses: float
     gradients: float
     calls: Mapping[tuple[str, str], int]
     work: Mapping[tuple[str, str], int] = MappingProxyType({})
+    differing: str = ""
 
     def __str__(self) -> str:
         nodes = " and ".join(map(str, self.nodes))
@@ -62,13 +67,14 @@ class Proof(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of n nodes: losses (n,); gradients (n, P), or their mean (1, P); buffers (n, …); calls and work."""
+    """A step of n nodes: losses (n,); gradients (n, P), or their mean (1, P); buffers (n, …); the rest: see `Proof`."""
 
     losses: Tensor
     grads: Tensor
     buffers: Views
     calls: Mapping[tuple[str, str], int] = MappingProxyType({})
     work: Mapping[tuple[str, str], int] = MappingProxyType({})
+    differing: str = ""
 
     def copied(self) -> Step:
         """Return a step with copies of the tensors."""
@@ -99,7 +105,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
     alive = finite.nonzero().flatten().tolist()  # a diverged run may still have rows here
     rows = sorted({alive[0], alive[-1]} if alive else {0, whole.num_held - 1})
     batches = [tree_map(lambda t, of=of: t[of], batch) for of in (rows, rows[::-1])]
-    apart, objective = [], executor.objective.copied()
+    apart, differing, objective = [], "", executor.objective.copied()
     with unwatched(), preserved(whole.weights.device), executor.objective.untouched() as outside:
         reference = objective.copied()
         try:
@@ -118,6 +124,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         try:
             for theirs in loop:
                 ours = next(fast)
+                differing = differing or ours.differing
                 apart.append(compared(executor, ours, theirs))
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
             failure = error
@@ -128,7 +135,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         if failure is not None:
             raise VmapError(f"the model cannot be vectorised over nodes: {failure} — {_LOOP}") from failure
     losses, gradients = map(max, zip(*apart, strict=True))
-    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls, ours.work)
+    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls, ours.work, differing)
 
 
 def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
@@ -188,7 +195,8 @@ def _steps(
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
         losses = engine.losses_and_grads(cloned(batch))
-        yield Step(losses, grads, buffers, *(getattr(engine, name, {}) for name in ("calls", "work")))
+        known = {name: getattr(engine, name) for name in ("calls", "work", "differing") if hasattr(engine, name)}
+        yield Step(losses, grads, buffers, **known)
 
 
 def _kept_in(objective: Objective) -> str:

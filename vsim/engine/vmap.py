@@ -18,7 +18,7 @@ from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
 from vsim.engine.attributes import Attributes
-from vsim.engine.batched import NodesDifferError, VmapError
+from vsim.engine.batched import NodesDifferError, NumbersDifferError, VmapError
 from vsim.engine.executor import Executor, Settings, check_depends, cloned, write_gradients
 from vsim.engine.indices import tables_at_once
 from vsim.engine.looped import LoopExecutor
@@ -92,6 +92,7 @@ class VmapExecutor(Executor):
     Attributes:
         calls, work: (operation, way) → calls, and multiplications of a node, in the first step; see `Lowering`.
         not_vmapped: number of calls that the loop has taken over.
+        differing: in words, the last float that Python read and that differed between nodes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -104,6 +105,7 @@ class VmapExecutor(Executor):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.work: Counter[tuple[str, str]] = Counter()
         self.not_vmapped = 0
+        self.differing = ""
         self._why_not_vmapped = ""
         self.has_worked = False
         self.left: dict[Any, VmapError] = {}  # shapes of batches that the loop computes → reason
@@ -244,6 +246,8 @@ class VmapExecutor(Executor):
         losses = self._loop.compute(range(piece.rows.start, piece.rows.stop), batch, share, first)
         if not self.has_worked and not isinstance(error, NodesDifferError):
             raise error
+        if isinstance(error, NumbersDifferError):
+            self.differing = str(error)
         self._leave_to_the_loop(error)
         return losses
 
@@ -333,10 +337,11 @@ class VmapExecutor(Executor):
                     outcome = of_node(own_weights, own_buffers, own_batch)
                 stacked = mapped(lambda t: remove_batch_dim(t, level, size, 0), outcome)
         except Exception as error:
-            kind = NodesDifferError if isinstance(error, NodesDifferError) else VmapError
+            kind = type(error) if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
         if lowering.failed is not None:  # the model handled an error that perhaps only some nodes have
-            raise NodesDifferError(_explain_vmap_failure(lowering.failed)) from lowering.failed
+            kind = NumbersDifferError if isinstance(lowering.failed, NumbersDifferError) else NodesDifferError
+            raise kind(_explain_vmap_failure(lowering.failed)) from lowering.failed
         return stacked
 
 
