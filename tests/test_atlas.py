@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 
 import vsim
 from vsim.atlas import enter, entries, pages, scores, spaces, tasks
@@ -19,7 +20,7 @@ from vsim.atlas.tasks import TASKS
 from vsim_cli import main
 
 ALL = (NO_LIMIT, NO_LIMIT)
-PAIRS = [(task, name) for task in TASKS for name in spaces.entering(TASKS[task].kinds)]
+PAIRS = [(task, name) for task in TASKS for name, row in spaces.ROWS.items() if row.enters(TASKS[task].kinds)]
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_trials_are_the_same_points_for_all() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_strategy_can_be_made_with_all_trials(task: str) -> None:
-    for name in spaces.entering(TASKS[task].kinds):
+    for name in (name for of, name in PAIRS if of == task):
         for own in entries.settings(spaces.ROWS[name], TASKS[task]):
             assert isinstance(entries.made(spaces.ROWS[name], TASKS[task], own), vsim.strategy.Algorithm)
 
@@ -145,12 +146,17 @@ def test_a_strategy_of_ones_own_enters_and_resumes(
     assert "--tasks must be one of 'characters'" in capsys.readouterr().err
 
 
-def test_entries_with_other_data_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_entry_of_this_atlas_is_refused(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
-    for own, words in (({"atlas": tasks.VERSION, "data": "0"}, "other data"), ({"atlas": "atlas/9"}, "atlas/9")):
-        (tmp_path / "digits" / "x.json").write_text(json.dumps({"strategy": "x", **own}))
-        with pytest.raises(ValueError, match=words):
+    whole = {"strategy": "AllReduce", "atlas": tasks.VERSION}
+    texts = {"other data": json.dumps({**whole, "data": "0"}), "atlas/9": json.dumps({**whole, "atlas": "atlas/9"})}
+    for words, text in {**texts, "'data'": json.dumps(whole), "indices": "[]", "Expecting": "{"}.items():
+        (tmp_path / "digits" / "allreduce.json").write_text(text)
+        with refused(ValueError, "allreduce.json", words):
             enter.read(tmp_path, "digits")
+        if words != "other data":  # which takes a while to make
+            with refused(ValueError, "allreduce.json", words):
+                [*enter.missing(tmp_path, ["digits"], {"AllReduce": spaces.ROWS["AllReduce"]})]
 
 
 def test_all_results_are_stored_with_the_present_settings() -> None:

@@ -81,14 +81,25 @@ def read(folder: Path, task: str) -> dict[str, dict[str, Any]]:
     found, paths = {}, sorted((folder / task).glob("*.json"))
     data = TASKS[task].digest() if paths else ""
     for path in paths:
-        own = json.loads(path.read_text(encoding="utf-8"))
-        if own["atlas"] != VERSION:
-            raise ValueError(f"{path} is of {own['atlas']}, and this is {VERSION}: give another folder")
+        own = _loaded(path)
         if own["data"] != data:
             raise ValueError(f"{path} was made with other data of {task}: give another folder")
         found[own["strategy"]] = own
     order = list(ROWS)
     return dict(sorted(found.items(), key=lambda own: order.index(own[0]) if own[0] in order else len(order)))
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    """Return the entry in a file of this version of the atlas."""
+    try:
+        own = json.loads(path.read_text(encoding="utf-8"))
+        version = own["atlas"]
+        of_this = version == VERSION and own["strategy"] and own["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not an entry of the atlas ({error}): remove it, or give another folder") from error
+    if not of_this:
+        raise ValueError(f"{path} is of {version}, and this is {VERSION}: give another folder")
+    return own
 
 
 def mine(text: str) -> tuple[str, Row]:
@@ -111,9 +122,9 @@ def missing(folder: Path, tasks: Sequence[str], rows: dict[str, Row]) -> Iterato
     """Yield the pairs of task and strategy that enter, and have no file yet or one of other ranges or other code."""
     for task in tasks:
         for name, row in rows.items():
-            if row.kind in TASKS[task].kinds or row.kind == "mine":
+            if row.enters(TASKS[task].kinds):
                 path = path_of(folder, task, name)
-                own = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+                own = _loaded(path) if path.exists() else {}
                 if (own.get("settings"), own.get("code", "")) != (settings(row, TASKS[task]), row.code):
                     yield task, name
 

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Row:
         space: argument → range.
         kind: "every step" or "rounds", by when it sends; "matrices" for those that treat the matrices of a network;
             "plain SGD" or "Adam" for those that need this inner optimizer; "clients" for those made for clients whose
-            data differ; "asynchronous".
+            data differ; "asynchronous"; or "mine", of a user's own.
         own_step: whether the strategy has its own step instead of the task's inner optimizer, with lengths that do not
             depend on the gradient's: signs, or orthonormal matrices. Its learning rates are `lr` times the task's for
             signs.
@@ -44,6 +44,10 @@ class Row:
     own_step: bool = False
     lr: float = 1.0
     code: str = ""
+
+    def enters(self, kinds: Container[str]) -> bool:
+        """Return whether the strategy enters a task with these kinds; one's own enters all."""
+        return self.kind in kinds or self.kind == "mine"
 
 
 _H = (2, 100)
@@ -175,8 +179,3 @@ def point(own: Range, u: float, where: str = "a range") -> Any:
         )
     value = low + u * (high - low) if scale == "linear" else low * math.exp(u * math.log(high / low))
     return round(value) if isinstance(low, int) and isinstance(high, int) else float(f"{value:.4g}")
-
-
-def entering(kinds: frozenset[str]) -> list[str]:
-    """Return the names of the strategies that enter a task with these kinds."""
-    return [name for name, row in ROWS.items() if row.kind in kinds]

@@ -26,16 +26,16 @@ NETWORKS = {"100 Gbit/s": (100e9, 0.0), "1 Gbit/s, 10 ms": (1e9, 0.01), "100 Mbi
 ASYNCHRONOUS_ON = "1 Gbit/s, 10 ms"  # their training depends on the network
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
     """A model, data and nodes.
 
     Args:
         about: what is trained, in words.
-        num_nodes: K. batch_size: examples of a node's step. max_steps: T, of every run.
-        lr: range of the inner learning rate, searched on a logarithmic scale. lr_of_signs: that of steps by signs.
-        optimizer: the inner one, of torch.optim.
         data: () → data for training, validation and tests. model: seed → model.
+        num_nodes: K. batch_size: examples of a node's step. max_steps: T, of every run.
+        optimizer: the inner one, of torch.optim.
+        lr: range of the inner learning rate, searched on a logarithmic scale. lr_of_signs: that of steps by signs.
         computing: seconds that a node computes in a step, one number or one a node.
         priced_as: number of parameters for which time is priced: the messages of the run, as many times larger as this
             model has more parameters.
@@ -44,14 +44,14 @@ class Task:
     """
 
     about: str
+    data: Callable[[], tuple[Any, Any, Any]]
+    model: Callable[[int], nn.Module]
     num_nodes: int
     batch_size: int
     max_steps: int
+    optimizer: str
     lr: tuple[float, float]
     lr_of_signs: tuple[float, float]
-    optimizer: str
-    data: Callable[[], tuple[Any, Any, Any]]
-    model: Callable[[int], nn.Module]
     computing: float | tuple[float, ...]
     priced_as: float
     kinds: frozenset[str]
@@ -200,65 +200,75 @@ _ALL = {"every step", "rounds"}
 
 TASKS = {
     "characters": Task(
-        "GPT with one layer on sentences, by character",
-        *(4, 4, 200),
-        (1e-3, 3e-2),
-        (3e-4, 1e-2),
-        "adamw",
-        _characters,
-        lambda seed: GPT(len("".join(sorted({*_sentences()}))), _BLOCK, layers=1, width=32, heads=2, seed=seed),
-        2.0,
-        1e9,
-        frozenset({*_ALL, "matrices", "Adam"}),
+        about="GPT with one layer on sentences, by character",
+        data=_characters,
+        model=lambda seed: GPT(len("".join(sorted({*_sentences()}))), _BLOCK, layers=1, width=32, heads=2, seed=seed),
+        num_nodes=4,
+        batch_size=4,
+        max_steps=200,
+        optimizer="adamw",
+        lr=(1e-3, 3e-2),
+        lr_of_signs=(3e-4, 1e-2),
+        computing=2.0,
+        priced_as=1e9,
+        kinds=frozenset({*_ALL, "matrices", "Adam"}),
     ),
     "digits": Task(
-        "CNN on images of digits; half of the nodes are twice as slow",
-        *(4, 8, 200),
-        (3e-4, 1e-2),
-        (1e-4, 1e-2),
-        "adamw",
-        _digits,
-        lambda seed: CNN(channels=(8, 16), seed=seed),
-        (0.2, 0.2, 0.4, 0.4),
-        25e6,
-        frozenset({*_ALL, "matrices", "Adam", "asynchronous"}),
+        about="CNN on images of digits; half of the nodes are twice as slow",
+        data=_digits,
+        model=lambda seed: CNN(channels=(8, 16), seed=seed),
+        num_nodes=4,
+        batch_size=8,
+        max_steps=200,
+        optimizer="adamw",
+        lr=(3e-4, 1e-2),
+        lr_of_signs=(1e-4, 1e-2),
+        computing=(0.2, 0.2, 0.4, 0.4),
+        priced_as=25e6,
+        kinds=frozenset({*_ALL, "matrices", "Adam", "asynchronous"}),
     ),
     "strokes": Task(
-        "MLP on MNIST-1D, dealt to 20 clients by Dirichlet(0.1)",
-        *(20, 16, 300),
-        (1e-2, 1.0),
-        (3e-4, 3e-2),
-        "sgd",
-        _strokes,
-        lambda seed: MLP(40, (64,), seed=seed),
-        0.1,
-        1e6,
-        frozenset({*_ALL, "matrices", "plain SGD", "clients"}),
-        "server",
+        about="MLP on MNIST-1D, dealt to 20 clients by Dirichlet(0.1)",
+        data=_strokes,
+        model=lambda seed: MLP(40, (64,), seed=seed),
+        num_nodes=20,
+        batch_size=16,
+        max_steps=300,
+        optimizer="sgd",
+        lr=(1e-2, 1.0),
+        lr_of_signs=(3e-4, 3e-2),
+        computing=0.1,
+        priced_as=1e6,
+        kinds=frozenset({*_ALL, "matrices", "plain SGD", "clients"}),
+        collective="server",
     ),
     "synthetic": Task(
-        "linear classifier on Synthetic(1, 1), 30 clients",
-        *(30, 10, 300),
-        (1e-3, 1.0),
-        (3e-4, 3e-2),
-        "sgd",
-        _synthetic,
-        lambda seed: MLP(60, (), seed=seed),
-        0.02,
-        610,
-        frozenset({*_ALL, "plain SGD", "clients"}),
-        "server",
+        about="linear classifier on Synthetic(1, 1), 30 clients",
+        data=_synthetic,
+        model=lambda seed: MLP(60, (), seed=seed),
+        num_nodes=30,
+        batch_size=10,
+        max_steps=300,
+        optimizer="sgd",
+        lr=(1e-3, 1.0),
+        lr_of_signs=(3e-4, 3e-2),
+        computing=0.02,
+        priced_as=610,
+        kinds=frozenset({*_ALL, "plain SGD", "clients"}),
+        collective="server",
     ),
     "quadratics": Task(
-        "quadratics that differ by node; the loss is the distance from the known minimum",
-        *(8, 4, 300),
-        (3e-3, 1.0),
-        (1e-3, 0.1),
-        "sgd",
-        _points,
-        lambda seed: Quadratic(),
-        0.5,
-        1e8,
-        frozenset({*_ALL, "plain SGD", "clients"}),
+        about="quadratics that differ by node; the loss is the distance from the known minimum",
+        data=_points,
+        model=lambda seed: Quadratic(),
+        num_nodes=8,
+        batch_size=4,
+        max_steps=300,
+        optimizer="sgd",
+        lr=(3e-3, 1.0),
+        lr_of_signs=(1e-3, 0.1),
+        computing=0.5,
+        priced_as=1e8,
+        kinds=frozenset({*_ALL, "plain SGD", "clients"}),
     ),
 }
