@@ -40,6 +40,8 @@ CLAIMS = {
     ),
     "of twelve kinds whose truth is known": ("ladder", "ladders of twelve kinds whose truth is known"),
     "at least 93 % of the decided rankings are right": ("ladder", "At least 93 % of the decided rankings were right"),
+    "41 strategies at equal bytes": ("../README", "41 strategies, tuned equally, at equal bytes"),
+    "a strategy gets 12 trials": ("atlas", "Every strategy gets 12 trials"),
     "of 36 rankings of two strategies in the published ladder, only 27 held": (
         "ladder",
         "only 27 of 36 rankings of two strategies held at a larger size",
@@ -69,6 +71,11 @@ def test_every_number_is_among_them() -> None:
     for said in CLAIMS:
         left = left.replace(joined(said), "")
     assert set(re.findall(r"\d[\d.,]*\d|\d", left)) <= {"95"}  # of an interval
+
+
+def test_it_counts_the_strategies_and_tasks_of_the_atlas() -> None:
+    entries = [*(DOCS.parent / "vsim" / "atlas" / "results").glob("*/*.json")]
+    assert len({path.name for path in entries}) == 41 and len({path.parent for path in entries}) == 5
 
 
 def test_it_has_the_form_of_the_journal_and_its_references_exist() -> None:
