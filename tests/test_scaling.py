@@ -125,13 +125,13 @@ def test_an_outlier_counts_less_than_its_square() -> None:
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth() -> None:
-    """In 300 draws of noise, nominal 95 % intervals of every parameter hold it in 90 to 97 %."""
+    """In 200 draws of noise, nominal 95 % intervals of every parameter hold it in 90 to 97 %."""
     truth, held = {"A": 20.0, "a": -0.1, "b": 0.02, "c": 0.01}, dict.fromkeys("Aabc", 0)
-    for seed in range(300):
+    for seed in range(200):
         law = scaling.fit(drawn(power, 0.01, seed), "power", bootstrap=40, seed=seed)
         for name, (low, high) in law.intervals.items():
             held[name] += low <= truth[name] <= high
-    assert all(0.90 <= count / 300 <= 0.97 for count in held.values()), held
+    assert all(0.90 <= count / 200 <= 0.97 for count in held.values()), held
 
 
 def low_floor(N: Any, M: Any, H: Any) -> Any:
@@ -165,16 +165,16 @@ def test_one_degree_of_freedom_is_warned_of() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("law", [power, floored, low_floor])
 def test_predictions_of_a_form_that_fit_chose_hold_the_truth(law: Any) -> None:
-    """Of 100 draws, at 1, 10 and 100 times the largest size; the interval of the chosen form alone holds fewer."""
+    """Of 60 draws, at 1, 10 and 100 times the largest size; the interval of the chosen form alone holds fewer."""
     held = dict.fromkeys((1, 10, 100), 0)
-    for seed in range(100):
+    for seed in range(60):
         data = drawn(law, 0.005, seed)
         data = {name: own[data["H"] == 10] for name, own in data.items()}
-        found = scaling.fit(data, bootstrap=40, seed=seed)
+        found = scaling.fit(data, bootstrap=20, seed=seed)
         for factor in held:
             prediction = found.predict(N=3e6 * factor, M=16)
             held[factor] += prediction.low <= law(3e6 * factor, 16.0, 10.0) <= prediction.high
-    assert min(held.values()) >= 90, held
+    assert min(held.values()) >= 54, held
 
 
 def test_refused() -> None:
