@@ -116,7 +116,7 @@ def settings(seed: int) -> Iterator[tuple[Algorithm, int, int, Network, Compute]
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 25), *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "count"), [(0, 25), *(pytest.param(seed, 200, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
 def test_prices_are_those_of_every_step(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "MOST_TAKEN", 0)
