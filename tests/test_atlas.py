@@ -111,6 +111,7 @@ def test_the_interval_is_that_of_student() -> None:
     np.testing.assert_allclose(scores.interval(values), [values.mean() - half, values.mean() + half], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_strategy_of_ones_own_enters_and_resumes(
     short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,7 @@ def test_a_misspelled_option_brings_options_of_its_command(capsys: pytest.Captur
     assert "--steps T" in said and said.count("--steps") == 1 and "vsim compare --help" in said
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_a_command_in_silence() -> None:
     code = "import sys; from vsim_cli import main; sys.exit(main(['strategies']))"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

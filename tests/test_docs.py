@@ -104,6 +104,13 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=title)
+def test_no_section_stands_twice(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^## .+$", text, re.MULTILINE)
+    assert len({*heads}) == len(heads), heads
+
+
 def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
     made = importlib.import_module("strategy_tables")

@@ -299,10 +299,11 @@ def test_a_run_beside_others_is_its_own_fit(case: str) -> None:
         assert re.search("nothing to read|must be shared weights, torch.float32", result[name].failure), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(DCT|RandomBasis)TopK:UserWarning")
 @pytest.mark.parametrize(
     ("num_nodes", "seeds"),
-    [(2, [7]), *(pytest.param(k, seeds, marks=pytest.mark.slow) for k, seeds in ((1, [7]), (5, [1, 2])))],
+    [(2, [7]), (1, [7]), (5, [1, 2])],
 )
 def test_every_strategy_is_bitwise_its_own_fit(num_nodes: int, seeds: list[int]) -> None:
     strategies = {row.name: row.make() for row in TABLE if row.takes(num_nodes)}
@@ -338,7 +339,8 @@ def test_seeds_with_models_of_their_own_and_several_counts_are_their_own_fits() 
         assert_is_its_own_fit(swept[name], fit)
 
 
-def test_optimizers_that_are_stepped_together_go_on_when_one_leaves_or_all_are_resumed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_optimizers_of_every_class_go_on_when_a_run_leaves_or_all_are_resumed(tmp_path: Path) -> None:
     good = {cls.__name__: FedAvgStrategy(H=2, inner_optim=cls, lr=1e-2) for cls in ELEMENTWISE}
     beside = Beside(good, {"bad": broken(2)})
     with quietly():
@@ -547,6 +549,7 @@ def swept(**options: Any) -> vsim.Sweep:
     return vsim.sweep(start, *digits(), strategy=FedAvgStrategy, settings=GRID, **{**defaults, **options})
 
 
+@pytest.mark.slow
 def test_halving_keeps_the_winner_and_its_bits() -> None:
     full, halved = (swept(deterministic=True, seeds=[1, 2], halving=halving) for halving in (None, 3))
     assert halved.best() == full.best()
@@ -656,6 +659,7 @@ def test_allreduce_next_to_runs_that_are_behind_resumes_to_the_bit(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_sweep_with_halving_resumes_to_the_bit(tmp_path: Path) -> None:
     expected = swept(halving=3)
     for at in (5, 20):  # at the first rung, and after the second

@@ -166,8 +166,9 @@ class _Moment:
         return run
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a generator that is closed
-@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("together", [True, False])
 def test_any_moment(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missing, and what is saved resumes as if it had not been interrupted."""
     train, straight = Race.train_here, compared(together=together)

@@ -128,6 +128,7 @@ def test_tuned_at_each_size_within_a_budget() -> None:
     assert "tuned at the largest size" in decision.assumptions[1]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path, ladder: Ladder) -> None:
     options: dict[str, Any] = {"tokens_per_parameter": 0.5, "save_dir": tmp_path / "ladder", "checkpoint_interval": 2}
     last = int(ladder.largest["AllReduce"].history.last("step"))
@@ -161,6 +162,7 @@ def test_an_interrupt_keeps_the_sizes_that_have_ended(tmp_path: Path) -> None:
         climbed(lambda width: model(4) if calls.count(4) < 9 else mlp(width), sizes=[2, 4], max_steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:too few steps")
 def test_sizes_at_which_a_strategy_never_communicated_are_named_and_left_out(tmp_path: Path) -> None:
     """41 and 77 parameters take 3 and 5 steps, 149 take 10; a strategy that never does communicate stays."""

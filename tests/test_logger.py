@@ -313,6 +313,7 @@ def offline(tmp_path: Path, **options: Any) -> WandbLogger:
     return WandbLogger("vsim-tests", mode="offline", dir=str(tmp_path), **options)
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, told: Any, capfd: pytest.CaptureFixture[str]) -> None:
     import wandb
 

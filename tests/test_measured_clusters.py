@@ -8,6 +8,7 @@ import pytest
 from reproductions import measured_clusters as clusters
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_writes() -> None:
     assert clusters.PAGE.read_text(encoding="utf-8") == clusters.page(), (
         "run python -m tests.reproductions.measured_clusters"

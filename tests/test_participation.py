@@ -340,8 +340,9 @@ def test_who_joins_copies_the_first_that_stays() -> None:
     assert trainer.strategy is not None and trainer.strategy.cluster.weights.flatten().tolist() == [-6, -9]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*SimpleReduce")
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_every_strategy_sees_the_present_rows_only(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of absent nodes may hold anything: filled with NaN, they change nothing."""
     schedule = Schedule({0: [1, 2, 3], 2: [0, 2], 3: [0, 1, 2, 3], 5: [2], 6: [1, 2, 3]})
@@ -496,7 +497,8 @@ def test_a_plan_in_which_nothing_happens_is_no_plan() -> None:
         assert_same_results(compared(own, model, participation=plan, **clock, **options), expected[len(own)])
 
 
-@pytest.mark.parametrize("stop", [7, pytest.param(6, marks=pytest.mark.slow)])  # within a round, and at its end
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [7, 6])  # within a round, and at its end
 def test_cohorts_resume(stop: int, tmp_path: Path) -> None:
     whole = compared(FEDERATED, participation=Sample(2, of=7))
     own: dict[str, Any] = {"participation": Sample(2, of=7), "save_dir": tmp_path}

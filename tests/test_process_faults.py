@@ -627,6 +627,7 @@ def said_by(code: str, **environment: str) -> str:
     return done.stdout or done.stderr
 
 
+@pytest.mark.slow
 @linux
 def test_a_fork_server_starts_no_thread_and_asks_for_no_device_and_groups_end() -> None:
     """Neither threads of OpenMP nor a device would survive a fork. Nothing keeps a group that was destroyed."""

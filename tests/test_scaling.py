@@ -138,6 +138,7 @@ def low_floor(N: Any, M: Any, H: Any) -> Any:
     return 30 * N**-0.15 * M**0.02 * H**0.01 + 0.5
 
 
+@pytest.mark.slow
 def test_a_prediction_holds_those_of_all_forms_that_fit_alike() -> None:
     """Data of a law with a low floor do not tell the two forms apart, which 100 times beyond are far apart."""
     data = {name: own[drawn(low_floor)["H"] == 10] for name, own in drawn(low_floor, 0.004, 7).items()}

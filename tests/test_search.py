@@ -236,6 +236,7 @@ def test_a_study_without_records_continues_with_a_warning(monkeypatch: pytest.Mo
         tune(storage=storage)
 
 
+@pytest.mark.slow
 def test_a_search_that_prunes_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"trials": 4, "together": 4, "pruner": Odd(), "val_interval": 2, "max_steps": 7}
     whole = tune(**options)
@@ -295,6 +296,7 @@ def test_an_interrupt_leaves_the_batch_to_the_next_call(tmp_path: Path) -> None:
     assert_equally_told(tune(storage=storage, save_dir=tmp_path).study, tune().study)
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_first_batch_can_be_resumed(tmp_path: Path) -> None:
     def interrupt(run: Any) -> None:
         if run.done == 3:

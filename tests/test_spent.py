@@ -62,6 +62,7 @@ def coarser(comparison: vsim.Comparison, every: int) -> vsim.Comparison:
     return made
 
 
+@pytest.mark.slow
 def test_a_run_validated_less_often_is_the_same_run(fine: vsim.Comparison) -> None:
     real = compared(STRATEGIES, num_nodes=4, max_steps=STEPS, val_interval=5)
     for name, run in coarser(fine, 5).items():

@@ -286,6 +286,7 @@ def test_files_hold_the_settings(swept: Sweep, mixed: Sweep, tmp_path: Path) -> 
     assert json.loads((tmp_path / "n.json").read_text())["settings"] == {"H=2": {"H": 2, "lr": 0.5, "flag": True}}
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_all_of_it(swept: Sweep) -> None:
     html = swept._repr_html_()
     assert "<table>" in html and html.count("<img") == 2  # curves, and the map of the first two settings

@@ -138,6 +138,7 @@ def test_of_tied_settings_the_middle_one_is_taken(losses: list[list[float | None
     assert sweep.chosen().endswith(chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* that was tried:UserWarning")
 def test_tuning_resumes_from_its_folder(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tune": {"lr": LRS[:3]}, "seeds": [3, 7]}
