@@ -405,7 +405,7 @@ def put(h: Tensor, m: Any) -> Tensor:
 
 
 DOES: dict[str, tuple[Callable[[], Doing], str]] = {
-    "self.last = h.detach()": (lambda: Doing(keeping), "last keeps a tensor"),
+    "self.last = h.detach()": (lambda: Doing(keeping), ""),
     "float(h)": (lambda: Doing(lambda h, m: setattr(m, "number", float(h.detach().sum())) or h), "number"),
     "h[mask]": (lambda: Doing(lambda h, m: h[h > 0.1]), "vmap"),
     "h[mask] = 0": (lambda: Doing(set_by_mask), "vmap"),

@@ -373,8 +373,8 @@ KINDS: dict[str, Kind] = {
     "a count": Kind(of(scaled_by(counted), having(calls=int)), "calls"),
     "NumPy's generator": Kind(of(scaled_by(drawn), having(stream=lambda: np.random.default_rng(3))), "stream"),
     "torch's generator": Kind(of(scaled_by(drawn), having(stream=lambda: torch.Generator().manual_seed(3))), "stream"),
-    "a mean": Kind(of(average, having(mean=lambda: torch.zeros(5))), "mean keeps a tensor"),
-    "outputs are kept": Kind(of(shown), "shown keeps a tensor"),
+    "a mean": Kind(of(average, having(mean=lambda: torch.zeros(5))), "mean"),
+    "outputs are kept": Kind(of(shown)),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "loop": {"executor": "loop"},

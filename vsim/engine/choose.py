@@ -29,8 +29,9 @@ _STEPS_TO_REPLAY = 8  # steps until CUDA graphs, captured in the second and thir
 class Decision:
     """The choice of an executor for a model: its class `kind`, the reason `why`, and the worst proof, `proved`.
 
-    Three dicts have the shapes of a batch as key: `proofs` holds the proof, `left` the error of a failed proof, and
-    `again` the step at which the proof is repeated on replayed CUDA graphs.
+    `kept` holds the attributes in which `forward` keeps tensors, see `vsim.engine.kept`. Three dicts have the shapes of
+    a batch as key: `proofs` holds the proof, `left` the error of a failed proof, and `again` the step at which the
+    proof is repeated on replayed CUDA graphs.
     """
 
     kind: Callable[..., Executor] | None = None
@@ -39,6 +40,7 @@ class Decision:
     proofs: dict[Any, Proof] = field(default_factory=dict)
     left: dict[Any, VmapError] = field(default_factory=dict)
     again: dict[Any, int] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
     followers: WeakSet[AutoExecutor] = field(default_factory=WeakSet)
 
 
@@ -151,6 +153,7 @@ class AutoExecutor(Executor):
         else:
             self.decision.again.pop(key, None)
         proofs[key] = proof
+        self.decision.kept.update(proof.kept)
         self.decision.proved = str(max(proofs.values(), key=lambda proof: proof[1:3]))
 
     def _choose_simpler(self, error: Exception) -> None:
@@ -174,6 +177,7 @@ class AutoExecutor(Executor):
         made = self.decision.kind(self.replicas, self.objective, self.generators, settings)
         if isinstance(made, VmapExecutor):
             made.left, made.has_worked = self.decision.left, bool(self.decision.proofs)
+            made.kept = self.decision.kept
         return made
 
     def _backward(self, batch: Any, share: float, first: bool) -> Tensor:

@@ -48,6 +48,7 @@ _MOST_CHANGES = 8  # recompilations after which a model is assumed to change at 
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
+_KEEPS = "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"
 _WIDTHS = {"AVX2": 256, "AVX512": 512}  # bits of vectors by CPU capability
 
 # Finds the failed operation and the reason in a compiler's error, whose first line names neither.
@@ -205,7 +206,10 @@ class CompiledExecutor(VmapExecutor):
         self.compiled = compiled
         try:
             compared(self, ours, theirs)
-            return prove(self, self._made_uncompiled, batch, evaluating=self._draws)
+            proof = prove(self, self._made_uncompiled, batch, evaluating=self._draws)
+            if proof.kept:
+                raise VmapError(_KEEPS)
+            return proof
         except (DifferError, VmapError) as error:
             raise CompileError(f"the model cannot be compiled: {error}") from error
 
@@ -327,7 +331,7 @@ def _summary(error: Exception) -> str:
     """Return the first line of a compiler's error, and the line of the model that caused the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any("storage of BatchedTensorImpl" in line for line in lines[:2]):
-        return "it keeps a tensor that it has computed, as in self.part = …, which has no place outside of the graph"
+        return _KEEPS
     where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
     summary = f"{type(error).__name__}: {lines[0] if lines else ''}"
     if of_operation := _OF_OPERATION.search(str(error)):

@@ -3,7 +3,8 @@
 A model must be a function of its parameters, buffers, batch and torch's generators. `prove` runs before the first step
 with each shape of batch. Losses, gradients and buffers must agree up to rounding. An attribute that the second step
 changes again, such as a counter, or a draw from a generator of Python or NumPy is each node's own, which only the loop
-computes. The proof restores what its calls change.
+computes; a tensor of the step that `forward` keeps is not, if no later step computes with it (`vsim.engine.kept`). The
+proof restores what its calls change.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from vsim.arguments import retold
 from vsim.cluster.randomness import fingerprints, preserved
 from vsim.cluster.replicas import Replicas, Views, matrix
+from vsim.engine import kept as keeping
 from vsim.engine.attributes import Outside, changed, shown
 from vsim.engine.batched import VmapError
 from vsim.engine.casting import Casts
@@ -50,7 +52,7 @@ class Proof(NamedTuple):
     """The compared nodes, and the largest differences of losses, and of gradients.
 
     Attributes:
-        calls, work: see `Lowering`. differing: see `VmapExecutor`.
+        calls, work: see `Lowering`. differing, kept: see `VmapExecutor`.
     """
 
     nodes: Sequence[int]
@@ -59,6 +61,7 @@ class Proof(NamedTuple):
     calls: Mapping[tuple[str, str], int]
     work: Mapping[tuple[str, str], int] = MappingProxyType({})
     differing: str = ""
+    kept: Sequence[str] = ()
 
     def __str__(self) -> str:
         nodes = " and ".join(map(str, self.nodes))
@@ -110,17 +113,17 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         reference = objective.copied()
         try:
             with Casts() as casts:
-                loop, own = _in_loop(executor, reference, outside, rows, batches)
+                loop, own, kept = _in_loop(executor, reference, outside, rows, batches)
                 if evaluating:
                     objective.eval()
                     reference = objective.copied()
-                    loop, _ = _in_loop(executor, reference, outside, rows, batches)
+                    loop, *_ = _in_loop(executor, reference, outside, rows, batches)
         except RuntimeError as error:
-            if kept := [*dict(reference.attached())]:
-                raise retold(error, f"{error}. {advice_on(kept)}") from error
+            if attached := [*dict(reference.attached())]:
+                raise retold(error, f"{error}. {advice_on(attached)}") from error
             raise
         executor.casts = executor.casts or casts.seen
-        fast, failure = _steps(uncompiled, executor, objective, rows, batches), None
+        fast, failure = _steps(uncompiled, executor, objective, rows, batches, kept), None
         try:
             for theirs in loop:
                 ours = next(fast)
@@ -128,6 +131,13 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 apart.append(compared(executor, ours, theirs))
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
             failure = error
+        carried = kept if isinstance(failure, DifferError) else []
+        carried = carried or ([] if failure else keeping.differing(objective, reference, kept))
+        if carried and not own:
+            own = (
+                f"a step computes with what {listed([shown(path) for path in carried])} has of the step before, which "
+                "is each node's own: make it a buffer (register_buffer), and its nodes are computed together"
+            )
         if why := _kept_in(objective) or own:
             raise OwnStateError(f"the model cannot be vectorised over nodes: {why} — {_LOOP}") from failure
         if isinstance(failure, VmapError):
@@ -135,7 +145,7 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
         if failure is not None:
             raise VmapError(f"the model cannot be vectorised over nodes: {failure} — {_LOOP}") from failure
     losses, gradients = map(max, zip(*apart, strict=True))
-    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls, ours.work, differing)
+    return Proof([whole.first_node + row for row in rows], losses, gradients, ours.calls, ours.work, differing, kept)
 
 
 def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float]:
@@ -156,35 +166,42 @@ def compared(executor: Executor, ours: Step, theirs: Step) -> tuple[float, float
 
 def _in_loop(
     executor: Executor, objective: Objective, outside: Outside, rows: list[int], batches: Sequence[Any]
-) -> tuple[list[Step], str]:
-    """Return the loop's steps, and why every node needs Python state of its own, if it does."""
+) -> tuple[list[Step], str, Sequence[str]]:
+    """Return the loop's steps; why every node needs Python state of its own, if it does; and which tensors it keeps."""
     device, steps, contents = executor.replicas.weights.device, list[Step](), list[list[dict[str, bytes]]]()
     before = fingerprints(device)
     for step in _steps(LoopExecutor, executor, objective, rows, batches):
         steps.append(step.copied())
         contents.append([own.contents for own in objective.copies()])
     pairs = zip(*contents, strict=True)
-    if again := [*dict.fromkeys(shown(path) for first, second in pairs for path in changed(first, second))]:
-        return steps, (
-            f"forward changes {listed(again)} in every step, which each node has of its own: make it a buffer "
+    again = [*dict.fromkeys(path for first, second in pairs for path in changed(first, second))]
+    kept = keeping.of_step(objective, again)
+    if own := [shown(path) for path in again if path not in kept]:
+        why = (
+            f"forward changes {listed(own)} in every step, which each node has of its own: make it a buffer "
             "(register_buffer), and its nodes are computed together"
         )
+        return steps, why, kept
     now = fingerprints(device)
     if drawn := [*(name for name in ("random", "numpy.random") if before.get(name) != now.get(name)), *outside.drawn()]:
-        return (
-            steps,
-            f"forward draws from {listed(drawn)}, of which nodes have none of their own: draw by torch's functions",
-        )
-    return steps, ""
+        why = f"forward draws from {listed(drawn)}, of which nodes have none of their own: draw by torch's functions"
+        return steps, why, kept
+    return steps, "", kept
 
 
 def _steps(
-    make: Callable[..., Any], executor: Executor, objective: Objective, rows: list[int], batches: Sequence[Any]
+    make: Callable[..., Any],
+    executor: Executor,
+    objective: Objective,
+    rows: list[int],
+    batches: Sequence[Any],
+    kept: Sequence[str] = (),
 ) -> Iterator[Step]:
     """Yield a step for each batch, computed by a new executor on copies of `rows`; weights are not updated.
 
     Args:
         make: makes an executor.
+        kept: attributes that the executor keeps for the first node; no step may compute with those of the one before.
     """
     whole, like = executor.replicas, executor.replicas.weights
     weights, grads = (matrix(len(rows), whole.num_parameters, like.dtype, like.device) for _ in range(2))
@@ -194,9 +211,12 @@ def _steps(
     streams = [torch.Generator(like.device).set_state(executor.generators[row].get_state()) for row in rows]
     for batch, at_once in zip(batches, (None, 1), strict=True):
         engine = make(own, objective, streams, replace(executor.settings, chunk_size=at_once, compile=False))
+        if kept:
+            engine.kept = kept
         losses = engine.losses_and_grads(cloned(batch))
         known = {name: getattr(engine, name) for name in ("calls", "work", "differing") if hasattr(engine, name)}
         yield Step(losses, grads, buffers, **known)
+        keeping.spoil(objective, kept)  # unless this was the last step
 
 
 def _kept_in(objective: Objective) -> str:

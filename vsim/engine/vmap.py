@@ -6,7 +6,7 @@ import functools
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vsim.cluster.randomness import drawing_from
 from vsim.cluster.replicas import Replicas, Views
 from vsim.engine import batched
+from vsim.engine import kept as keeping
 from vsim.engine.attributes import Attributes
 from vsim.engine.batched import NodesDifferError, NumbersDifferError, VmapError
 from vsim.engine.executor import Executor, Settings, check_depends, cloned, write_gradients
@@ -93,6 +94,7 @@ class VmapExecutor(Executor):
         calls, work: (operation, way) → calls, and multiplications of a node, in the first step; see `Lowering`.
         not_vmapped: number of calls that the loop has taken over.
         differing: in words, the last float that Python read and that differed between nodes.
+        kept: paths of attributes in which `forward` keeps a tensor of the step, see `vsim.engine.kept`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +108,7 @@ class VmapExecutor(Executor):
         self.work: Counter[tuple[str, str]] = Counter()
         self.not_vmapped = 0
         self.differing = ""
+        self.kept: Collection[str] = ()
         self._why_not_vmapped = ""
         self.has_worked = False
         self.left: dict[Any, VmapError] = {}  # shapes of batches that the loop computes → reason
@@ -219,6 +222,8 @@ class VmapExecutor(Executor):
             return self._loop.compute(range(self.replicas.num_held), batch, share, first)
         losses, python = [], self._attributes.noted()
         for number, piece in enumerate(self.pieces):
+            if number == 1:
+                of_first = keeping.values(self.objective, self.kept)
             if number:
                 python()  # one step of all nodes: each piece begins with the same attributes
             lowering, own_batch = self.lowering(number, first=first and share == 1.0), self._own_batch(batch, piece)
@@ -236,6 +241,8 @@ class VmapExecutor(Executor):
             for stream, state in lowering.undrawn:
                 self.settings.undrawn.setdefault(stream, state)
             losses.append(stacked.detach() * share if share != 1.0 else stacked.detach())
+        if len(self.pieces) > 1:
+            of_first()
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _by_loop(self, piece: Piece, batch: Any, share: float, first: bool, error: VmapError) -> Tensor:
@@ -281,7 +288,7 @@ class VmapExecutor(Executor):
                 return self.objective(batch, False)[0]
 
         parts = (piece.leaves, piece.buffers, batch)
-        losses: Tensor = self._vmapped(loss_of_node, lowering, piece.size, *parts)
+        losses: Tensor = self._vmapped(self.objective, loss_of_node, lowering, piece.size, *parts)
         return losses
 
     def _evaluate(
@@ -300,7 +307,8 @@ class VmapExecutor(Executor):
             try:
                 with drawing_from(stream), self._precision():
                     size, lowering = rows.stop - rows.start, Lowering(None)
-                    outcomes.append(self._vmapped(outcome_of_node, lowering, size, *parts, batch_of_all=True))
+                    own = self._vmapped(objective, outcome_of_node, lowering, size, *parts, batch_of_all=True)
+                    outcomes.append(own)
             except VmapError as error:
                 stream.set_state(state)
                 evaluated = super()._evaluate(objective, weights, buffers, batch, stream)
@@ -312,6 +320,7 @@ class VmapExecutor(Executor):
 
     def _vmapped(
         self,
+        objective: Objective,
         of_node: Callable[..., Any],
         lowering: Lowering,
         size: int,
@@ -323,6 +332,7 @@ class VmapExecutor(Executor):
         """Call of_node(weights, buffers, batch) once, vmapped over all nodes; return its stacked results.
 
         Args:
+            objective: what `of_node` calls.
             size: K, the number of nodes.
             weights, buffers, batch: stacked over the nodes.
             batch_of_all: whether the nodes share `batch`, as in evaluation; they then draw the same random numbers.
@@ -336,6 +346,9 @@ class VmapExecutor(Executor):
                 with lowering:
                     outcome = of_node(own_weights, own_buffers, own_batch)
                 stacked = mapped(lambda t: remove_batch_dim(t, level, size, 0), outcome)
+                keeping.take_first(
+                    objective, self.kept, lambda t: remove_batch_dim(t.detach(), level, size, 0)[0].clone()
+                )
         except Exception as error:
             kind = type(error) if isinstance(error, NodesDifferError) else VmapError
             raise kind(_explain_vmap_failure(error)) from error
