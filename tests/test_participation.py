@@ -393,10 +393,10 @@ def test_a_run_that_resumes_validates_in_the_same_calls(tmp_path: Path, monkeypa
     sizes, vmapped = list[int](), VmapExecutor._vmapped
 
     def noted(
-        self: VmapExecutor, of_node: Any, lowering: Any, size: int, *parts: Any, batch_of_all: bool = False
+        self: VmapExecutor, model: Any, of_node: Any, lowering: Any, size: int, *parts: Any, batch_of_all: bool = False
     ) -> Any:
         sizes.extend([size] if batch_of_all else [])
-        return vmapped(self, of_node, lowering, size, *parts, batch_of_all=batch_of_all)
+        return vmapped(self, model, of_node, lowering, size, *parts, batch_of_all=batch_of_all)
 
     monkeypatch.setattr(VmapExecutor, "_vmapped", noted)
     options: dict[str, Any] = {"num_nodes": 4, "val_interval": 1, "progress": False, "strategy": FedAvgStrategy(H=9)}
