@@ -18,18 +18,18 @@ from vsim.engine.objective import Objective
 
 def of_step(objective: Objective, paths: Collection[str]) -> list[str]:
     """Return those of the paths of attributes that hold one tensor, in a module that PyTorch registers."""
-    return [f"{path}.{name}" for path, name, _ in _places(objective, paths)]
+    return [path for path, _, _ in _places(objective, paths)]
 
 
 def take_first(objective: Objective, paths: Collection[str], of_first: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors of all nodes, at these paths, by those of the first node."""
-    for _, name, attributes in _places(objective, paths):
+    for _, attributes, name in _places(objective, paths):
         attributes[name] = of_first(attributes[name])
 
 
 def values(objective: Objective, paths: Collection[str]) -> Callable[[], None]:
     """Return a function that sets the present tensors at these paths again."""
-    found = [(attributes, name, attributes[name]) for _, name, attributes in _places(objective, paths)]
+    found = [(attributes, name, attributes[name]) for _, attributes, name in _places(objective, paths)]
 
     def restore() -> None:
         for attributes, name, value in found:
@@ -40,7 +40,7 @@ def values(objective: Objective, paths: Collection[str]) -> Callable[[], None]:
 
 def spoil(objective: Objective, paths: Collection[str]) -> None:
     """Set the tensors at these paths to other values, with which no result of a later step is right."""
-    for _, name, attributes in _places(objective, paths):
+    for _, attributes, name in _places(objective, paths):
         value = attributes[name]
         real = value.is_floating_point() or value.is_complex()
         attributes[name] = torch.full_like(value, torch.nan) if real else ~value
@@ -48,8 +48,9 @@ def spoil(objective: Objective, paths: Collection[str]) -> None:
 
 def differing(objective: Objective, other: Objective, paths: Collection[str]) -> list[str]:
     """Return the paths at which the tensors of two copies differ by more than rounding."""
-    theirs = {f"{path}.{name}": attributes[name] for path, name, attributes in _places(other, paths)}
-    ours = {f"{path}.{name}": attributes[name] for path, name, attributes in _places(objective, paths)}
+    ours, theirs = (
+        {path: attributes[name] for path, attributes, name in _places(own, paths)} for own in (objective, other)
+    )
     return [path for path in paths if not _are_close(ours.get(path), theirs.get(path))]
 
 
@@ -63,11 +64,13 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return torch.allclose(ours, theirs, rtol=0.0, atol=apart, equal_nan=True)
 
 
-def _places(objective: Objective, paths: Collection[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (path of the module, name, the module's attributes) for paths that hold a tensor."""
-    if paths:
-        for path, owner, is_hidden in objective.owners():
-            attributes = vars(owner)
-            for name in [] if is_hidden else [name for name in attributes if f"{path}.{name}" in paths]:
-                if type(attributes[name]) is Tensor:
-                    yield path, name, attributes
+def _places(objective: Objective, paths: Collection[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (path, the module's attributes, name) for those of the paths that hold a tensor."""
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        try:
+            attributes = vars(objective.get_submodule(module))
+        except AttributeError:  # of an object, or of a module that PyTorch does not register
+            continue
+        if type(attributes.get(name)) is Tensor:
+            yield path, attributes, name

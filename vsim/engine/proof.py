@@ -131,12 +131,14 @@ def prove(executor: Executor, uncompiled: Callable[..., Any], batch: Any, evalua
                 apart.append(compared(executor, ours, theirs))
         except Exception as error:  # the steps differ, or an earlier call has changed attributes of the model
             failure = error
-        carried = kept if isinstance(failure, DifferError) else []
-        carried = carried or ([] if failure else keeping.differing(objective, reference, kept))
+        if failure is None:
+            carried: Sequence[str] = keeping.differing(objective, reference, kept)
+        else:
+            carried = kept if isinstance(failure, DifferError) else []
         if carried and not own:
             own = (
-                f"a step computes with what {listed([shown(path) for path in carried])} has of the step before, which "
-                "is each node's own: make it a buffer (register_buffer), and its nodes are computed together"
+                f"a step computes with what {listed([shown(path) for path in carried])} keeps from the step before, "
+                "which is each node's own: make it a buffer (register_buffer), and its nodes are computed together"
             )
         if why := _kept_in(objective) or own:
             raise OwnStateError(f"the model cannot be vectorised over nodes: {why} — {_LOOP}") from failure

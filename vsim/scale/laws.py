@@ -38,7 +38,7 @@ VARIABLES = ("N", "M", "H")
 # δ of Huber's loss: larger differences of logarithms count linearly, not squared. Few runs of a sweep differ from a law
 # by more than two per cent, so that only outliers count less.
 _HUBER = 0.02
-_STARTS, _KEPT = 32, 4  # the fit begins at the best of them; in 144 tried fits the best one was enough
+_STARTS, _KEPT = 32, 4  # the fit begins at those with the least loss; in 144 tried fits the best one was enough
 _MOST_DRAWS = 100_000  # of the bootstrap
 # The lowest logarithm of a floor; below it, the data are of a power law.
 _LOWEST = -50.0
