@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_build  # noqa: F401
 from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import vsim
 from vsim.cluster.optim import OptimSpec
@@ -65,12 +66,8 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that makes a small `transformers.Trainer`, with other arguments."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    try:
-        trainer_class = transformers.Trainer
-    except ImportError as error:  # such as a torchvision that does not fit this torch
-        pytest.skip(f"transformers.Trainer cannot be imported here: {error}")
 
-    def make(cls: Any = trainer_class, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
+    def make(cls: Any = transformers.Trainer, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -175,6 +172,20 @@ def test_what_transformers_trains_otherwise_is_an_error(make_trainer: Callable[.
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return WeightedRandomSampler([1.0] * 2 + [0.0] * 22, 24)
+
+    class Loads(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)
+
+    class Watches(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    assert vsim.from_trainer(make_trainer(cls=Watches))["max_steps"] == STEPS
+
     class Writes(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         pass
 
@@ -184,6 +195,8 @@ def test_what_transformers_trains_otherwise_is_an_error(make_trainer: Callable[.
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"gradient_accumulation_steps": 4, "dataloader_drop_last": True}, "gradient_accumulation_steps=4 with"),
         ({"cls": Own}, "the method compute_loss of Own"),
+        ({"cls": Weighted}, "the method _get_train_sampler of Weighted"),
+        ({"cls": Loads}, "the method get_train_dataloader of Loads"),
         ({"trainer": {"callbacks": [Writes()]}}, "the callback Writes"),
         ({"trainer": {"compute_loss_func": lambda *_, **__: None}}, "compute_loss_func"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "the schedule ReduceLROnPlateau"),
@@ -228,6 +241,25 @@ def adam_with_groups(self: Any) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def every_third_batch(self: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 3}}
+
+
+def one_cycle(self: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.5, total_steps=self.trainer.estimated_stepping_batches, cycle_momentum=False
+    )
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def cycles_momentum(self: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12)}
+
+
 def by_epoch(self: Any) -> tuple[list[Any], list[Any]]:
     optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
     return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
@@ -247,6 +279,9 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
         (adam_with_groups, {}, 8),
         (by_epoch, {"max_epochs": -1, "max_steps": 7, "gradient_clip_val": None}, 8),
         (by_epoch, {"accumulate_grad_batches": 2, "gradient_clip_val": None}, 7),
+        (every_third_batch, {"max_steps": 11}, 7),
+        (every_third_batch, {"accumulate_grad_batches": 2, "max_steps": 1000}, 7),
+        (one_cycle, {}, 7),
     ],
 )
 @pytest.mark.slow
@@ -266,6 +301,45 @@ def test_one_node_takes_the_steps_of_lightning(
 
 
 @pytest.mark.slow
+def test_modules_are_set_up_as_lightning_does(lightning: Any, tmp_path: Path) -> None:
+    """By a data module without validation data, and by hooks of both in Lightning's order; the module is left alone."""
+    calls = list[str]()
+
+    class Data(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
+        def prepare_data(self) -> None:
+            calls.append("prepare")
+
+        def setup(self, stage: str) -> None:
+            calls.append(f"data {stage}")
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(vectors(28), 7)
+
+    def setup(self: Any, stage: str) -> None:
+        calls.append(f"module {stage}")
+        with torch.no_grad():
+            next(self.parameters()).zero_()
+
+    def training_step(self: Any, batch: Any, number: int) -> Any:  # Lightning counts its arguments
+        assert number >= 0
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return module_of(lightning, by_epoch, setup=setup, training_step=training_step)
+
+    module = made()
+    arguments = vsim.from_trainer(lightning_trainer(lightning, tmp_path), module, Data())
+    assert calls == ["prepare", "data fit", "module fit"] and arguments["val_dataset"] is None
+    assert next(module.parameters()).any()
+    found = trained_alone(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning_trainer(lightning, tmp_path).fit(module, Data())
+    assert_close(found, module, "module.")
+
+
+@pytest.mark.slow
 def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: Path) -> None:
     def hook(self: Any, *_: Any) -> None:
         pass
@@ -281,6 +355,10 @@ def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: P
         (two, {}, {}, "several optimizers"),
         (some, {}, {}, "parameters that the optimizer does not step (module.net."),
         (by_epoch, {"on_train_batch_end": hook}, {}, "the hook on_train_batch_end of Module"),
+        (by_epoch, {"on_after_batch_transfer": hook}, {}, "the hook on_after_batch_transfer of Module"),
+        (by_epoch, {"configure_callbacks": hook}, {}, "the hook configure_callbacks of Module"),
+        (cycles_momentum, {}, {}, "the schedule OneCycleLR, which changes betas"),
+        (by_epoch, {}, {"max_time": "00:01:00:00"}, "the callback Timer"),
         (by_epoch, {}, {"callbacks": [callback]}, "the callback Writes"),
         (by_epoch, {}, {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm="),
         (by_epoch, {}, {"accumulate_grad_batches": 3}, "accumulate_grad_batches=3 with an incomplete step"),
@@ -291,6 +369,19 @@ def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: P
         with pytest.raises(ValueError, match="from_trainer cannot carry") as caught:
             vsim.from_trainer(trainer, module_of(lightning, configure, **methods), DataLoader(vectors(28), 7))
         assert named in str(caught.value)
+    data = vectors(28)
+    loaders = {
+        "the sampler WeightedRandomSampler": DataLoader(data, 7, sampler=WeightedRandomSampler([1.0] * 28, 28)),
+        "draws with replacement": DataLoader(data, 7, sampler=RandomSampler(data, replacement=True)),
+        "another number of examples": DataLoader(data, 7, sampler=RandomSampler(data, num_samples=7)),
+        "a batch_sampler": DataLoader(data, batch_sampler=[[0, 1], [2]]),
+    }
+    for named, loader in loaders.items():
+        with pytest.raises(ValueError, match=named):
+            vsim.from_trainer(lightning_trainer(lightning, tmp_path), module_of(lightning, by_epoch), loader)
+    augments = type("Data", (lightning.LightningDataModule,), {"on_after_batch_transfer": hook})()
+    with pytest.raises(ValueError, match="the hook on_after_batch_transfer of Data"):
+        vsim.from_trainer(lightning_trainer(lightning, tmp_path), module_of(lightning, by_epoch), augments)
     with pytest.raises(TypeError, match="module is missing"):
         vsim.from_trainer(lightning_trainer(lightning, tmp_path))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchvision_build  # noqa: F401
 from standing_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,17 +19,6 @@ from vsim import Trainer
 from vsim.strategy import DiLoCoStrategy
 
 pytestmark = pytest.mark.slow
-
-# timm imports torchvision, and so does transformers where it can. That registers forms of two operators of its compiled
-# library, which a build of torch for another device than torchvision's cannot load: there they are declared.
-if torchvision := importlib.util.find_spec("torchvision"):
-    try:
-        for library in Path(str(torchvision.origin)).parent.glob("_C*.so"):  # newer ones: _C_stable.so
-            torch.ops.load_library(library)
-    except OSError:
-        OPERATORS = torch.library.Library("torchvision", "DEF")  # declared as long as it lives
-        for operator in ("nms", "qnms"):
-            OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 # Of transformers ------------------------------------------------------------------------------------------------------
 

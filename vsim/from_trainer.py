@@ -24,15 +24,18 @@ from vsim.private_torch import mark_stepped
 
 # Arguments of optimizers that choose between equal implementations.
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")
-# Methods that a subclass of transformers' Trainer may override to train otherwise, and hooks of a LightningModule.
-_OF_TRAINER = ("compute_loss", "training_step", "get_batch_samples", "_inner_training_loop", "train")
-_HOOKS = (
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward", "lr_scheduler_step"),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_fit_start"),
-    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end"),
+# What a subclass may override without another training: patterns of methods. All others of the library are refused.
+_OF_TRAINER = (
+    *("*eval*", "*predict*", "*test*", "*log*", "*save*", "*checkpoint*", "*metrics*", "*model_card*", "*hub*"),
+    *("create_optimizer*", "create_scheduler", "get_decay_parameter_names", "get_optimizer_*", "floating_point_ops"),
+)
+_OF_MODULE = (
+    *("forward", "training_step", "configure_optimizers", "configure_model", "prepare_data", "setup", "teardown"),
+    *("*validation*", "*val_dataloader", "*test*", "*predict*", "*checkpoint*", "*hyperparameters*", "*state_dict"),
+    *("train_dataloader", "log*", "print", "to_*", "on_fit_end", "on_train_end", "on_exception", "from_datasets"),
 )
 # Callbacks of Lightning that only watch.
-_WATCHING = ("Checkpoint", "ProgressBar", "Summary", "LearningRateMonitor", "DeviceStatsMonitor", "Timer")
+_WATCHING = ("Checkpoint", "ProgressBar", "Summary", "LearningRateMonitor", "DeviceStatsMonitor")
 
 
 def from_trainer(
@@ -73,14 +76,13 @@ def _reject(found: Mapping[str, Any]) -> None:
 
 
 def _of_transformers(trainer: Any) -> dict[str, Any]:
-    args, cls = trainer.args, type(trainer)
-    base = next(own for own in cls.__mro__ if own.__name__ == "Trainer" and own.__module__.startswith("transformers."))
+    args = trainer.args
     foreign = [
         type(one).__name__
         for one in trainer.callback_handler.callbacks
         if not type(one).__module__.startswith("transformers.") or type(one).__name__ == "EarlyStoppingCallback"
     ]
-    overridden = [name for name in _OF_TRAINER if getattr(cls, name, None) is not getattr(base, name, None)]
+    overridden = _overridden(trainer, _OF_TRAINER)
     order = getattr(args, "train_sampling_strategy", "random")
     _reject(
         {
@@ -91,7 +93,7 @@ def _of_transformers(trainer: Any) -> dict[str, Any]:
             f"train_sampling_strategy={order!r}": order not in ("random", "sequential"),
             "deepspeed": args.deepspeed,
             "fsdp": args.fsdp,
-            f"the method {', '.join(overridden)} of {cls.__name__}": overridden,
+            f"the method {', '.join(overridden)} of {type(trainer).__name__}": overridden,
             f"the callback {', '.join(foreign)}": foreign,
             "a dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
             "several evaluation datasets": isinstance(trainer.eval_dataset, dict),
@@ -129,14 +131,14 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
     module = getattr(trainer, "lightning_module", None) if module is None else module
     if module is None:
         raise TypeError("module is missing: from_trainer(trainer, module, …) takes the arguments of trainer.fit")
-    base = next(own for own in type(module).__mro__ if own.__name__ == "LightningModule")
-    hooks = [name for name in _HOOKS if getattr(type(module), name, None) is not getattr(base, name, None)]
-    foreign = [type(one).__name__ for one in trainer.callbacks if not type(one).__name__.endswith(_WATCHING)]
+    hooks = {type(one).__name__: _overridden(one, _OF_MODULE) for one in (train, module)}
+    foreign = [type(one).__name__ for one in trainer.callbacks if not _watches(one)]
     clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     _reject(
         {
             "manual optimization": not module.automatic_optimization,
-            f"the hook {', '.join(hooks)} of {type(module).__name__}": hooks,
+            **{f"the hook {', '.join(own)} of {name}": own for name, own in hooks.items()},
+            "training_step(dataloader_iter)": "dataloader_iter" in inspect.signature(module.training_step).parameters,
             f"the callback {', '.join(foreign)}": foreign,
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}": clip
             and trainer.gradient_clip_algorithm not in (None, "norm"),
@@ -147,28 +149,28 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
             "neither max_steps nor max_epochs": trainer.max_steps <= 0 and (trainer.max_epochs or 0) <= 0,
         }
     )
-    source = module if train is None else train
-    if hasattr(source, "train_dataloader"):  # a module or a LightningDataModule
-        if source is not module:
-            source.setup("fit")
-        train, val = source.train_dataloader(), source.val_dataloader() if val is None else val
-    val = val[0] if isinstance(val, list | tuple) and len(val) == 1 else val
-    sampler = getattr(train, "sampler", None)
-    _reject(
-        {
-            f"training data of type {type(train).__name__}": not isinstance(train, torch.utils.data.DataLoader),
-            f"the sampler {type(sampler).__name__}": not isinstance(sampler, RandomSampler | SequentialSampler),
-            "several validation loaders": isinstance(val, list | tuple),
-            f"accumulate_grad_batches={accumulated} with an incomplete step in an epoch": accumulated > 1
-            and (len(train) % accumulated or (len(train.dataset) % train.batch_size and not train.drop_last)),
-        }
+    module = copy.deepcopy(module)
+    train, val, shuffle = _loaders(module, train, val, accumulated)
+    per_epoch = _steps(train, accumulated)
+    limits = [trainer.max_steps, (trainer.max_epochs or 0) * per_epoch]
+    steps = min(limit for limit in limits if limit > 0)  # whichever comes first; -1: no limit
+    module.trainer = SimpleNamespace(  # what schedules ask for
+        **{"estimated_stepping_batches": steps, "num_training_batches": len(train)},
+        **{name: getattr(trainer, name) for name in ("max_steps", "max_epochs", "accumulate_grad_batches")},
     )
     optimizer, scheduling = _only_optimizer(module.configure_optimizers())
-    per_epoch = _steps(train, accumulated)
-    steps = trainer.max_steps if trainer.max_steps > 0 else trainer.max_epochs * per_epoch
+    module.trainer = None
     about = scheduling if isinstance(scheduling, Mapping) else {"scheduler": scheduling}
-    every = about.get("frequency", 1) * (per_epoch if about.get("interval", "epoch") == "epoch" else 1)
-    defaults = _defaults(optimizer, module, "module.", about["scheduler"], steps, every)
+    frequency, by_epoch = about.get("frequency", 1), about.get("interval", "epoch") == "epoch"
+
+    def moves(step: int) -> bool:
+        """Return whether Lightning steps the schedule after this optimizer step; it counts an epoch's batches."""
+        epochs, within = divmod(step - 1, per_epoch)
+        if by_epoch:
+            return within + 1 == per_epoch and (epochs + 1) % frequency == 0
+        return min((within + 1) * accumulated, len(train)) % frequency == 0
+
+    defaults = _defaults(optimizer, module, "module.", about["scheduler"], steps, moves)
     collate = None if train.collate_fn is default_collate else train.collate_fn
     return {
         "model": _TrainingStep(copy.deepcopy(module)),
@@ -176,13 +178,67 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
         "val_dataset": None if val is None else val.dataset,
         "batch_size": train.batch_size * accumulated,
         **({"gradient_accumulation": accumulated} if accumulated > 1 else {}),
-        "shuffle": isinstance(sampler, RandomSampler),
+        "shuffle": shuffle,
         "max_steps": steps,
         "seed": int(os.environ.get("PL_GLOBAL_SEED", 42)),
         "autocast": trainer.precision == "bf16-mixed",
         "dataloader_kwargs": _loading(train, collate, train.drop_last),
         "strategy_defaults": defaults | ({"max_norm": clip} if clip else {}),
     }
+
+
+def _loaders(module: Any, train: Any, val: Any, accumulated: int) -> tuple[Any, Any, bool]:
+    """Return the loaders of training and validation (or None), and whether the former shuffles; set up the module."""
+    source = train if hasattr(train, "train_dataloader") else module
+    for one in dict.fromkeys([source, module]):
+        one.prepare_data()
+        one.setup("fit")
+    module.configure_model()
+    if train is None or source is train:
+        has_val = val is None and "val_dataloader" in _overridden(source, ())
+        train, val = source.train_dataloader(), source.val_dataloader() if has_val else val
+    val = val[0] if isinstance(val, list | tuple) and len(val) == 1 else val
+    _reject({f"training data of type {type(train).__name__}": not isinstance(train, torch.utils.data.DataLoader)})
+    sampler, count = train.sampler, len(train.dataset)
+    drawn = type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != count)
+    _reject(
+        {
+            f"the sampler {type(sampler).__name__}": type(sampler) not in (RandomSampler, SequentialSampler),
+            "a RandomSampler that draws with replacement, or another number of examples": drawn,
+            "a batch_sampler": train.batch_size is None,
+            "several validation loaders": isinstance(val, list | tuple),
+        }
+    )
+    incomplete = len(train) % accumulated or (count % train.batch_size and not train.drop_last)
+    _reject(
+        {f"accumulate_grad_batches={accumulated} with an incomplete step in an epoch": accumulated > 1 and incomplete}
+    )
+    return train, val, isinstance(sampler, RandomSampler)
+
+
+def _library_class(one: Any) -> type:
+    """Return the nearest class of transformers or Lightning from which an object's class derives, else object."""
+    libraries = ("transformers", "lightning", "pytorch_lightning")
+    return next((cls for cls in type(one).__mro__ if cls.__module__.partition(".")[0] in libraries), object)
+
+
+def _overridden(one: Any, allowed: Sequence[str]) -> list[str]:
+    """Return the methods of its library that an object's class overrides, but for those that match `allowed`."""
+    own, base = type(one), _library_class(one)
+    theirs = dict.fromkeys(
+        name for cls in base.__mro__ if not cls.__module__.startswith("torch.") for name in vars(cls)
+    )
+    return [
+        name
+        for name in theirs
+        if callable(getattr(base, name)) and (getattr(own, name) is not getattr(base, name) or name in vars(one))
+        if not name.startswith("__") and not any(fnmatchcase(name, pattern) for pattern in allowed)
+    ]
+
+
+def _watches(callback: Any) -> bool:
+    """Return whether a callback of Lightning, or a class derived from it, only watches the training."""
+    return _library_class(callback).__name__.endswith(_WATCHING)
 
 
 class _AsDict:
@@ -229,7 +285,9 @@ class _TrainingStep(nn.Module):
         super().__init__()
         module.log = module.log_dict = _log_nothing  # they need a trainer
         self.module = module
-        self.numbered = "batch_idx" in inspect.signature(module.training_step).parameters
+        kinds = [one.kind for one in inspect.signature(module.training_step).parameters.values()]
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.numbered = sum(kind in by_position for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
 
     def forward(self, batch: Any) -> Tensor:
         out = self.module.training_step(batch, 0) if self.numbered else self.module.training_step(batch)
@@ -275,9 +333,14 @@ def _only_optimizer(made: Any) -> tuple[Optimizer, Any]:
 
 
 def _defaults(
-    optimizer: Optimizer, model: nn.Module, prefix: str, scheduler: Any, steps: int, every: int = 1
+    optimizer: Optimizer,
+    model: nn.Module,
+    prefix: str,
+    scheduler: Any,
+    steps: int,
+    moves: Callable[[int], bool] = lambda _: True,
 ) -> dict[str, Any]:
-    """Return `strategy_defaults` for an optimizer of a model and its scheduler, which steps after `every` steps."""
+    """Return `strategy_defaults` for an optimizer of a model and its scheduler, stepped after the steps of `moves`."""
     spec = spec_of(optimizer, {prefix + name: p for name, p in model.named_parameters() if p.requires_grad})
     if scheduler is None:
         return {"inner_optim": spec}
@@ -287,10 +350,12 @@ def _defaults(
     stand_in = SimpleNamespace(**{**vars(optimizer), "param_groups": groups})  # no copies of the weights
     own = copy.deepcopy(scheduler, {id(optimizer): stand_in})
     mark_stepped(own.optimizer)
-    found = []
+    found, fixed = [], [{name: value for name, value in group.items() if name != "lr"} for group in groups]
     for step in range(steps):
-        if step and step % every == 0:
+        if step and moves(step):
             own.step()
+        changed = {name for one, at in zip(groups, fixed, strict=True) for name in at if one[name] != at[name]}
+        _reject({f"the schedule {type(scheduler).__name__}, which changes {', '.join(sorted(changed))}": changed})
         found.append([float(one["lr"]) / float(one["initial_lr"]) if one["initial_lr"] else 1.0 for one in groups])
     _reject({"a schedule that differs between parameter groups": any(max(one) - min(one) > 1e-9 for one in found)})
     rates = Rates([one[0] for one in found])
