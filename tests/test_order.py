@@ -243,6 +243,7 @@ def test_what_is_said() -> None:
     near, far = (order(losses(apart_by(0.2), 0.001, stream), to) for to in (1e7, 1.3e9))
     assert repr(near).startswith("order at 10M parameters, 10 × the largest measured size: strategy 0 < strategy 1")
     assert repr(far).startswith("extrapolated: order at 1.3B parameters, 1,300 × ")
+    assert "?: which of the two is ahead is not decided" in repr(far)
     assert "not decided" in repr(far) and "of 36 orders of two strategies at one size, 36 held" in repr(far)
     assert repr(near).count("holds") == 7 and near.decided and not far.decided
     assert "<table" in near._repr_html_() and len(near.to_pandas()) == 6

@@ -207,6 +207,7 @@ def test_sliders_stand_where_asked_and_say_what_was_assumed() -> None:
         ([1.7, 4.88], 1.7),  # of two runs, one learns nothing
         ([1.7214, 1.7], 1.73),
         ([1.7, 1.8, 1.9, 4.9, 4.9], 1.8),  # the median of those that learn
+        ([1.7, 4.0, 4.1, 4.2, 4.3], 4.1),  # after few steps, others have only begun
         ([4.9, 4.9], 4.9),
     ],
 )
@@ -214,7 +215,7 @@ def test_the_target_is_a_loss_that_tells_runs_apart(ends: list[float], target: f
     comparison = made(**{f"run {i}": [made_run([4.9, 3.0 if end < 3 else 4.9, end])] for i, end in enumerate(ends)})
     (page,) = held(comparison.report().html)
     assert page["target"] == [pytest.approx(min(ends)), pytest.approx(4.9), pytest.approx(target)]
-    assert sum(end <= page["target"][2] for end in ends) >= len([end for end in ends if end < 3]) / 2
+    assert sum(end <= page["target"][2] for end in ends) >= len([end for end in ends if end < 4.5]) / 2
 
 
 def test_the_bars_of_the_front_are_those_of_python() -> None:

@@ -166,6 +166,7 @@ _OPTIONS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("save_dir", "dollars_per_hour", "bytes_per_parameter")},
     **{"max_steps": "--steps", "num_nodes": "--nodes", "num_processes": "--processes"},
     **{f"{name}(?= is missing)": f"--{name}" for name in ("network", "compute")},
+    "compute(?= has \\d+ nodes)": "--compute with --speeds or a file",
 }
 
 
@@ -175,12 +176,13 @@ def _said(error: BaseException) -> str:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror.lower()
         return f"{error.filename}: {why}"
     text = " ".join(str(error).split())
+    text, valid, arguments = text.partition(" Valid: ")  # the arguments of a class
     if not text.startswith("--"):  # otherwise from this file, and an argument is one of --set
         for name, option in _OPTIONS.items():
             text = re.sub(rf"(?<![\w-]){name}(?:=(?=[\w'\"]))", f"{option} ", text)
             text = re.sub(rf"(?<![\w-]){name}(?!\w)=?", option, text)
         text = re.sub(r"^((?!--).)*?: (?=--[\w-]+ must be )", "", text)  # a strategy has no part in an option's range
-    return text or type(error).__name__
+    return f"{text}{valid}{arguments}" or type(error).__name__
 
 
 def compare(command: commands.Compare) -> int:
@@ -195,6 +197,9 @@ def compare(command: commands.Compare) -> int:
         _learning_rate(problem, named),
         parse_settings(command.choice.tune, "--tune") if command.choice.tune else None,
     )
+    for name, values in (tried or {}).items():
+        if len(values) < 2:
+            raise ValueError(f"--tune {name}: give at least two values, such as {name}={values[0]},…")
     if tried is not None and "lr" in tried and problem.details.lr is not None:
         raise ValueError("--lr and --tune lr say the same thing; give one of them")
     made = {text: parse_strategy(text, rate) for text in named}
@@ -536,6 +541,8 @@ def _datasets(problem: Problem) -> tuple[Any, Any]:
     if problem.details.mnist_folder is not None and problem.data not in ("mnist", "fashion_mnist"):
         raise ValueError("--mnist-folder has no effect without --data mnist or fashion_mnist")
     if problem.text is not None:
+        if not Path(problem.text).is_file():
+            raise FileNotFoundError(f"--text {problem.text}: no such file")
         return text_file(problem.text, block_size=GPT_SHAPE["block_size"])
     if problem.data == "digits":
         return digits()
@@ -556,7 +563,9 @@ def _dealt(problem: Problem, train: Any, attending: Participation | None = None)
         return train
     kind, _, tail = problem.details.partition.partition(":")
     clients = problem.num_nodes if attending is None else attending.population(problem.num_nodes)
-    return partition(train, clients, kind, **_arguments(tail, f"--partition {problem.details.partition}"))
+    where = f"--partition {problem.details.partition}"
+    with naming(where):
+        return partition(train, clients, kind, **_arguments(tail, where))
 
 
 def _new_model(problem: Problem, train: Any, seed: int) -> nn.Module:

@@ -158,6 +158,7 @@ def verify(
     if isinstance(strategy, Algorithm) and strategy.is_asynchronous:
         raise ValueError(f"{type(strategy).__name__}: asynchronous strategies are simulated only, not in processes")
     whole_number("num_nodes", num_nodes)
+    whole_number("max_steps", max_steps)
     threads = default_threads(num_nodes) if threads is None else whole_number("threads", threads)
     if under_torchrun():
         raise RuntimeError("verify() starts processes of its own: call it without torchrun")

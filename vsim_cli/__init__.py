@@ -93,8 +93,8 @@ def _reject_unknown(name: str) -> None:
     """Raise a ValueError for a command that does not exist."""
     if name and not name.startswith("-") and name not in _NAMES:
         nearest = difflib.get_close_matches(name, _NAMES, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(f"no such command; {hint}The commands are {', '.join(_NAMES)}")
+        hint = f"did you mean {nearest[0]!r}? The" if nearest else "the"
+        raise ValueError(f"no such command; {hint} commands are {', '.join(_NAMES)}")
 
 
 def _reject_both(argv: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ def _optional(metavar: str | None = None, default: str = "") -> Any:
     return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
+_Switch = Annotated[bool, _optional(default="off")]
 _Names = Annotated[tuple[str, ...], _optional("NAME …", "seven; see `vsim strategies`")]
 _Paths = Annotated[tuple[str, ...], Positional, arg(metavar="PATH …")]
 _Network = Annotated[str | None, _optional("'BANDWIDTH, LATENCY, COLLECTIVE'", "that of the comparison")]
@@ -44,7 +45,7 @@ class Details:
     """inner learning rate of AdamW"""
     seed: int = 42
     """seed of everything random"""
-    quiet: Annotated[bool, _optional(default="off")] = False
+    quiet: _Switch = False
     """show no progress"""
 
 
@@ -129,11 +130,11 @@ class Training:
     """where to train"""
     executor: Literal["auto", "vmap", "loop"] = "auto"
     """how gradients are computed"""
-    deterministic: bool = False
+    deterministic: _Switch = False
     """bitwise equal to separate processes; slower"""
-    autocast: bool = False
+    autocast: _Switch = False
     """compute in bfloat16"""
-    compile: bool = False
+    compile: _Switch = False
     """compile losses, gradients and kernels, which takes ten seconds or more"""
     processes: Annotated[str | None, _optional("N", "1")] = None
     """number of processes that share the nodes, or 'auto'"""
@@ -161,7 +162,7 @@ class Output:
 
     run_name: Annotated[str | None, _optional("NAME")] = None
     """log every step to LOG_DIR/NAME/<strategy>/*.csv"""
-    tensorboard: bool = False
+    tensorboard: _Switch = False
     """write TensorBoard events to LOG_DIR, too"""
     wandb_project: Annotated[str | None, _optional("NAME")] = None
     """log to this project of Weights & Biases"""
@@ -171,7 +172,7 @@ class Output:
     """folder to save all runs in, at the end and when interrupted (Ctrl-C)"""
     checkpoint_interval: Annotated[int | None, _optional("STEPS")] = None
     """steps between checkpoints; default: only at the end"""
-    resume: bool = False
+    resume: _Switch = False
     """continue the runs in --save-dir"""
 
 
@@ -311,7 +312,7 @@ class Measure:
     """number of processes on this machine; without it, under torchrun: one process per machine or GPU"""
     step: Annotated[str | None, _optional("FILE.py:FUNCTION", "the links only")] = None
     """function that returns your model and a function that trains it by one step, whose seconds are measured"""
-    check: bool = False
+    check: _Switch = False
     """run AllReduce and DiLoCo, H = 10, and print their predicted and measured seconds"""
     seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
     """about how long each run of --check takes"""
@@ -330,13 +331,13 @@ class Atlas:
     """strategies of the atlas to train again, such as DiLoCo"""
     mine: Annotated[str | None, _optional("MODULE:CLASS")] = None
     """a strategy of your own, with a class attribute `space`: argument → range"""
-    deterministic: bool = False
+    deterministic: _Switch = False
     """compute node by node, for equal digests on one machine; slower"""
     out: Annotated[str, arg(metavar="DIR")] = "vsim-atlas"
     """folder for the entries, a file for each task and strategy; entries that are there are not trained again"""
     page: Annotated[str | None, _optional("FILE.md")] = None
     """write tables and figure into this page, between its marks"""
-    quiet: Annotated[bool, _optional(default="off")] = False
+    quiet: _Switch = False
     """show no progress"""
 
 

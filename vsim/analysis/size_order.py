@@ -166,6 +166,8 @@ class Order:
         said = [f"relative differences of loss, ahead − behind, paired by seed; {len(self.sizes)} sizes, {span}"]
         if any(not at.is_decided for pair in self.pairs for at in pair.sizes):
             said.append("† not significantly different (p > 0.05)")
+        if any(not self.pair(one, other).decided for one, other in pairwise(self.names)):
+            said.append("?: which of the two is ahead is not decided")
         known = f"of {self.cases} orders of two strategies at one size, {self.held} held at a larger one"
         if math.isnan(self.kept):
             said.append(f"{known}: too few for a probability, which takes {FEWEST}")

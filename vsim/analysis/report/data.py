@@ -384,8 +384,8 @@ def _look(look: Look) -> dict[str, Any]:
 def _target(comparison: Runs) -> list[float]:
     """Return the range of target losses, from the lowest loss to the highest initial loss; and the initial target.
 
-    The initial target is a loss that half of the strategies reach, with all their seeds: the median of the lowest
-    losses, over the strategies that come at least half of the way from the start to the lowest loss.
+    The initial target is a loss that half of the strategies that learn reach, with all their seeds: the median of the
+    lowest losses, over the strategies that come at least a tenth of the way from the start to the lowest loss.
     """
     column, names = comparison.loss_column, [name for name in comparison if name not in diverged_in(comparison)]
     measured = [[run.history.measured(column)[0] for run in sound(comparison.runs(name))] for name in names]
@@ -395,8 +395,8 @@ def _target(comparison: Runs) -> list[float]:
     starts = [float(losses[0]) for own in curves for losses in own]
     reached = sorted(max(float(losses.min()) for losses in own) for own in curves)
     low, start = min(float(losses.min()) for own in curves for losses in own), min(starts)
-    near = [loss for loss in reached if loss <= (low + start) / 2] or reached
-    target, fine = near[len(near) // 2], 10.0 ** math.floor(math.log10(max(start - low, 1e-9)) - 2)
+    learnt = [loss for loss in reached if loss <= start - (start - low) / 10] or reached
+    target, fine = learnt[len(learnt) // 2], 10.0 ** math.floor(math.log10(max(start - low, 1e-9)) - 2)
     return [low, max(*starts, low + 1e-9), max(target, float(f"{math.ceil(target / fine) * fine:.12g}"))]
 
 

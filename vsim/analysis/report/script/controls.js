@@ -24,7 +24,7 @@ const sliders = () => {
     { key: "size", label: "model size", range: [-2, 6], write: (v) => `× ${digits(v)}`, read: (t) => { const bytes = unitNumber(t, BYTE_UNITS); return finite(bytes) && /b\s*$/i.test(t) ? bytes / P.weights : plain(t); },
       note: () => `${scaled(P.weights * state.size, BYTES)} of weights: all bytes in proportion, losses as measured` },
     { key: "price", label: "dollars an hour", range: [-2, 3], zero: true, write: (v) => (v ? `$ ${digits(v)}` : "$ 0"), read: plain, note: "of a node" },
-    { key: "target", label: "target loss", linear: P.target.slice(0, 2), write: (v) => digits(v, 4), read: plain, note: () => P.columns[P.loss] + (state.target === P.target[2] ? ": at first, one that half of the strategies reach with all seeds" : "") },
+    { key: "target", label: "target loss", linear: P.target.slice(0, 2), write: (v) => digits(v, 4), read: plain, note: () => P.columns[P.loss] + (state.target === P.target[2] ? ": at first, one that half of the strategies that learn reach with all seeds" : "") },
   ];
   return all;
 };
