@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -111,6 +112,16 @@ def test_no_section_stands_twice(page: Path) -> None:
     assert len({*heads}) == len(heads), heads
 
 
+def test_the_saved_answer_is_that_of_the_notebook() -> None:
+    section = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8").partition("## The answer, saved\n")[2]
+    said = section.partition("```text\n")[2].partition("```")[0]
+    assert said.count("\n") > 10
+    cells = json.loads((ROOT / "notebooks" / "decide.ipynb").read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(output.get("data", {}).get("text/plain", "")) for c in cells for output in c.get("outputs", [])]
+    (answer,) = (text for text in texts if text.startswith(said.partition("\n")[0]))
+    assert answer.startswith(said)
+
+
 def test_what_pages_say_of_strategies_is_made_from_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
     made = importlib.import_module("strategy_tables")
@@ -176,6 +187,8 @@ def test_it_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> No
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\([\"']?(?:https?:)?//|@import [\"']http", sheet.read_text(encoding="utf-8")), sheet
     assert "<math" in (tmp_path / "bytes.html").read_text(encoding="utf-8")
+    gallery = (tmp_path / "notebooks.html").read_text(encoding="utf-8")
+    assert gallery.count('<li><img src="_images/notebook_') == len([*(ROOT / "notebooks").glob("*.ipynb")])
     # llms.txt has every page of the index, with a first sentence, and each link leads to its source.
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
     assert listed.startswith("# vsim\n\n> vsim simulates distributed training in one process.\n\n## Start here\n\n- [")

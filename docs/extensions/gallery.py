@@ -1,4 +1,4 @@
-"""The directive `notebooks`: a card a notebook with its first picture, and its row of notebooks/README.md."""
+"""The directive `notebooks`: a card for each notebook, with a picture and its row of notebooks/README.md."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.ipynb\) \| (.*?) \| (.*?) \| (.*?) \|$", 
 
 
 def picture(name: str) -> bytes:
-    """The first picture that a notebook shows, as a PNG; empty if it shows none."""
-    for cell in json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
-        for output in cell.get("outputs", []):
-            if png := output.get("data", {}).get("image/png"):
-                return base64.b64decode(png)
+    """The first picture, as a PNG, of the cell tagged `answer`, otherwise of the notebook; empty without pictures."""
+    cells = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells.sort(key=lambda cell: "answer" not in cell["metadata"].get("tags", []))
+    for output in (output for cell in cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        in_html = re.search(r"data:image/png;base64,([^\"]+)", "".join(data.get("text/html", "")))
+        if png := data.get("image/png") or (in_html and in_html[1]):
+            return base64.b64decode(png)
     return b""
 
 
@@ -39,7 +42,7 @@ class Gallery(SphinxDirective):
             shown = ""
             if png := picture(name):
                 (pictures / f"notebook_{name}.png").write_bytes(png)
-                shown = f'<img src="_images/notebook_{name}.png" alt="The first picture of {name}" loading="lazy">'
+                shown = f'<img src="_images/notebook_{name}.png" alt="A figure of {name}" loading="lazy">'
             shutil.copy(NOTEBOOKS / f"{name}.ipynb", downloads)
             unit = "minute" if minutes in ("1", "½") else "minutes"
             text = re.sub(r"`(.*?)`", r"<code>\1</code>", html.escape(answer))

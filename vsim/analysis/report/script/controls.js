@@ -17,7 +17,7 @@ const sliders = () => {
   const equal = P.network.equal;
   const all = [
     equal ? { key: "bw", of: "network", label: "bandwidth", range: [4, 12.5], write: (v) => scaled(v, RATES), read: (t) => unitNumber(t, RATE_UNITS), note: P.network.collective }
-          : { key: "bw", of: "network", label: "bandwidth", range: [-3, 4], write: (v) => `× ${digits(v)}`, read: plain, note: P.network.text },
+          : { key: "bw", of: "network", label: "bandwidth", range: [-3, 4], write: (v) => `× ${digits(v)}`, read: plain, note: networkText() },
     equal ? { key: "lat", of: "network", label: "latency", range: [-6, 1], zero: true, write: delay, read: (t) => unitNumber(t, DELAY_UNITS), note: "one way, of a message" }
           : { key: "lat", of: "network", label: "latency", range: [-3, 3], zero: true, write: (v) => `× ${digits(v)}`, read: plain, note: "of all links" },
     { key: "sec", of: "compute", label: "seconds a step", range: [-4, 3], write: (v) => scaled(v, DELAYS), read: (t) => unitNumber(t, DELAY_UNITS), note: P.compute.alike ? "on each node" : "in the mean; nodes keep their ratios" },

@@ -41,9 +41,18 @@ const drawFront = (rows) => {
   const sit = (one) => [one.cost > 0 || !log ? f.x(one.cost) : f.box.left + 10, isHigh(one) ? f.box.top + 7 : f.y(one.loss)];
   const path = front.map((one, i) => { const [x, y] = sit(one); return i ? `H${x.toFixed(1)}V${y.toFixed(1)}` : `M${x.toFixed(1)},${f.box.top}V${y.toFixed(1)}`; }).join("") + `H${f.box.right}`;
   f.plot.append(svg("path", { d: path, fill: "none", stroke: dark.matches ? "#a4abb5" : "#5a6069", "stroke-width": 1.3, "stroke-dasharray": "4 3" }));
-  const taken = [];
-  const overlaps = (a) => taken.some((b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]) || a[0] < f.box.left || a[2] > f.box.right + 14 || a[1] < f.box.top - 8 || a[3] > f.box.bottom;
-  for (const one of all) { const [x, y] = sit(one); taken.push([x - 5, y - 5, x + 5, y + 5]); }
+  const taken = [], lines = []; // what names must not touch, and what they cross only if there is no other place
+  const touches = (a, boxes) => boxes.some((b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]);
+  const overlaps = (a) => touches(a, taken) || a[0] < f.box.left || a[2] > f.box.right + 14 || a[1] < f.box.top - 8 || a[3] > f.box.bottom;
+  for (const one of all) {
+    const [x, y] = sit(one);
+    taken.push([x - 6, y - 6, x + 6, y + 6]);
+    if (one.ends && !isHigh(one)) lines.push([x - 1, f.y(one.ends[1]), x + 1, f.y(one.ends[0])]);
+  }
+  front.forEach((one, i) => {
+    const [x, y] = sit(one), above = i ? sit(front[i - 1])[1] : f.box.top, next = i + 1 < front.length ? sit(front[i + 1])[0] : f.box.right;
+    lines.push([x - 1, above, x + 1, y], [x, y - 1, next, y + 1]);
+  });
   for (const one of sorted) {
     const [x, y] = sit(one), faint = front.includes(one) ? 1 : tied(one) ? 0.75 : 0.45, colour = ink(one.run);
     const group = svg("g", { opacity: faint });
@@ -55,19 +64,21 @@ const drawFront = (rows) => {
     if (P.runs.length > 20 && faint < 1 && !isHigh(one)) continue;
     const said = brief(one.run.name) + (isHigh(one) ? ` ${digits(one.loss)} ↑` : ""), wide = said.length * 6.3;
     const ways = [[x + 9, y + 4, "start"], [x - 9, y + 4, "end"], [x, y - 10, "middle"], [x, y + 18, "middle"], [x + 8, y - 9, "start"], [x - 8, y - 9, "end"], [x + 8, y + 17, "start"], [x - 8, y + 17, "end"]];
-    const spot = ways.find(([tx, ty, anchor]) => {
-      const left = anchor === "start" ? tx : anchor === "end" ? tx - wide : tx - wide / 2, own = [left, ty - 10, left + wide, ty + 3];
-      if (overlaps(own)) return false;
-      taken.push(own);
-      return true;
-    });
+    const room = ([tx, ty, anchor]) => {
+      const left = anchor === "start" ? tx : anchor === "end" ? tx - wide : tx - wide / 2;
+      return [left, ty - 10, left + wide, ty + 3];
+    };
+    const free = ways.filter((way) => !overlaps(room(way))), spot = free.find((way) => !touches(room(way), lines)) || free[0];
+    if (spot) taken.push(room(spot));
     if (spot) f.root.append(svg("text", { class: `halo ${faint < 1 ? "soft" : ""}`, x: spot[0], y: spot[1], "text-anchor": spot[2] }, said));
   }
-  const dearest = Math.max(...costs, 0), cheap = sorted.filter((one) => one.cost > 0 && one.cost < 0.95 * dearest);
-  const more = (one) => `${brief(one.run.name)} trains about ${digits((mean(sound(one.run).map(lastStep)) * dearest) / one.cost)} steps`;
+  const dearest = sorted[sorted.length - 1], cheap = sorted.filter((one) => one.cost > 0 && one.cost < 0.95 * dearest.cost);
   if (cheap.length) {
+    const steps = (one) => mean(sound(one.run).map(lastStep)), whole = (v) => v.toLocaleString("en-US", { maximumFractionDigits: 0 });
+    const [first, ...names] = quoted([dearest, ...cheap].map((one) => brief(one.run.name)));
+    const more = (one, i) => `${names[i]} ${i ? "" : "trains "}about ${whole(Number(((steps(one) * dearest.cost) / one.cost).toPrecision(3)))}${i ? "" : " steps"}`;
     const others = cheap.length > 6 ? ` and ${cheap.length - 6} others` : "";
-    host.append(el("p", { class: "remark" }, `Points mark the end of each run. At equal cost, ${cheap.slice(0, 6).map(more).join(", ")}${others}.`));
+    host.append(el("p", { class: "remark" }, `Points mark the end of each run. ${first}, the dearest, trains ${whole(steps(dearest))} steps. For its cost, ${cheap.slice(0, 6).map(more).join(", ")}${others}.`));
   }
   let cursor = -1;
   const show = (one, screen) => {

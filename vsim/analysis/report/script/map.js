@@ -67,8 +67,9 @@ const drawMap = () => {
   const host = $("map"), { found, missing, spots } = racers(), { bits, delays } = grid();
   const named = (what, own) => (own.length ? [`${what} ${own.slice(0, 6).join(", ")}${own.length > 6 ? ` and ${own.length - 6} others` : ""}`] : []);
   const lost = (why) => missing.filter(([, said]) => said === why).map(([name]) => name);
-  const partly = missing.filter(([, said]) => said !== "never" && said !== "no hours").map(([name, said]) => `${said} of ${name}`);
-  const left = [...named("not reached by", lost("never")), ...named("reached by only", partly), ...named("without events, and so without times:", lost("no hours"))];
+  const some = missing.filter(([, said]) => said !== "never" && said !== "no hours"), own = quoted(some.map(([name]) => name));
+  const partly = some.map(([, said], i) => `${said} of ${own[i]}`);
+  const left = [...named("not reached by", quoted(lost("never"))), ...named("reached by only", partly), ...named("without events, and so without times:", quoted(lost("no hours")))];
   $("never").textContent = [...left, ...P.doubts].map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`).join(" ");
   $("map-title").textContent = `First to reach a ${P.columns[P.loss]} of ${digits(state.target, 4)}`;
   if (!found.length) return empty(host, `No shown run reaches ${digits(state.target, 4)} with all seeds.`);

@@ -16,7 +16,7 @@ const drawNodes = () => {
       f.plot.append(svg("path", { d, fill: "none", stroke: blend(colour, panel(), 0.6 * (k / own.losses.length)), "stroke-width": 1.2 }, svg("title", {}, `node ${own.shown[k]}`)));
     });
   } else empty($("nodes"), "");
-  $("timeline-remark").textContent = line ? `Steps ${line.steps[0]} to ${line.steps[1]} on ${P.network.text}, where the page was made.` : "";
+  $("timeline-remark").textContent = line ? `Steps ${line.steps[0]} to ${line.steps[1]} on the network for which the page was made: ${networkText()}.` : "";
   if (line) {
     const bars = line.bars, end = Math.max(...bars.map((bar) => bar[3])), start = Math.min(...bars.filter((bar) => bar[0] === "compute").map((bar) => bar[2]), end);
     const f = frame($("timeline"), { summary: `What ${line.nodes} nodes of ${run.name} do in these steps: ${["compute", "send", "wait", "late", "absent"].filter((what) => bars.some((bar) => bar[0] === what)).map((what) => `${what} ${took(bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[3] - bar[2], 0))}`).join(", ")}`,

@@ -66,6 +66,19 @@ const single = (key, value, sd) => {
   return [unit[0], cell(value, sd, unit)];
 };
 
+/** As `vsim.figures.words.quoted`: names as a list shows them, in quotes if they have a comma and others follow. */
+const quoted = (names) => names.map((name) => (names.length > 1 && name.includes(",") ? `"${name}"` : name));
+const inside = (text) => text.replace(/^\w+\((.*)\)$/, "$1");
+/** The network that the page was made for, in words: 100 Mbit/s, 20 ms, all-reduce as a ring. */
+const networkText = () => `${inside(P.network.text).replace(/, (ring|tree|halving-doubling|server)$/, "")}, ${P.network.collective}`;
+const COMPUTED = { vmap: "all nodes at once", loop: "one node after another" };
+/** A row of the conditions, without names of Python. */
+const condition = ([title, text]) => {
+  if (title === "network" && text === P.network.text) return [title, networkText()];
+  if (title === "compute") return [title, inside(text)];
+  return title === "executor" ? ["simulated", text.split(", ").map((own) => COMPUTED[own] || own).join(", ")] : [title, text];
+};
+
 let unit = TIMES[1]; // of time on the network, one for the whole page: [seconds, name]
 /** How a column of hours shows its numbers: in the page's unit, otherwise as `unitOf`. */
 const pageTime = (own, values) => {

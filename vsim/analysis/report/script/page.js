@@ -86,7 +86,7 @@ const begin = () => {
   fill($("run"), P.runs.map((run, i) => [String(i), run.name]).filter(([i]) => P.runs[i].nodes || P.runs[i].timeline), String(state.run));
   $("what").hidden = !P.strategies.length;
   $("strategies").replaceChildren(...P.strategies.flatMap(([names, text, settings]) => [el("dt", {}, el("bdi", {}, names)), el("dd", {}, text, settings ? el("div", { class: "remark" }, settings) : null)]));
-  $("about").replaceChildren(...P.about.flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text.includes("\n") ? el("details", {}, el("summary", {}, "all settings, data, versions and calls"), text) : text)]));
+  $("about").replaceChildren(...P.about.map(condition).flatMap(([title, text]) => [el("dt", {}, title), el("dd", {}, text.includes("\n") ? el("details", {}, el("summary", {}, "all settings, data, versions and calls"), text) : text)]));
   makeSliders();
   render();
 };

@@ -1,11 +1,13 @@
 // The table of results, and the legend.
 
+const SIMULATED = "seconds to simulate"; // of this machine: only under "all columns", where it is last
 const isLive = (key) => P.live.includes(key);
 const columnsShown = () => {
-  const more = state.all === "1" ? P.more : [], own = (key) => P.headings[key];
+  const known = P.table.filter((key) => key !== SIMULATED), own = (key) => P.headings[key];
+  if (state.all === "1") known.push(...P.more, ...P.table.filter((key) => key === SIMULATED));
   const live = P.live.filter((key) => (isPriced() || !own(key).isPriced) && (state.price || key !== "dollars"));
   const byLoss = [...live.filter((key) => !own(key).isToLoss), ...live.filter((key) => own(key).isToLoss)];
-  return [...P.table.slice(0, -1), ...more, ...P.table.slice(-1), ...byLoss];
+  return [...known, ...byLoss];
 };
 const valueOf = (run, row, key) => {
   if (isLive(key)) return Array.isArray(row[key]) ? row[key] : [row[key], 0];
