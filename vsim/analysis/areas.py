@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.figures.legends import LEGEND, legend_columns
-from vsim.figures.style import STYLE, literal
+from vsim.figures.style import STYLE, joined, literal, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +71,7 @@ def label(
     width = 1.2 * figure.get_figwidth() * ax.get_position().width
     below: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
     while True:  # a legend makes the map smaller
-        labels = [textwrap.fill(_name(names), int(LETTERS * width) - 8) for names in listed]
+        labels = [wrapped(_name(names), int(LETTERS * width) - 8) for names in listed]
         labels += ["none"] if blank else []
         columns = min(2, legend_columns(labels, width)) if labels else 1
         rows = -(-sum(1 + label.count("\n") for label in labels) // columns)
@@ -119,12 +118,10 @@ def _name(names: tuple[str, ...]) -> str:
 
 def _texts(names: tuple[str, ...]) -> list[str]:
     """Return ways to break the name of an area into lines, the widest first."""
-    lines = _name(names).replace(" or ", " or\n")
-    return list(
-        dict.fromkeys(
-            [_name(names), lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
-        )
-    )
+    text = joined(_name(names))
+    lines = text.replace(" or ", " or\n")
+    ways = [text, lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
+    return [way.replace("\N{NO-BREAK SPACE}", " ") for way in dict.fromkeys(ways)]
 
 
 def _inside(

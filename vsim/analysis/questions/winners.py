@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from vsim.analysis.summary import tuning
 from vsim.analysis.tables import aligned, with_notes
 from vsim.arguments import a_list
 from vsim.figures.looks import Looks
-from vsim.figures.style import literal, sized
+from vsim.figures.style import literal, sized, wrapped
 from vsim.figures.words import brief_list, quoted, size_text
 from vsim.history.reached import Crossing
 from vsim.network import Compute, Network
@@ -241,9 +240,9 @@ class Winners:
         plain_ticks(ax.yaxis)
         sized(ax)
         width = ax.get_position().width * ax.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
-        title = "\n".join(textwrap.fill(line, int(17 * width)) for line in self._title(bool(areas)).split("\n"))
+        title = "\n".join(wrapped(line, int(17 * width)) for line in self._title(bool(areas)).split("\n"))
         ax.set_title(literal(title), fontsize=8, loc="left")
-        notes = [textwrap.fill(literal(one), int(LETTERS * width)) for one in self._notes(areas)]
+        notes = [wrapped(literal(one), int(LETTERS * width)) for one in self._notes(areas)]
         label(ax, bits, milliseconds, areas, tints, "\n".join(notes), own)
         return ax
 
