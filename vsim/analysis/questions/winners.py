@@ -205,7 +205,12 @@ class Winners:
         """Return a text table: for some latencies, the first strategy in each range of bandwidths, and its time."""
         chosen = self.latencies[:: -(-len(self.latencies) // _ROWS)]
         rows = [
-            [delay(s.latency), _range(s, self.bandwidths), s.name, " … ".join(dict.fromkeys(map(duration, s.seconds)))]
+            [
+                delay(_brief(s.latency)),
+                _range(s, self.bandwidths),
+                s.name,
+                " … ".join(dict.fromkeys(map(duration, s.seconds))),
+            ]
             for s in self.stretches()
             if s.latency in chosen
         ]
@@ -298,8 +303,17 @@ class Winners:
 
 def _range(stretch: Stretch, bandwidths: Floats) -> str:
     low, high = bool(stretch.low > bandwidths[0]), bool(stretch.high < bandwidths[-1])
-    texts = [f"from {rate(stretch.low)}" if low else "", f"to {rate(stretch.high)}" if high else ""]
+    texts = [f"from {rate(_brief(stretch.low))}" if low else "", f"to {rate(_brief(stretch.high))}" if high else ""]
     return " ".join(filter(None, texts)) or "any"
+
+
+def _brief(value: float) -> float:
+    """Round a number to two digits, as between the points of a grid no more are known; keep three if it has no others.
+
+    >>> _brief(0.0794328), _brief(0.125)
+    (0.079, 0.125)
+    """
+    return value if value == float(f"{value:.3g}") else float(f"{value:.2g}")
 
 
 def missed(never: Mapping[str, str]) -> list[str]:
