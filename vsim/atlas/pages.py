@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,8 +121,9 @@ def figure(by_task: Mapping[str, Entries]):  # type: ignore[no-untyped-def]
         own = {name: r for name, r in ratios(by_task, score).items() if len(r) >= min(_LEAST_TASKS, len(by_task))}
         area = {name: float(profile(r, _FACTORS).mean()) for name, r in own.items()}
         by_panel.append({name: own[name] for name in sorted(area, key=area.__getitem__, reverse=True)[:_LINES]})
-    # A strategy has one look in all panels: that of its name.
-    looks = looks_of(sorted({name for own in by_panel for name in own}))
+    # A strategy has one look in all panels. Colours are too few for all; most of those in several panels differ.
+    panels = Counter(name for own in by_panel for name in own)
+    looks = looks_of(sorted(panels), [name for name in panels if panels[name] > 1 or name == "AllReduce"])
     drawn = Figure(figsize=(7.0, 6.4), layout="constrained")
     for axes, score, own in zip(drawn.subplots(len(_PANELS), 1, sharex=True), _PANELS, by_panel, strict=True):
         for i, (name, r) in enumerate(own.items()):
