@@ -45,6 +45,11 @@ def test_black_is_left_to_allreduce_while_colours_are_free() -> None:
     for names in (["FedProx"], ["QSR", "FedAvg"], ["FedAvg", "FedProx", "SCAFFOLD", "FedAdam", "a", "b", "c"]):
         colours = [look.colour for look in looks_of(names).by_name.values()]
         assert "#000000" not in colours and len({*colours}) == len(names)
+    names = [f"{letter}{i}" for letter in "abc" for i in range(4)]
+    for start in range(0, len(names), 6):  # a figure of some of them
+        shown = names[start : start + 6]
+        colours = [looks_of(names, shown).by_name[name].colour for name in shown]
+        assert "#000000" not in colours and len({*colours}) == len(shown)
 
 
 @pytest.mark.parametrize("points", [2, 4, 9, 12])

@@ -114,7 +114,9 @@ def _places(families: Iterable[str], shown: Collection[str]) -> dict[str, tuple[
     codes = {family: zlib.crc32(f"{_SALT}{words[family]}".encode()) for family in order}
     colours = {one: _KNOWN.index(words[one]) if words[one] in _KNOWN else _hashed(codes[one]) for one in order}
     colours = _apart(colours)
-    colours |= _apart({family: colours[family] for family in order if family in shown})
+    # Among those shown, black may be given back.
+    starts = {one: colours[one] or (0 if words[one] in _KNOWN else _hashed(codes[one])) for one in order}
+    colours |= _apart({one: start for one, start in starts.items() if one in shown})
     places, taken = {}, set[tuple[int, int]]()
     for family in order:
         colour = shift = colours[family]
