@@ -17,6 +17,7 @@ import vsim
 from vsim.atlas import enter, entries, pages, scores, spaces, tasks
 from vsim.atlas.entries import NO_LIMIT, SEEDS, key
 from vsim.atlas.tasks import TASKS
+from vsim.figures.looks import COLOURS
 from vsim_cli import main
 
 ALL = (NO_LIMIT, NO_LIMIT)
@@ -180,6 +181,15 @@ def test_the_page_is_of_the_stored_results() -> None:
     by_task = {task: enter.read(enter.STORED, task) for task in TASKS}
     text = (Path(__file__).parents[1] / "docs/atlas.md").read_text(encoding="utf-8")
     assert pages.results(by_task) in text
+
+
+def test_a_strategy_has_one_look_in_all_panels_of_the_profiles() -> None:
+    looks: dict[str, set[Any]] = {}
+    for ax in pages.figure({task: enter.read(enter.STORED, task) for task in TASKS}).axes:
+        for line in ax.get_lines():
+            looks.setdefault(line.get_label(), set()).add((line.get_color(), line.get_linestyle(), line.get_marker()))
+    assert all(len(own) == 1 for own in looks.values()) and len(set.union(*looks.values())) == len(looks)
+    assert looks["AllReduce"] == {("#000000", "-", "o")} and {own[0] for (own,) in looks.values()} <= {*COLOURS}
 
 
 @pytest.mark.slow

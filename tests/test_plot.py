@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from vsim import History, scaling
 from vsim.analysis.overview import overview
 from vsim.figures.looks import COLOURS, DASHES, MARKERS, looks_of
 from vsim.figures.paper import plain_ticks, save
-from vsim.figures.style import sized
+from vsim.figures.style import sized, wrapped
 from vsim.history.curves import bands
 
 
@@ -38,6 +39,35 @@ def test_every_line_differs_by_dash_and_marker_or_colour() -> None:
     assert [line.get_color() for line in lines] == [looks[name].colour for name in names[:8]]
     # No two of the first many lines of one family look alike.
     assert len({(i % len(COLOURS), i % len(DASHES), i % len(MARKERS)) for i in range(60)}) == 60
+
+
+def test_black_is_left_to_allreduce_while_colours_are_free() -> None:
+    for names in (["FedProx"], ["QSR", "FedAvg"], ["FedAvg", "FedProx", "SCAFFOLD", "FedAdam", "a", "b", "c"]):
+        colours = [look.colour for look in looks_of(names).by_name.values()]
+        assert "#000000" not in colours and len({*colours}) == len(names)
+    names = [f"{letter}{i}" for letter in "abc" for i in range(4)]
+    for start in range(0, len(names), 6):  # a figure of some of them
+        shown = names[start : start + 6]
+        colours = [looks_of(names, shown).by_name[name].colour for name in shown]
+        assert "#000000" not in colours and len({*colours}) == len(shown)
+
+
+@pytest.mark.parametrize("points", [2, 4, 9, 12])
+def test_steps_have_whole_numbers(points: int) -> None:
+    ax = bands({"a": history(points)})
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    shown = [
+        text.get_text() for at, text in zip(ax.get_xticks(), ax.get_xticklabels(), strict=True) if low <= at <= high
+    ]
+    assert len(shown) > 1 and all(text.isdecimal() for text in shown)
+
+
+def test_settings_stay_whole_where_names_are_wrapped() -> None:
+    names = ["SPARTA, p = 1 %, H = 10", "DiLoCo, H = 10, outer_lr = 0.4", "SPARTA-DiLoCo at 200 Mbit/s"]
+    for width in range(12, 30):
+        lines = "\n".join(wrapped(name, width) for name in names)
+        assert not re.search(r"=\n|\n=|\d\n%|\d\nMbit|-\n", lines) and "\xa0" not in lines
 
 
 def test_long_lines_are_marked_at_few_points() -> None:

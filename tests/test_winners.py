@@ -14,9 +14,11 @@ from comparisons_by_hand import comparison as made
 from errors import refused
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from shared_comparisons import compared
 
 import vsim
+from vsim.analysis.areas import _roomiest
 from vsim.analysis.questions.winners import BANDWIDTHS, LATENCIES, Winners
 from vsim.analysis.racing import Race
 from vsim.figures.looks import looks_of
@@ -214,6 +216,19 @@ def test_every_area_of_a_map_is_named(width: float | None) -> None:
     assert winners._repr_html_().startswith('<img alt="which strategy reaches loss 1 first')
     ax = winners.plot()
     assert any(collection.get_hatch() or getattr(collection, "hatches", [None])[0] for collection in ax.collections)
+
+
+def test_a_name_is_where_most_room_is_around_it() -> None:
+    """A wide text fits into the bar above, which is deep enough, but not into the deeper one at the left."""
+    columns, rows = np.arange(60.0), np.arange(40.0)
+    bar, column = np.zeros((2, 40, 60), dtype=bool)
+    bar[30:], column[:, :20] = True, True
+    frame = Bbox([[-0.5, -0.5], [59.5, 39.5]])
+    i, j = _roomiest(bar | column, columns, rows, frame, 15.0, 2.0) or (0, 0)
+    assert i in (34, 35) and j in (29, 30)
+    i, j = _roomiest(bar | column, columns, rows, frame, 4.0, 2.0) or (0, 0)
+    assert abs(i - 20) < 11 and j in (9, 10)
+    assert _roomiest(bar | column, columns, rows, frame, 31.0, 2.0) is None
 
 
 def test_three_that_tie_are_one_grey_area_and_are_named_below() -> None:

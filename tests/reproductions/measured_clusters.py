@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import vsim
+from vsim.figures.looks import COLOURS
 from vsim.network import Compute, Network
 from vsim.strategy import Algorithm, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SparseLoCoStrategy
 
@@ -95,7 +96,8 @@ def draw() -> None:
     """Write the figure: one dot a run, measured seconds across, predicted seconds up."""
     import matplotlib.pyplot as plt
 
-    colours = dict(zip((*SHAPED, "unshaped"), ("#a5281b", "#d1812b", "#2f7f5f", "#2b5c9e", "#8a8a8a"), strict=True))
+    # Orange, pale blue, green, blue: darker with bandwidth, and distinct for every kind of colour vision.
+    colours = dict(zip((*SHAPED, "unshaped"), (*COLOURS[1:5], "#8a8a8a"), strict=True))
     shapes = {"DiLoCo": "o", "local SGD": "s", "DDP": "^"}
     with plt.rc_context({"font.size": 8}):
         figure, ax = plt.subplots(figsize=(3.35, 3.1), layout="constrained")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vsim.figures.legends import LEGEND, legend_columns
-from vsim.figures.style import STYLE, literal
+from vsim.figures.style import STYLE, joined, literal, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,13 +65,12 @@ def label(
 
     figure = ax.get_figure(root=True)
     assert figure is not None
-    depths = {names: _depth(cells) for names, cells in areas.items()}
     listed, height = list[tuple[str, ...]](), figure.get_figheight()
     blank = bool(areas) and not np.any(list(areas.values()), axis=0).all()
     width = 1.2 * figure.get_figwidth() * ax.get_position().width
     below: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
     while True:  # a legend makes the map smaller
-        labels = [textwrap.fill(_name(names), int(LETTERS * width) - 8) for names in listed]
+        labels = [wrapped(_name(names), int(LETTERS * width) - 8) for names in listed]
         labels += ["none"] if blank else []
         columns = min(2, legend_columns(labels, width)) if labels else 1
         rows = -(-sum(1 + label.count("\n") for label in labels) // columns)
@@ -103,7 +101,7 @@ def label(
         missing = []
         for names, cells in areas.items():
             if names not in listed:
-                fitted = _inside(ax, x, y, cells, depths[names], names)
+                fitted = _inside(ax, x, y, cells, names)
                 placed += [fitted] if fitted is not None else []
                 missing += [names] if fitted is None else []
         if not missing:
@@ -119,18 +117,14 @@ def _name(names: tuple[str, ...]) -> str:
 
 def _texts(names: tuple[str, ...]) -> list[str]:
     """Return ways to break the name of an area into lines, the widest first."""
-    lines = _name(names).replace(" or ", " or\n")
-    return list(
-        dict.fromkeys(
-            [_name(names), lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
-        )
-    )
+    text = joined(_name(names))
+    lines = text.replace(" or ", " or\n")
+    ways = [text, lines, lines.replace(", ", ",\n"), lines.replace(" ", "\n").replace("\nor", " or")]
+    return [way.replace("\N{NO-BREAK SPACE}", " ") for way in dict.fromkeys(ways)]
 
 
-def _inside(
-    ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], depth: NDArray[np.int64], names: tuple[str, ...]
-) -> Any:
-    """Write the names into their region, as deep inside as they fit; return the text, None if they do not fit."""
+def _inside(ax: Axes, x: Floats, y: Floats, own: NDArray[np.bool_], names: tuple[str, ...]) -> Any:
+    """Write the names into their region, far from its edges; return the text, None if they do not fit."""
     columns = ax.transData.transform(np.stack([x, np.full(len(x), y[0])], 1))[:, 0]
     rows = ax.transData.transform(np.stack([np.full(len(y), x[0]), y], 1))[:, 1]
     from matplotlib.patheffects import withStroke
@@ -138,7 +132,6 @@ def _inside(
     frame = ax.get_window_extent()
     halo = [withStroke(linewidth=2, foreground="white", alpha=0.7)]
     style: Any = {"ha": "center", "va": "center", "fontsize": STYLE["legend.fontsize"], "path_effects": halo}
-    deepest = np.argwhere(depth > 0)[np.argsort(-depth[depth > 0], kind="stable")][:200]
     for said in _texts(names):
         if own.all():
             text = ax.text(0.5, 0.5, said, transform=ax.transAxes, **style)
@@ -148,26 +141,37 @@ def _inside(
             continue
         text = ax.text(x[0], y[0], said, **style)
         box = text.get_window_extent()
-        wide, high = box.width / 2 + 2, box.height / 2 + 1
-        for i, j in deepest:
-            across, up = np.abs(columns - columns[j]) <= wide, np.abs(rows - rows[i]) <= high
-            edges = columns[j] - wide, columns[j] + wide, rows[i] - high, rows[i] + high
-            in_frame = frame.x0 <= edges[0] and edges[1] <= frame.x1 and frame.y0 <= edges[2] and edges[3] <= frame.y1
-            if in_frame and own[np.ix_(up, across)].all():
-                text.set_position((x[j], y[i]))
-                return text
+        if (cell := _roomiest(own, columns, rows, frame, box.width / 2 + 2, box.height / 2 + 1)) is not None:
+            text.set_position((x[cell[1]], y[cell[0]]))
+            return text
         text.remove()
     return None
 
 
-def _depth(region: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return how far every cell is from the edge of its region, in cells; 0 outside."""
-    framed = np.pad(region, 1)
-    depth = np.zeros(framed.shape, dtype=np.int64)
-    while framed.any():
-        depth += framed
-        inner = framed.copy()
-        for axis in (0, 1):
-            inner &= np.roll(framed, 1, axis) & np.roll(framed, -1, axis)
-        framed = inner
-    return depth[1:-1, 1:-1]
+def _roomiest(
+    own: NDArray[np.bool_], columns: Floats, rows: Floats, frame: Any, wide: float, high: float
+) -> tuple[int, int] | None:
+    """Return the cell around which a box stays inside its area when it grows most; None if no cell has room for it.
+
+    The box grows to all sides at once until no cell has room for it, and then in width and in height alone.
+
+    Args:
+        own: the area's cells (L, B). columns, rows: their positions in pixels, ascending. frame: the map's box.
+        wide, high: half the box's width and height, in pixels.
+    """
+    counts = np.pad(own.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+
+    def room(wide: float, high: float) -> NDArray[np.bool_]:
+        left, right = np.searchsorted(columns, columns - wide), np.searchsorted(columns, columns + wide, "right")
+        low, top = np.searchsorted(rows, rows - high)[:, None], np.searchsorted(rows, rows + high, "right")[:, None]
+        inside = counts[top, right] - counts[low, right] - counts[top, left] + counts[low, left]
+        in_frame = (frame.x0 <= columns - wide) & (columns + wide <= frame.x1)
+        in_frame = in_frame & ((frame.y0 <= rows - high) & (rows + high <= frame.y1))[:, None]
+        return in_frame & (inside == (top - low) * (right - left))
+
+    cells = room(wide, high)
+    for across, up in ((1, 1), (1, 0), (0, 1)):
+        while (larger := room(wide + across, high + up) & cells).any():
+            cells, wide, high = larger, wide + across, high + up
+    found = np.argwhere(cells)
+    return None if len(found) == 0 else (int(found[len(found) // 2][0]), int(found[len(found) // 2][1]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vsim.arguments import real_number
 from vsim.figures.legends import LEGEND, PAGE, legend_columns, legend_of, rows_of
 from vsim.figures.looks import Looks, looks_of
+from vsim.figures.style import wrapped
 from vsim.history.curves import XAxis, bands
 
 if TYPE_CHECKING:
@@ -55,5 +55,5 @@ def overview(
         figure.set_figheight(figure.get_figheight() + 0.15 * max(0, rows_of(labels, columns) - 2))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, **LEGEND)
     if title:
-        figure.suptitle(textwrap.fill(title, int(15 * width)), fontsize=9, x=0.01, ha="left")
+        figure.suptitle(wrapped(title, int(15 * width)), fontsize=9, x=0.01, ha="left")
     return figure

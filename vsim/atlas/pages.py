@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import numpy as np
 from vsim.atlas.entries import NO_LIMIT, SHARES, TRIALS
 from vsim.atlas.scores import SINGLE, Entries, label, profile, ratios, standings, tuning
 from vsim.atlas.tasks import NETWORKS, TASKS
+from vsim.figures.legends import LEGEND, line_style
+from vsim.figures.looks import looks_of
+from vsim.figures.style import STYLE, literal, styled
 from vsim.writing import replacing
 
 BEGIN, END = "<!-- made by vsim atlas -->", "<!-- end -->"
 _PANELS = [("10 %", NO_LIMIT), (NO_LIMIT, "1 Gbit/s, 10 ms"), (NO_LIMIT, NO_LIMIT)]
 _FACTORS = np.geomspace(1, 10, 400)
 _LINES, _LEAST_TASKS = 8, 4
+_TIED = 'In the first tables, "+ 3" after a strategy says that three others are tied with it.\n'
+_PROFILES = """A line shows the share of tasks on which a strategy's loss is at most x times the task's lowest, within
+the limit above the panel: further up and left is better.
+"""
 
 
 def write(by_task: Mapping[str, Entries], path: Path) -> None:
@@ -37,7 +45,7 @@ def write(by_task: Mapping[str, Entries], path: Path) -> None:
 
 
 def results(by_task: Mapping[str, Entries]) -> str:
-    parts = [_where(by_task), "![Profiles over the tasks](images/atlas.png)\n"]
+    parts = [_TIED, _where(by_task), "![Profiles over the tasks](images/atlas.png)\n", _PROFILES]
     parts += [_of_task(task, entries) for task, entries in by_task.items()]
     return "\n".join([*parts, _tuning(by_task)])
 
@@ -108,17 +116,25 @@ def figure(by_task: Mapping[str, Entries]):  # type: ignore[no-untyped-def]
     """Draw the share of tasks within a factor of the best loss, for the strategies of most tasks."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(7.0, 6.4), layout="constrained")
-    looks: dict[str, dict[str, str]] = {}  # a strategy has one look in all panels
-    for axes, score in zip(drawn.subplots(len(_PANELS), 1, sharex=True), _PANELS, strict=True):
+    by_panel = []
+    for score in _PANELS:
         own = {name: r for name, r in ratios(by_task, score).items() if len(r) >= min(_LEAST_TASKS, len(by_task))}
         area = {name: float(profile(r, _FACTORS).mean()) for name, r in own.items()}
-        for name in sorted(area, key=area.__getitem__, reverse=True)[:_LINES]:
-            turn, color = divmod(len(looks), 10)
-            look = looks.setdefault(name, {"color": f"C{color}", "ls": ("-", "--", ":")[turn]})
-            axes.step(_FACTORS, profile(own[name], _FACTORS), where="post", label=name, **look)
+        by_panel.append({name: own[name] for name in sorted(area, key=area.__getitem__, reverse=True)[:_LINES]})
+    # A strategy has one look in all panels. Colours are too few for all; most of those in several panels differ.
+    panels = Counter(name for own in by_panel for name in own)
+    looks = looks_of(sorted(panels), [name for name in panels if panels[name] > 1 or name == "AllReduce"])
+    drawn = Figure(figsize=(7.0, 6.4), layout="constrained")
+    for axes, score, own in zip(drawn.subplots(len(_PANELS), 1, sharex=True), _PANELS, by_panel, strict=True):
+        for i, (name, r) in enumerate(own.items()):
+            # Lines that cover each other have their markers at different points.
+            marks = (i * len(_FACTORS) // 64, len(_FACTORS) // 8)
+            style = line_style(looks.by_name[name])
+            axes.step(_FACTORS, profile(r, _FACTORS), where="post", label=literal(name), markevery=marks, **style)
+        styled(axes)
         axes.set(xscale="log", ylim=(0, 1.03), title=label(score), ylabel="share of tasks")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
+        axes.title.set_fontsize(STYLE["axes.labelsize"])
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), **LEGEND)
     axes.set(
         xlabel="loss divided by the task's lowest",
         xlim=(1, 10),

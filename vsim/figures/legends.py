@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vsim.figures.looks import Look, Looks
-from vsim.figures.style import STYLE, literal
+from vsim.figures.style import STYLE, literal, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +50,7 @@ def legend_of(ax: Axes, looks: Looks, diverged: Mapping[str, str], width: float)
     if not looks.key:
         handles, labels = ax.get_legend_handles_labels()
         most = max(10, int(0.9 * _CHARACTERS * width) - _BESIDE)  # counted in wide letters
-        labels = [label if len(label) <= most else textwrap.fill(label, most) for label in labels]
+        labels = [label if len(label) <= most else wrapped(label, most) for label in labels]
         if any(line.get_gid() == MEAN_REPLICA for line in ax.get_lines()):
             handles.append(Line2D([], [], color="0.3", **THIN))
             labels.append(f"thin: {MEAN_REPLICA}")
@@ -87,7 +86,7 @@ def add_legend(ax: Axes, looks: Looks, diverged: Mapping[str, str], own: bool, i
         style |= {"fontsize": 7, "handlelength": 2.4, "columnspacing": 0.8, "handletextpad": 0.5}
         columns = 2 if is_below and len(labels) > 1 else 1
         most = int(_SMALL * width / columns) - _SAMPLE
-        labels = [textwrap.fill(label, most, max_lines=3, placeholder=" …") for label in labels]
+        labels = [wrapped(label, most, max_lines=3, placeholder=" …") for label in labels]
     if is_below:
         below = ScaledTranslation(0, -34 / 72, figure.dpi_scale_trans)  # the axis' numbers and label
         place = {"loc": "upper center", "bbox_to_anchor": (0.45, 0), "bbox_transform": ax.transAxes + below}

@@ -1,6 +1,7 @@
 """The looks of lines: colours, dashes and markers. A name has the same colour in every figure of a comparison.
 
-A reserved name has it in every comparison, too; any other name, where no other has the same by its hash.
+A reserved name has it in every comparison, too; any other name, where no other has the same by its hash. Black, which
+readers take for the baseline, is AllReduce's; another name has it only if all other colours are taken.
 """
 
 from __future__ import annotations
@@ -111,9 +112,11 @@ def _places(families: Iterable[str], shown: Collection[str]) -> dict[str, tuple[
     words = {family: _plain(family) for family in families}
     order = sorted(words, key=lambda one: (words[one] not in _KNOWN, one))
     codes = {family: zlib.crc32(f"{_SALT}{words[family]}".encode()) for family in order}
-    colours = {one: _KNOWN.index(words[one]) if words[one] in _KNOWN else codes[one] % len(COLOURS) for one in order}
+    colours = {one: _KNOWN.index(words[one]) if words[one] in _KNOWN else _hashed(codes[one]) for one in order}
     colours = _apart(colours)
-    colours |= _apart({family: colours[family] for family in order if family in shown})
+    # Among those shown, black may be given back.
+    starts = {one: colours[one] or (0 if words[one] in _KNOWN else _hashed(codes[one])) for one in order}
+    colours |= _apart({one: start for one, start in starts.items() if one in shown})
     places, taken = {}, set[tuple[int, int]]()
     for family in order:
         colour = shift = colours[family]
@@ -127,6 +130,11 @@ def _places(families: Iterable[str], shown: Collection[str]) -> dict[str, tuple[
     return {family: places[family] for family in words}
 
 
+def _hashed(code: int) -> int:
+    """Return the number of a colour for a hash: any but that of AllReduce."""
+    return code % len(COLOURS) or 1 + code // 256 % (len(COLOURS) - 1)  # the bits between decide the dash
+
+
 def _apart(colours: Mapping[str, int]) -> dict[str, int]:
     """Return colours no two of which are equal, while there are enough: of equal ones, the first family's stays.
 
@@ -138,7 +146,7 @@ def _apart(colours: Mapping[str, int]) -> dict[str, int]:
     apart = dict(colours)
     for family, colour in colours.items():
         if owners[colour] != family and free:
-            apart[family] = min(free, key=lambda one: (one - colour) % len(COLOURS))
+            apart[family] = min(free, key=lambda one: (one == 0, (one - colour) % len(COLOURS)))
             free.remove(apart[family])
     return apart
 

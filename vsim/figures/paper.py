@@ -101,6 +101,12 @@ def fit(ax: Axes) -> None:
             figure.tight_layout()
 
 
+def whole_ticks(axis: Axis) -> None:
+    """Label a linear axis that counts with whole numbers only."""
+    if isinstance(axis.get_major_locator(), MaxNLocator):  # not an axis that the caller made logarithmic
+        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+
+
 def plain_ticks(axis: Axis) -> None:
     """Label a logarithmic axis with plain numbers, for large and small ranges."""
     axis.set_major_locator(PlainLocator())

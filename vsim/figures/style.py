@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +29,30 @@ def literal(text: str) -> str:
     ('\\\\$5', ' _own')
     """
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+# Spaces at which a line must not end: around "=", and between a number and its unit.
+_TIGHT = re.compile(r" (?==)|(?<==) |(?<=\d) (?=%|[kMGT]?(?:B|bit/s)\b|m?s\b)")
+
+
+def joined(text: str) -> str:
+    """Make the spaces inside a setting or quantity no-break spaces.
+
+    >>> joined("SPARTA, p = 1 %").split(" ")
+    ['SPARTA,', 'p\xa0=\xa01\xa0%']
+    """
+    return _TIGHT.sub("\N{NO-BREAK SPACE}", text)
+
+
+def wrapped(text: str, width: int, **options: Any) -> str:
+    """Break text into lines, but not inside a setting, a quantity or a word; see `textwrap.fill` for options.
+
+    >>> print(wrapped("DiLoCo, H = 10", 10))
+    DiLoCo,
+    H = 10
+    """
+    lines = textwrap.fill(joined(text), max(1, width), break_on_hyphens=False, **options)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def styled(ax: Axes) -> None:

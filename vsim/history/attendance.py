@@ -38,7 +38,7 @@ def attendance(history: History, ax: Axes | None = None) -> Axes:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    from vsim.figures.paper import axes_of
+    from vsim.figures.paper import axes_of, whole_ticks
 
     segments, number = history.ledger.attendance, history.ledger.num_nodes
     if not segments:
@@ -53,6 +53,7 @@ def attendance(history: History, ax: Axes | None = None) -> Axes:
     colours, edges = ("white", "#0072B2", "#E69F00"), np.arange(number + 1) - 0.5
     ax.pcolorfast(steps, edges, cells, cmap=ListedColormap(colours), vmin=0, vmax=2)
     ax.set(xlabel="step", ylabel="client" if history.is_of_cohorts else "node", ylim=(number - 0.5, -0.5))
+    whole_ticks(ax.xaxis)
     above = ax.inset_axes((0, 1.05, 1, 0.33), sharex=ax)
     counts = (cells == 1).sum(0)
     above.stairs(counts, steps, fill=True, color="0.5")

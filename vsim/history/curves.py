@@ -32,7 +32,8 @@ MARKED_POINTS = 12
 class XAxis(NamedTuple):
     """The x axis of curves: a column of `History`, or a function of a history, divided by its unit.
 
-    The axis is logarithmic if `is_bytes` or `is_wide`. In the label, "{each}" stands for "node" or "client".
+    The axis is logarithmic if `is_bytes` or `is_wide`, and has whole numbers if `is_count`. In the label, "{each}"
+    stands for "node" or "client".
     """
 
     column: str | Callable[[History], NDArray[np.float64]]
@@ -40,6 +41,7 @@ class XAxis(NamedTuple):
     label: str
     is_bytes: bool = False
     is_wide: bool = False
+    is_count: bool = False
 
     def values(self, history: History) -> NDArray[np.float64]:
         """Return x of every row, in its unit."""
@@ -52,10 +54,10 @@ class XAxis(NamedTuple):
 
 
 X_AXES = {
-    "step": XAxis("step", 1, "step"),
-    "examples": XAxis("examples", 1, "examples"),
-    "tokens": XAxis("tokens", 1, "tokens"),
-    "round": XAxis(lambda history: rounds(history), 1, "round"),
+    "step": XAxis("step", 1, "step", is_count=True),
+    "examples": XAxis("examples", 1, "examples", is_count=True),
+    "tokens": XAxis("tokens", 1, "tokens", is_count=True),
+    "round": XAxis(lambda history: rounds(history), 1, "round", is_count=True),
     "payload": XAxis(
         lambda history: history.bytes_per_node("payload"), 1e6, "payload communicated per {each} (MB)", True
     ),
@@ -120,7 +122,7 @@ def bands(
     Raises:
         ValueError, KeyError: there is no such x, or no column y, or no run has measured y or has tokens.
     """
-    from vsim.figures.paper import axes_of, fit, plain_ticks
+    from vsim.figures.paper import axes_of, fit, plain_ticks, whole_ticks
 
     logy = true_or_false("logy", logy) or a_text("y", y) in ("divergence", "consensus_distance")
     from_step = whole_number("from_step", from_step, at_least=0)
@@ -164,6 +166,8 @@ def bands(
     if axis.is_bytes or axis.is_wide:
         ax.set_xscale("log")
         plain_ticks(ax.xaxis)
+    elif axis.is_count:
+        whole_ticks(ax.xaxis)
     if logy:
         ax.set_yscale("log")
         plain_ticks(ax.yaxis)

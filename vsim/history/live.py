@@ -179,6 +179,8 @@ class LiveRace:
     def _make(self) -> None:
         from matplotlib.figure import Figure
 
+        from vsim.figures.paper import whole_ticks
+
         # Set margins by hand, because a new layout would take as long as the drawing.
         longest = max(map(len, self.histories)) * "x" + ": 0.0000"
         named = [longest] * min(_NAMED, len(self.histories))
@@ -191,6 +193,7 @@ class LiveRace:
         for ax, x in zip(self._axes, ("step", "wire"), strict=True):
             ax.set_xlabel(X_AXES[x].title(history for own in self.histories.values() for history in own))
             styled(ax)
+        whole_ticks(self._axes[0].xaxis)
         self._axes[0].set_ylabel("loss")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from vsim.analysis.summary import tuning
 from vsim.analysis.tables import aligned, with_notes
 from vsim.arguments import a_list
 from vsim.figures.looks import Looks
-from vsim.figures.style import literal, sized
+from vsim.figures.style import literal, sized, wrapped
 from vsim.figures.words import brief_list, quoted, size_text
 from vsim.history.reached import Crossing
 from vsim.network import Compute, Network
@@ -206,7 +205,12 @@ class Winners:
         """Return a text table: for some latencies, the first strategy in each range of bandwidths, and its time."""
         chosen = self.latencies[:: -(-len(self.latencies) // _ROWS)]
         rows = [
-            [delay(s.latency), _range(s, self.bandwidths), s.name, " … ".join(dict.fromkeys(map(duration, s.seconds)))]
+            [
+                delay(_brief(s.latency)),
+                _range(s, self.bandwidths),
+                s.name,
+                " … ".join(dict.fromkeys(map(duration, s.seconds))),
+            ]
             for s in self.stretches()
             if s.latency in chosen
         ]
@@ -241,9 +245,9 @@ class Winners:
         plain_ticks(ax.yaxis)
         sized(ax)
         width = ax.get_position().width * ax.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
-        title = "\n".join(textwrap.fill(line, int(17 * width)) for line in self._title(bool(areas)).split("\n"))
+        title = "\n".join(wrapped(line, int(17 * width)) for line in self._title(bool(areas)).split("\n"))
         ax.set_title(literal(title), fontsize=8, loc="left")
-        notes = [textwrap.fill(literal(one), int(LETTERS * width)) for one in self._notes(areas)]
+        notes = [wrapped(literal(one), int(LETTERS * width)) for one in self._notes(areas)]
         label(ax, bits, milliseconds, areas, tints, "\n".join(notes), own)
         return ax
 
@@ -299,8 +303,17 @@ class Winners:
 
 def _range(stretch: Stretch, bandwidths: Floats) -> str:
     low, high = bool(stretch.low > bandwidths[0]), bool(stretch.high < bandwidths[-1])
-    texts = [f"from {rate(stretch.low)}" if low else "", f"to {rate(stretch.high)}" if high else ""]
+    texts = [f"from {rate(_brief(stretch.low))}" if low else "", f"to {rate(_brief(stretch.high))}" if high else ""]
     return " ".join(filter(None, texts)) or "any"
+
+
+def _brief(value: float) -> float:
+    """Round a number to two digits, as between the points of a grid no more are known; keep three if it has no others.
+
+    >>> _brief(0.0794328), _brief(0.125)
+    (0.079, 0.125)
+    """
+    return value if value == float(f"{value:.3g}") else float(f"{value:.2g}")
 
 
 def missed(never: Mapping[str, str]) -> list[str]:
