@@ -235,6 +235,10 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: FedAvgStrategy(h=3), TypeError, "FedAvgStrategy() … 'h' … H, average, island_size"),
     (lambda: SimpleReduceStrategy(H=3), TypeError, "SimpleReduceStrategy … 'H'"),
     (lambda: DiLoCoStrategy(outer_lrr=1), TypeError, "outer_lrr … did you mean 'outer_lr'"),
+    (lambda: DiLoCoStrategy(learning_rate=1), TypeError, "learning_rate … did you mean 'lr'"),
+    (lambda: DiLoCoStrategy(weight_decay=1), TypeError, "weight_decay … OptimSpec('adamw', weight_decay=1)"),
+    (lambda: DiLoCoStrategy(momentum=0.9), TypeError, "momentum … OptimSpec('sgd', momentum=0.9)"),
+    (lambda: fit(data=vectors().tensors), TypeError, "a tuple of 2 arrays … TensorDataset(x, y)"),
     (lambda: fit(strategy=FedAvgStrategy(island_size=3)), ValueError, "island_size … from 1 to 2 … 3"),
     (lambda: Strategy([Strategy()]), TypeError, "Strategy() … no part of another"),
     (lambda: CommunicateOptimizeStrategy([FedAvgStrategy]), TypeError, "communication_modules … class"),
@@ -328,6 +332,11 @@ class ByName(nn.Module):
         return Outputs(F.cross_entropy(self.linear(input_ids), labels))
 
 
+class WithOptions(ByName):
+    def forward(self, input_ids: Any, labels: Any, **_: Any) -> Any:
+        return super().forward(input_ids, labels)
+
+
 class Outputs(NamedTuple):
     loss: Tensor | None
 
@@ -349,13 +358,17 @@ class Keeps(nn.Module):
 X, Y = vectors().tensors
 NAMED = [{"input_ids": x, "labels": y, "weights": x} for x, y in zip(X, Y, strict=True)]
 GIVEN = "the model or its loss raised this at step 1, given batch[0]: float32 (15, 12), batch[1]: int64 (15,)"
-OF_WEIGHTS, OF_LABELS = "weights … torch.float32 … x.float()", "labels … torch.int64 … y.long()"
+OF_WEIGHTS, OF_LABELS = "weights … torch.float32 … x.to(torch.float32)", "labels … torch.int64 … y.long()"
+OF_HALF = "weights … torch.bfloat16 … x.to(torch.bfloat16)"
 
 # A model, its data and loss, and what the error says in addition to PyTorch's message.
 MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "no loss_fn": (classification, vectors(), None, f"{GIVEN} … model(batch) … tuple of 2 … loss_fn="),
     "in parts": (Own, tokens(), None, "idx, following … model(*batch)"),
-    "by name": (ByName, NAMED, None, "input_ids, labels … model(**batch).loss"),
+    "by name": (ByName, NAMED, None, "input_ids, labels … drop or rename the field 'weights'"),
+    "by other names": (WithOptions, NAMED, None, "input_ids, labels … model(**batch).loss"),
+    "without the first": (ByName, [{"labels": y} for y in Y], None, "input_ids, labels … give the field 'input_ids'"),
+    "in half": (lambda: ByName().bfloat16(), [{"input_ids": x, "labels": y} for x, y in vectors()], None, OF_HALF),
     "nested": (classification, [((x, x), y) for x, y in vectors()], F.cross_entropy, "model(x) … a list of 2"),
     "narrow": (classification, TensorDataset(X[:, :7], Y), F.cross_entropy, "(15, 7) … weight … (5, 12)"),
     "keeps": (Keeps, vectors(), None, "last … make it a buffer"),

@@ -444,6 +444,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
         "compare --data digits --network 200_Mbit/s,1ms --compute 1 --speeds 1,2",
         ["--compute with --speeds or a file has 2"],
     ),
+    (
+        "compare --strategies diloco:max_steps=9",
+        ["strategy diloco:max_steps=9: max_steps has no effect without lr_sche"],
+    ),
+    ("sweep --set nodes=2,4", ["unknown argument 'nodes'; did you mean 'num_nodes'?"]),
     ("compare --strategies diloco:K=3", ["unknown argument 'K'", "Valid: outer_optim", "max_steps"]),
     ("compare --steps 0", ["--steps must be a whole number >= 1, got 0"]),
     ("compare --data digits --processes 0", ["vsim compare: --processes must be a whole number from 1 to 4, got 0"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_a_hosted_notebook_installs_vsim() -> None:
     cells = {}
     for path in NOTEBOOKS.glob("*.ipynb"):
         sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
-        in_clone_only = "__file__" in "".join(sources)
+        in_clone_only = "beside this notebook" in "".join(sources)
         assert ("pip install" in sources[1]) is not in_clone_only, path
         cells |= {} if in_clone_only else {sources[1]: path}
     (cell,) = cells  # the same everywhere; tests/test_packages.py tries its command
@@ -162,6 +163,8 @@ def test_notebooks_run(name: str, kernel: Any, tmp_path: Path) -> None:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
             make_quick(cell)
+    for kept_beside in NOTEBOOKS.glob(f"{name}_*.json"):
+        shutil.copy(kept_beside, tmp_path)
     begin = f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(begin))
     client = nbclient.NotebookClient(notebook, timeout=300, km=kernel)

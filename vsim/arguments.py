@@ -18,10 +18,11 @@ import psutil
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Former name of an argument → its present name.
+# Former name of an argument, or that of other libraries → its present name.
 RENAMED = {
     "N": "buffer",
     "clip_norm": "outer_max_norm",
+    "learning_rate": "lr",
     "server_lr": "outer_lr",
     "server_optim": "outer_optim",
 }

@@ -177,7 +177,7 @@ def _said(error: BaseException) -> str:
         return f"{error.filename}: {why}"
     text = " ".join(str(error).split())
     text, valid, arguments = text.partition(" Valid: ")  # the arguments of a class
-    if not text.startswith("--"):  # otherwise from this file, and an argument is one of --set
+    if not text.startswith(("--", "strategy ")) and " unknown argument " not in text:  # of --set or of a strategy
         for name, option in _OPTIONS.items():
             text = re.sub(rf"(?<![\w-]){name}(?:=(?=[\w'\"]))", f"{option} ", text)
             text = re.sub(rf"(?<![\w-]){name}(?!\w)=?", option, text)
@@ -432,7 +432,7 @@ def parse_strategy(text: str, lr: float) -> Algorithm:
     OptimSpec(SGD, momentum=0.9, lr=0.001)
     """
     cls, defaults, given = strategy_class(text, lr)
-    with naming(text):
+    with naming(f"strategy {text}"):
         return cls(**defaults | given)
 
 

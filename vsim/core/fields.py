@@ -32,6 +32,8 @@ OPTIONS = (
     *("inner_optim", "lr", "max_norm", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps", "cosine_anneal"),
     *("max_steps", "attack"),
 )
+# Arguments of optimizers that are often given to a strategy.
+_OF_OPTIMIZERS = ("weight_decay", "betas", "eps", "momentum", "nesterov")
 # EXO Gym's names of arguments → vsim's names. `vsim.compat.exogym` takes them.
 SPELLINGS = {
     "optim_spec": "inner_optim",
@@ -127,6 +129,12 @@ def given_by(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
                 raise TypeError(
                     f"{where}: {name} is EXO Gym's name of {SPELLINGS[name]}: write {SPELLINGS[name]}=…, or import "
                     f"{cls.__name__} from vsim.compat.exogym, which takes EXO Gym's names"
+                )
+            if name not in named and name in _OF_OPTIMIZERS and "inner_optim" in named:
+                optim = "sgd" if name in ("momentum", "nesterov") else "adamw"
+                raise TypeError(
+                    f"{where} takes no {name}: give it to the nodes' optimizer, such as "
+                    f"inner_optim=OptimSpec({optim!r}, {name}={kwargs[name]!r:.40})"
                 )
         reject_unknown(kwargs, [*own, *(name for name in named if name in OPTIONS)], where)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -456,6 +456,10 @@ def check_dataset(dataset: Any, what: str) -> Dataset[Any]:
             f"{what} is a {type(dataset).__name__} of {len(dataset)} datasets; for one a node give a function, such as "
             "lambda rank, num_nodes, train_dataset: datasets[rank]"
         )
+    if isinstance(dataset, tuple) and len(dataset) < 4 and all(hasattr(part, "shape") for part in dataset):
+        raise TypeError(
+            f"{what} is a tuple of {len(dataset)} arrays; TensorDataset(x, y) of torch.utils.data joins them"
+        )
     if isinstance(dataset, Mapping):  # such as a DatasetDict of Hugging Face
         raise TypeError(
             f"{what} is a {type(dataset).__name__} with {', '.join(map(repr, list(dataset)[:5]))}; give one of its "

@@ -589,14 +589,18 @@ def _advice(error: Exception, objective: Objective, batch: Any, kept: list[str])
         takes = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         call = f". Without loss_fn= the model is called as model(batch), with {_kind(batch)}, and returns the loss"
         by_name = isinstance(batch, Mapping) and bool(set(takes) & set(batch))
+        if by_name and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            others = [repr(name) for name in batch if name not in takes]
+            way = f"drop or rename the field {', '.join(others)}" if others else f"give the field {takes[0]!r}, too"
+            return f"{call}, or by the names of its fields; this one takes {', '.join(takes[:4])}: {way}"
         if by_name or len(takes) > 1:
             own = "model(**batch).loss" if by_name else "the loss of model(*batch)"
             return f"{call}; this one takes {', '.join(takes[:4])}: give a module whose forward(batch) returns {own}"
         return f"{call}; a model that is called as model(x) needs loss_fn=, such as torch.nn.functional.cross_entropy"
     name, weight = next(iter(model.named_parameters()))
-    if re.search("dtype|scalar type|same type", str(error)):
+    if re.search("dtype|scalar type|same type|should be the same", str(error)):
         labels = "class labels are torch.int64 (y.long())"
-        return f". The weights are {weight.dtype}, and so is what they multiply (x.float()); {labels}"
+        return f". The weights are {weight.dtype}, and so is what they multiply (x.to({weight.dtype})); {labels}"
     if re.search(
         r"Target -?\d+ is out of bounds|index out of range in self|embedding: an index|num_classes", str(error)
     ):

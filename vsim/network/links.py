@@ -66,7 +66,8 @@ def seconds(name: str, value: Any, **bounds: float) -> float:
     if isinstance(value, str):
         match = re.fullmatch(_NUMBER + "(d|h|min|s|ms|us|µs|μs|ns)" + r"\s*", value)
         if match is None:
-            raise ValueError(f"{name} must be a duration, such as '50 ms', got {value!r}")
+            units = "d, h, min, s, ms, us or ns"
+            raise ValueError(f"{name} must be a duration in {units}, such as '50 ms', got {value!r}")
         value = float(match[1]) * _SECONDS[match[2]]
     return real_number(name, value, **bounds)
 
