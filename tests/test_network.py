@@ -150,6 +150,7 @@ def test_mistakes_are_named() -> None:
     values: list[tuple[Callable[[], Any], list[Any]]] = [
         (lambda: of("10 MB"), ["'10 MB'", "bytes", "80 Mbit/s"]),
         (lambda: of("10 MB/s"), ["bytes a second", "80 Mbit/s"]),
+        (lambda: Network.of(200), ["network: 200 is in bit/s", "'200 Mbit/s'", "Network(200)"]),
         (lambda: of("fast"), ["bandwidth", "rate in bits", "'200 Mbit/s'", "'fast'"]),
         (lambda: of("1.2.3 Mbit/s"), ["bandwidth", "'1.2.3 Mbit/s'"]),
         (lambda: of("1e400 bit/s"), ["bandwidth", "1.8e308", "'1e400 bit/s'"]),

@@ -197,6 +197,8 @@ class Network:
         if isinstance(given, str) and names_file(given):
             return cls.from_file(given)
         with naming("network"):
+            if isinstance(given, float | int) and 0 < given < 1000:
+                raise ValueError(f"{given} is in bit/s; give a unit, such as '{given} Mbit/s', or Network({given})")
             return cls.parse(given) if isinstance(given, str) else cls(given)
 
     @classmethod
