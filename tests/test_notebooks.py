@@ -59,7 +59,7 @@ EXPECTED: dict[str, list[str]] = {
     "report": [r"interrupted after step \d+", r"16 runs, of which 6 were not trained again", r"report\.html: \d+ kB"],
     "state_of_the_art": [
         r"<table>\n",
-        r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ ± [\d.]+ %</td>\s*"
+        r"<td>MuLoCo</td>\s*<td>is better than DiLoCo</td>\s*<td>[+-][\d.]+ % \([+-][\d.]+ to [+-][\d.]+\)</td>\s*"
         r"<td>(shows|does not show|not decided)</td>",
         r"SparseLoCo sends \d+ times less than DiLoCo",
     ],
