@@ -116,6 +116,8 @@ def test_the_address_is_written_where_it_belongs(tmp_path: Path) -> None:
         if path.suffix == ".ipynb":
             old, new = json.loads(before[path]), json.loads(text)
             assert old["cells"][1:] == new["cells"][1:] and old["metadata"] == new["metadata"]
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert readme.count("badge.svg") == 3 and readme.count("\n") == before[tmp_path / "README.md"].count("\n")
     yaml.safe_load((tmp_path / "CITATION.cff").read_text(encoding="utf-8"))
     wrong = subprocess.run([tmp_path / ".ci" / "address", "nobody"], check=False, capture_output=True, text=True)
     assert wrong.returncode == 2 and "OWNER/NAME, not 'nobody'" in wrong.stderr
