@@ -345,7 +345,7 @@ def test_what_a_loss_takes() -> None:
 @pytest.mark.parametrize("x", [x for x in X_AXES if x not in ("tokens", "round")])  # images have none
 def test_plot_draws_the_columns(comparison: vsim.Comparison, x: str) -> None:
     ax = comparison.plot(x=x)
-    _, unit, _, is_bytes, _ = X_AXES[x]
+    unit, is_bytes = X_AXES[x].unit, X_AXES[x].is_bytes
     lines = {line.get_label(): line for line in ax.get_lines() if line.get_label() != "_"}
     assert set(lines) == set(comparison) and ax.get_xscale() == ("log" if is_bytes else "linear")
     if is_bytes:  # who sends nothing has no place on a logarithmic axis

@@ -19,6 +19,7 @@ PUBLIC = {
     "vsim.data",
     "vsim.models",
     "vsim.network",
+    "vsim.records.plots",
     "vsim.strategy",
     "vsim.strategy.communicate",
 }

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import vsim
-from vsim.figures.looks import COLOURS
 from vsim.network import Compute, Network
+from vsim.records.plots import COLOURS
 from vsim.strategy import Algorithm, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SparseLoCoStrategy
 
 HERE = Path(__file__).parent
