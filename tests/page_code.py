@@ -67,7 +67,7 @@ def run_page(page: Path, write: bool = False) -> dict[str, Any]:
     from vsim_cli import main
 
     if "from transformers" in page.read_text(encoding="utf-8"):
-        import torchvision_build  # noqa: F401
+        import loadable_torchvision  # noqa: F401
     scope: dict[str, Any] = {"__name__": "__main__"}  # so that processes are sent what a page defines
     printed = io.StringIO()
     outputs = []

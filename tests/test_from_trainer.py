@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loadable_torchvision  # noqa: F401
 import pytest
 import torch
-import torchvision_build  # noqa: F401
 from reference_cluster import small_mlp, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import loadable_torchvision  # noqa: F401
 import numpy as np
 import pytest
 import torch
-import torchvision_build  # noqa: F401
 from standing_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
