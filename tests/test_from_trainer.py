@@ -282,14 +282,15 @@ def lightning_trainer(lightning: Any, folder: Path, **options: Any) -> Any:
         (every_third_batch, {"max_steps": 11}, 7),
         (every_third_batch, {"accumulate_grad_batches": 2, "max_steps": 1000}, 7),
         (one_cycle, {}, 7),
+        (by_epoch, {"gradient_clip_val": None}, None),  # the module's own loader
     ],
 )
 @pytest.mark.slow
 def test_one_node_takes_the_steps_of_lightning(
-    lightning: Any, configure: Any, options: dict[str, Any], batch: int, tmp_path: Path
+    lightning: Any, configure: Any, options: dict[str, Any], batch: int | None, tmp_path: Path
 ) -> None:
-    module, data = module_of(lightning, configure), vectors(28)
-    loader = DataLoader(data, batch)
+    own = {} if batch else {"train_dataloader": lambda _: DataLoader(vectors(28), 7)}
+    module, loader = module_of(lightning, configure, **own), DataLoader(vectors(28), batch) if batch else None
     trainer = lightning_trainer(lightning, tmp_path, **options)
     arguments = vsim.from_trainer(trainer, module, loader)
     found = trained_alone(arguments)
@@ -379,8 +380,10 @@ def test_what_lightning_trains_otherwise_is_an_error(lightning: Any, tmp_path: P
     for named, loader in loaders.items():
         with pytest.raises(ValueError, match=named):
             vsim.from_trainer(lightning_trainer(lightning, tmp_path), module_of(lightning, by_epoch), loader)
-    augments = type("Data", (lightning.LightningDataModule,), {"on_after_batch_transfer": hook})()
-    with pytest.raises(ValueError, match="the hook on_after_batch_transfer of Data"):
+    with pytest.raises(ValueError, match="training data of type list"):
+        vsim.from_trainer(lightning_trainer(lightning, tmp_path), module_of(lightning, by_epoch), [DataLoader(data)])
+    augments = type("Module", (lightning.LightningDataModule,), {"on_after_batch_transfer": hook})()
+    with pytest.raises(ValueError, match="the hook on_after_batch_transfer of Module"):
         vsim.from_trainer(lightning_trainer(lightning, tmp_path), module_of(lightning, by_epoch), augments)
     with pytest.raises(TypeError, match="module is missing"):
         vsim.from_trainer(lightning_trainer(lightning, tmp_path))

@@ -131,13 +131,13 @@ def _of_lightning(trainer: Any, module: Any, train: Any, val: Any) -> dict[str, 
     module = getattr(trainer, "lightning_module", None) if module is None else module
     if module is None:
         raise TypeError("module is missing: from_trainer(trainer, module, …) takes the arguments of trainer.fit")
-    hooks = {type(one).__name__: _overridden(one, _OF_MODULE) for one in (train, module)}
+    hooks = [(type(one).__name__, _overridden(one, _OF_MODULE)) for one in (train, module)]
     foreign = [type(one).__name__ for one in trainer.callbacks if not _watches(one)]
     clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     _reject(
         {
             "manual optimization": not module.automatic_optimization,
-            **{f"the hook {', '.join(own)} of {name}": own for name, own in hooks.items()},
+            **{f"the hook {', '.join(own)} of {name}": own for name, own in hooks},
             "training_step(dataloader_iter)": "dataloader_iter" in inspect.signature(module.training_step).parameters,
             f"the callback {', '.join(foreign)}": foreign,
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}": clip
@@ -231,8 +231,8 @@ def _overridden(one: Any, allowed: Sequence[str]) -> list[str]:
     return [
         name
         for name in theirs
-        if callable(getattr(base, name)) and (getattr(own, name) is not getattr(base, name) or name in vars(one))
         if not name.startswith("__") and not any(fnmatchcase(name, pattern) for pattern in allowed)
+        if callable(getattr(base, name)) and (getattr(own, name) is not getattr(base, name) or name in vars(one))
     ]
 
 
